@@ -1,0 +1,25 @@
+"""The only reader of os.environ."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where downloaded models and probe results are kept: QUIRE_CACHE, else the user's cache folder."""
+    explicit = os.environ.get("QUIRE_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire"
+
+
+def log_level() -> str:
+    """QUIRE_LOG_LEVEL: debug, info (default), warning or error."""
+    return os.environ.get("QUIRE_LOG_LEVEL", "info").upper()
+
+
+def debug_checks() -> bool:
+    """QUIRE_DEBUG=1 runs integrity checks when the engine is idle."""
+    return os.environ.get("QUIRE_DEBUG", "") not in ("", "0")

@@ -1,0 +1,77 @@
+"""The settings, in groups of frozen dataclasses. A field's help text is its documentation everywhere.
+
+CLI flags and the reference page are generated from these (args.py); `None` means "decided at start from the
+model and the machine" (resolve.py), and the decision is logged with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+DeviceName = Literal["auto", "cpu"]
+
+DEFAULT_MODEL = "smollm2"
+
+
+def setting(default: Any, help: str, *, unit: str | None = None, positional: bool = False) -> Any:
+    """A dataclass field whose help text is kept with it; unit="bytes" accepts values like 2GiB on the CLI."""
+    return field(default=default, metadata={"help": help, "unit": unit, "positional": positional})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model to load and how."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "A Hugging Face folder, a .gguf file, a hub id, or a built-in alias (smollm2).",
+        positional=True,
+    )
+    tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
+    revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
+    chat_template: str | None = setting(None, "A Jinja file, or a template's text, to use instead of the model's own.")
+    dtype: DType = setting("auto", "Type of weights and activations. auto: float32 on a CPU.")
+    max_model_len: int | None = setting(
+        None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
+    )
+    load_format: LoadFormat = setting("auto", "How to read weights; dummy makes seeded random ones from the config.")
+    seed: int = setting(0, "Seed of dummy weights.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = setting(16, "Tokens per KV block.")
+    kv_cache_memory: int | None = setting(
+        None, "Bytes for KV blocks, e.g. 2GiB. Unset: on a CPU a share of the free memory.", unit="bytes"
+    )
+    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal prompt prefixes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step."""
+
+    max_num_seqs: int | None = setting(None, "Most requests running at once. Unset: 64 on a CPU.")
+    max_num_batched_tokens: int | None = setting(None, "Most tokens computed in one step. Unset: 512 on a CPU.")
+    long_prefill_token_threshold: int | None = setting(
+        None,
+        "Most tokens of a step that one prompt may take while other requests want to run, so that short ones"
+        " keep flowing. Unset: half of max_num_batched_tokens.",
+    )
+    policy: SchedulingPolicy = setting("fcfs", "Order of admission: first come first served, or by priority.")
+    steps_in_flight: int | None = setting(None, "Steps planned before the first one's result is known. Unset: 1 on a CPU.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where to run."""
+
+    device: DeviceName = setting("auto", "The device to run on.")
+    num_threads: int | None = setting(None, "CPU threads for tensor work. Unset: one per physical core.")
+    attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")

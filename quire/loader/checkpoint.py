@@ -1,0 +1,32 @@
+"""Checkpoint: where weights come from. Every source presents Hugging Face config keys and tensor names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the tensor `get` returns; float32 for a dequantized block format
+    num_bytes: int  # stored size in the file
+
+
+class Checkpoint(ABC):
+    """A read-only set of named tensors and the model's config."""
+
+    config: dict[str, Any]  # as in config.json; "architectures"[0] names the implementation
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Names, in natural order (layers.2 before layers.10), without reading data."""
+
+    @abstractmethod
+    def get(self, name: str) -> Tensor:
+        """Read one tensor. May block on disk. The result may alias a read-only mapping: copy before writing."""

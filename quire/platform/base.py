@@ -1,0 +1,58 @@
+"""Platform: the device behind the engine. Streams, events, pinned memory and graphs, or null objects.
+
+Only kernels/ and platform/ name a device; everything else asks the platform.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class Event(ABC):
+    @abstractmethod
+    def record(self) -> None: ...
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the host until the recorded work is done."""
+
+
+class NullEvent(Event):
+    """Work on a CPU is finished when the call returns."""
+
+    def record(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+
+class Platform(ABC):
+    name: str
+    device: torch.device
+    default_dtype: torch.dtype
+    default_max_num_seqs: int
+    default_max_num_batched_tokens: int
+    default_steps_in_flight: int
+    default_attention_backend: str
+
+    @abstractmethod
+    def start(self, num_threads: int | None) -> None:
+        """Prepare the process for this device. Called once, before any tensor work."""
+
+    @abstractmethod
+    def available_memory(self) -> int:
+        """Bytes that the engine may still take, right now."""
+
+    @abstractmethod
+    def default_kv_memory(self, available: int) -> int:
+        """How many of `available` bytes KV blocks get when the user does not say."""
+
+    @abstractmethod
+    def event(self) -> Event: ...
+
+    @abstractmethod
+    def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that copies to the device without blocking (pinned where that means something)."""

@@ -1,0 +1,87 @@
+"""The exception tree. Every message names the offending value and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class QuireError(Exception):
+    """Root of every error that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """A setting is invalid or contradicts another one."""
+
+
+class UnknownNameError(ConfigError):
+    """A name is not in a registry."""
+
+    def __init__(self, kind: str, name: str, known: Sequence[str]) -> None:
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(known) or 'none'}")
+        self.kind = kind
+        self.name = name
+        self.known = list(known)
+
+
+class ModelError(QuireError):
+    """A model cannot be found, read or understood."""
+
+
+class ModelNotFoundError(ModelError):
+    """The model argument names nothing that exists here."""
+
+
+class UnknownArchitectureError(UnknownNameError, ModelError):
+    """The checkpoint's architecture has no implementation in quire/models."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint file is truncated, corrupt or of an unsupported format."""
+
+
+class WeightMismatchError(CheckpointError):
+    """Checkpoint tensors and model parameters are not a bijection."""
+
+
+class TokenizerError(ModelError):
+    """A tokenizer or chat template is missing or cannot be used."""
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched into the cache."""
+
+
+class ResourceError(QuireError):
+    """The machine does not have what the settings ask for."""
+
+
+class MemoryPlanError(ResourceError):
+    """The memory ledger does not fit; the message names the cheapest setting that would make it fit."""
+
+
+class DiskSpaceError(ResourceError):
+    """There is no room for a file that must be written."""
+
+
+class RequestError(QuireError, ValueError):
+    """A request is invalid. `field` names the part of the request that is wrong."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineError(QuireError):
+    """The engine failed while serving; the request itself may be fine."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped and will serve nothing more."""
+
+
+class GenerationError(EngineError):
+    """One request failed inside the engine; others go on."""
+
+    def __init__(self, request_id: str, message: str) -> None:
+        super().__init__(f"request {request_id} failed: {message}")
+        self.request_id = request_id

@@ -1,0 +1,91 @@
+"""Outputs: EngineOutputs (tokens, from the engine) and RequestOutput (text, for the caller)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.types.request import FinishReason
+from quire.types.step import TokenLogprobs
+
+
+class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step added to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop_token_id that was met; None for end-of-sequence
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = -1  # sent with the first output: prompt tokens found in the prefix cache
+    error: str | None = None
+    pooled: list[float] | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """A snapshot of the scheduler after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0  # since start
+    prefix_queries: int = 0  # tokens looked up since start
+    prefix_hits: int = 0  # tokens found since start
+    step_tokens: int = 0  # tokens computed in this step
+
+
+class EngineOutputs(msgspec.Struct, array_like=True, tag=True):
+    outputs: list[EngineOutput]
+    stats: EngineStats | None = None
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAtPosition = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt, as far as it has been generated."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAtPosition] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times on the frontend's monotonic clock, in seconds."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The result of one prompt; `outputs` has one entry per completion asked for with `n`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[LogprobsAtPosition | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int | None = None

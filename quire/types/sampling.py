@@ -1,0 +1,150 @@
+"""What a caller may ask of generation: SamplingParams, and PoolingParams for models that do not generate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from quire.types.errors import RequestError
+
+# Below this, dividing logits by the temperature overflows float32; it is treated as greedy.
+MIN_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 1 << 20
+
+OutputKind = Literal["cumulative", "delta", "final_only"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """How to choose tokens and when to stop. Names and meanings follow vLLM's class of the same name."""
+
+    n: int = 1
+    """How many completions to make of one prompt."""
+    presence_penalty: float = 0.0
+    """Added once, with a minus sign, to the logit of every token already in the output; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Like presence_penalty, but times the number of occurrences."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or output; above 0."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the likeliest one."""
+    seed: int | None = None
+    """Makes sampling reproducible; without it a random seed is drawn for the request."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of it unless include_stop_str_in_output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    max_tokens: int | None = 16
+    """The most tokens to generate; None goes on to the model's limit."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are impossible before this many tokens."""
+    logprobs: int | None = None
+    """Return log-probabilities of this many likeliest tokens and of the chosen one; -1 for all."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token after the first."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the last prompt tokens; -1 keeps as many as the model takes."""
+    output_kind: OutputKind = "cumulative"
+    """What each streamed output holds: everything so far, what is new, or one output at the end."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """If given, no other token can be chosen."""
+    bad_words: tuple[str, ...] = ()
+    """Words that must not be generated."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """bad_words as token ids. The frontend fills this in: the engine knows no text."""
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        # Lists and single strings are accepted for convenience; stored as tuples, so params are hashable data.
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+            elif isinstance(value, (list, set, frozenset)) or (value is None and name != "allowed_token_ids"):
+                msgspec.structs.force_setattr(self, name, tuple(value or ()))
+        self._check()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    def _check(self) -> None:
+        _require(self.n >= 1, "n", self.n, "at least 1")
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require(
+            0.0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0"
+        )
+        _require(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1, 0 (both: keep all) or positive")
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _require(
+            self.seed is None or -(1 << 63) <= self.seed < (1 << 64), "seed", self.seed, "a 64-bit integer"
+        )
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1 or None"
+        )
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or -1 <= value <= MAX_LOGPROBS, name, value, "-1 (all), 0 or positive")
+        _require(
+            self.truncate_prompt_tokens is None
+            or self.truncate_prompt_tokens == -1
+            or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens",
+            self.truncate_prompt_tokens,
+            "-1 (the model's limit) or positive",
+        )
+        _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        _require(
+            not self.stop or self.detokenize, "stop", self.stop, "used with detokenize=True: it is matched in text"
+        )
+        _require(all(word.strip() for word in self.bad_words), "bad_words", self.bad_words, "words, not blanks")
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            self.allowed_token_ids,
+            "None or a list with at least one token id",
+        )
+        for token, bias in (self.logit_bias or {}).items():
+            _require(math.isfinite(bias), "logit_bias", f"{token}: {bias}", "finite")
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """What to read from a model that embeds, scores or classifies."""
+
+    task: str = "embed"
+    normalize: bool = True
+    dimensions: int | None = None
+
+
+def _require(condition: bool, field: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise RequestError(f"{field} is {value!r} but must be {allowed}", field)
+
+
+def _in_range(field: str, value: float, low: float, high: float) -> None:
+    _require(low <= value <= high, field, value, f"between {low:g} and {high:g}")

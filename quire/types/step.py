@@ -1,0 +1,70 @@
+"""StepPlan and StepResult: what the scheduler tells the worker, and what the worker answers.
+
+A plan carries only what changed since the last one; the worker's permanent rows hold the rest. Both types
+are msgspec structs, so an executor may send them to another process.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.types.sampling import PoolingParams, SamplingParams
+
+
+class RowStart(msgspec.Struct, array_like=True):
+    """A request takes a row: at admission, and again when it resumes after preemption."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]  # every known token: the prompt, then outputs generated before a preemption
+    num_prompt_tokens: int
+    num_computed_tokens: int  # KV already in blocks, from a prefix hit
+    params: SamplingParams | PoolingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    adapter_id: int = 0
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """One step of the model. Columns are parallel lists; `rows` is in batch order.
+
+    A row samples in this step exactly when its computed tokens catch up with its known tokens. The worker
+    applies, in this order: frees, starts, block deltas, then runs the rows.
+    """
+
+    step_id: int
+    rows: list[int]
+    num_tokens: list[int]  # parallel to rows: how many tokens this row computes in this step
+    freed_rows: list[int] = []
+    starts: list[RowStart] = []
+    # Block-table delta, packed: row block_rows[i], KV group block_groups[i], entry block_indices[i] becomes
+    # block block_ids[i]. Block 0 is the null block.
+    block_rows: list[int] = []
+    block_groups: list[int] = []
+    block_indices: list[int] = []
+    block_ids: list[int] = []
+    draft_token_ids: dict[int, list[int]] = {}  # row -> tokens to verify
+    encoder_inputs: dict[int, list[int]] = {}  # row -> media indices to encode before this step
+    mask_slots: dict[int, int] = {}  # row -> slot of the grammar-mask buffer
+    connector: bytes | None = None
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # rank of the chosen token, 1 is the likeliest
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled."""
+
+    step_id: int
+    token_ids: list[list[int]]
+    # Sparse columns, keyed by index into the plan's rows.
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    errors: dict[int, str] = {}
+    pooled: dict[int, list[float]] = {}
+    connector: bytes | None = None

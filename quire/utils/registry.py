@@ -1,0 +1,61 @@
+"""The one Registry class: names to implementations, imported only when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Generic, TypeVar, cast
+
+from quire.types.errors import UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps a name to `"module:attribute"` relative to a package, resolved and cached on first use.
+
+    A registry line is the only thing an extension adds outside its own file, so nothing is imported
+    until somebody asks for that name.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        entries: dict[str, str],
+        error: type[UnknownNameError] = UnknownNameError,
+    ) -> None:
+        self.kind = kind
+        self._package = package
+        self._entries = dict(entries)
+        self._resolved: dict[str, T] = {}
+        self._error = error
+
+    def register(self, name: str, target: str | T) -> None:
+        """Add or replace an entry at run time: a `"module:attribute"` path or the object itself."""
+        self._resolved.pop(name, None)
+        if isinstance(target, str):
+            self._entries[name] = target
+        else:
+            self._entries[name] = f"<object {target!r}>"
+            self._resolved[name] = target
+
+    def get(self, name: str) -> T:
+        if name in self._resolved:
+            return self._resolved[name]
+        if name not in self._entries:
+            raise self._error(self.kind, name, sorted(self._entries))
+        module_name, _, attribute = self._entries[name].partition(":")
+        # A relative module lives in the registry's own package; a dotted one is a user's plug-in.
+        module = importlib.import_module(
+            module_name if "." in module_name else f"{self._package}.{module_name}"
+        )
+        resolved = cast(T, getattr(module, attribute))
+        self._resolved[name] = resolved
+        return resolved
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
