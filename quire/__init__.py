@@ -1,0 +1,71 @@
+"""Quire: an inference engine for language models. The public names, each imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+    from quire.types.errors import (
+        ConfigError,
+        EngineError,
+        ModelError,
+        QuireError,
+        RequestError,
+        ResourceError,
+    )
+    from quire.types.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.types.sampling import PoolingParams, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "Logprob",
+    "ModelError",
+    "PoolingParams",
+    "QuireError",
+    "RequestError",
+    "RequestOutput",
+    "ResourceError",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "quire.frontend.llm",
+    "AsyncEngine": "quire.frontend.async_engine",
+    "CompletionOutput": "quire.types.outputs",
+    "ConfigError": "quire.types.errors",
+    "EngineConfig": "quire.config.engine",
+    "EngineError": "quire.types.errors",
+    "Logprob": "quire.types.outputs",
+    "ModelError": "quire.types.errors",
+    "PoolingParams": "quire.types.sampling",
+    "QuireError": "quire.types.errors",
+    "RequestError": "quire.types.errors",
+    "RequestOutput": "quire.types.outputs",
+    "ResourceError": "quire.types.errors",
+    "SamplingParams": "quire.types.sampling",
+}
+
+# Hidden from type checkers: they read the imports above, and a name that is not among them stays an error.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
