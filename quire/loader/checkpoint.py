@@ -29,4 +29,4 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def get(self, name: str) -> Tensor:
-        """Read one tensor. May block on disk. The result may alias a read-only mapping: copy before writing."""
+        """Read one tensor. May block on disk. The result may alias a mapped file: copy before writing."""
