@@ -47,7 +47,9 @@ class AttentionBackend(ABC):
     name: str
 
     @abstractmethod
-    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, keys and values together."""
 
     @abstractmethod
@@ -56,7 +58,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """Write key and value into the cache, then attend.
 

@@ -1,0 +1,198 @@
+"""Paged attention in plain torch: the reference, batched over rows, with no Python loop per token.
+
+Its results are bitwise independent of batching, chunking and prefix hits. A query sees keys 0..p whatever step it
+runs in; the maximum is exact in any order; the sum over keys runs in tiles of KEY_TILE at absolute positions, one
+tile after the other, and masked keys add exact zeros. The products are padded to as many query rows as the
+self-check asks for (ops/invariance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionSpec
+from quire.ops.soft_cap import soft_cap
+from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
+
+KEY_TILE = 128  # a multiple of every block size
+QUERY_TILE = 128
+WORKSPACE_BYTES = 64 << 20  # aim for one unit's gathered keys and values, and for its scores
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Rows with equally many queries and about as long a context, computed together."""
+
+    tokens: Tensor  # [rows * queries] int64 index into the step's tokens
+    block_ids: Tensor  # [rows * blocks] int32
+    num_rows: int
+    num_queries: int
+    mask: Tensor  # [rows, queries, 1, keys] bool: True where the query must not see the key
+
+
+@dataclass(slots=True)
+class TorchMetadata(AttentionMetadata):
+    batch: AttentionBatch
+    # Layers of one group ask for the same units; built by the first of them.
+    units: dict[tuple[int | None, int, int], list[_Unit]] = field(default_factory=dict)
+
+
+class TorchAttention(AttentionBackend):
+    name = "torch_ref"
+
+    def __init__(self) -> None:
+        self._min_rows: dict[tuple[int, torch.dtype], int] = {}
+
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        # Heads first: gathering a row's blocks then gives [heads, keys, dim] without another copy.
+        return (2, num_kv_heads, num_blocks, block_size, head_dim)
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        keys = -(-max_model_len // KEY_TILE) * KEY_TILE
+        one_row = keys * (2 * spec.num_kv_heads * spec.head_dim + 3 * spec.num_heads * 16) * itemsize
+        return max(4 * WORKSPACE_BYTES, one_row)
+
+    def prepare(self, batch: AttentionBatch) -> TorchMetadata:
+        return TorchMetadata(batch)
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TorchMetadata)
+        batch = metadata.batch
+        flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
+        flat[0].index_copy_(1, batch.slot_mapping, key.transpose(0, 1))
+        flat[1].index_copy_(1, batch.slot_mapping, value.transpose(0, 1))
+        plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
+        units = metadata.units.get(plan_key)
+        if units is None:
+            units = metadata.units[plan_key] = list(_plan_units(batch, spec, query.element_size()))
+        scaled = query * spec.scale
+        out = query.new_zeros(query.shape[0], spec.num_heads * spec.head_dim)
+        min_rows = self._find_min_rows(spec.head_dim, query.dtype)
+        for unit in units:
+            out.index_copy_(0, unit.tokens, _attend(spec, scaled, cache, unit, min_rows))
+        return out
+
+    def _find_min_rows(self, head_dim: int, dtype: torch.dtype) -> int:
+        found = self._min_rows.get((head_dim, dtype))
+        if found is None:
+            found = self._min_rows[(head_dim, dtype)] = _probe(head_dim, dtype)
+        return found
+
+
+def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> Iterator[_Unit]:
+    """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
+    buckets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    token = 0
+    for row, (num_queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for start in range(0, num_queries, QUERY_TILE):
+            queries = min(QUERY_TILE, num_queries - start)
+            position = context - num_queries + start
+            last_tile = (position + queries - 1) // KEY_TILE + 1
+            first_tile = (
+                0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
+            )
+            # Lengths are rounded up to a power of two, so that a batch of mixed lengths makes few units; what
+            # is added is masked, and adds zeros.
+            width = 1 << (last_tile - first_tile - 1).bit_length()
+            buckets.setdefault((queries, first_tile if spec.sliding_window else 0, width), []).append(
+                (row, token + start, position)
+            )
+        token += num_queries
+    for (queries, first_tile, width), members in buckets.items():
+        keys = width * KEY_TILE
+        per_row = keys * itemsize * max(2 * spec.num_kv_heads * spec.head_dim, spec.num_heads * queries)
+        step = max(1, WORKSPACE_BYTES // per_row)
+        for start in range(0, len(members), step):
+            yield _make_unit(batch, spec, queries, first_tile * KEY_TILE, keys, members[start : start + step])
+
+
+def _make_unit(
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    num_queries: int,
+    first_key: int,
+    num_keys: int,
+    members: list[tuple[int, int, int]],
+) -> _Unit:
+    device = batch.block_tables.device
+    rows, tokens, positions = torch.tensor(members, device=device).unbind(1)
+    offsets = torch.arange(num_queries, device=device)
+    query_positions = positions[:, None] + offsets  # [rows, queries]
+    key_positions = torch.arange(first_key, first_key + num_keys, device=device)
+    mask = key_positions > query_positions[:, :, None]
+    if spec.sliding_window is not None:
+        mask |= key_positions <= query_positions[:, :, None] - spec.sliding_window
+    first_block, num_blocks = first_key // batch.block_size, num_keys // batch.block_size
+    tables = batch.block_tables.index_select(0, rows)[:, first_block : first_block + num_blocks]
+    # Past the end of the table every key is masked; the null block stands in.
+    tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
+    return _Unit(
+        tokens=(tokens[:, None] + offsets).flatten(),
+        block_ids=tables.flatten(),
+        num_rows=len(members),
+        num_queries=num_queries,
+        mask=mask[:, :, None, :],
+    )
+
+
+def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_rows: int) -> Tensor:
+    """Attention of one unit. query [num_tokens, heads, dim] is scaled; returns [rows * queries, heads * dim]."""
+    heads, group, dim, rows = spec.num_kv_heads, spec.group_size, spec.head_dim, unit.num_rows
+    keys = cache[0].index_select(1, unit.block_ids).view(heads * rows, -1, dim)
+    values = cache[1].index_select(1, unit.block_ids).view(heads * rows, -1, dim)
+    num_keys, query_rows = keys.shape[1], unit.num_queries * group
+    q = query.index_select(0, unit.tokens).view(rows, unit.num_queries, heads, group, dim)
+    q = q.permute(2, 0, 1, 3, 4).reshape(heads * rows, query_rows, dim)
+    if query_rows < min_rows:
+        q = torch.nn.functional.pad(q, (0, 0, 0, min_rows - query_rows))
+    scores = torch.bmm(q, keys.transpose(1, 2))[:, :query_rows]
+    if spec.soft_cap is not None:
+        scores = soft_cap(scores.contiguous(), spec.soft_cap)
+    scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(unit.mask, -torch.inf)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().view(heads * rows, query_rows, num_keys)
+    if query_rows < min_rows:
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, min_rows - query_rows))
+    total = weights.new_zeros(*weights.shape[:2])
+    out = weights.new_zeros(*weights.shape[:2], dim)
+    for start in range(0, num_keys, KEY_TILE):
+        tile = weights[:, :, start : start + KEY_TILE].contiguous()
+        total += tile.sum(-1)
+        out.baddbmm_(tile, values[:, start : start + KEY_TILE])
+    out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, dim)
+    return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * dim)
+
+
+def _probe(head_dim: int, dtype: torch.dtype) -> int:
+    """The fewest query rows from which on both products give a row the same bits."""
+    keys = probe_row(KEY_TILE * head_dim, dtype, seed=1).view(1, KEY_TILE, head_dim)
+    query, weight = probe_row(head_dim, dtype, seed=2), probe_row(KEY_TILE, dtype, seed=3).abs()
+
+    def scores(x: Tensor) -> Tensor:
+        return torch.bmm(
+            x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous().transpose(1, 2)
+        )[1]
+
+    def outputs(x: Tensor) -> Tensor:
+        out = x.new_zeros(2, x.shape[0], head_dim)
+        return out.baddbmm_(x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous())[1]
+
+    for min_rows in MIN_ROWS:
+        sizes = row_ladder(min_rows, 8 * QUERY_TILE)
+        sizes += [size + 1 for size in sizes] + [size + 3 for size in sizes]
+        if all_rows_equal(scores, query, sizes) and all_rows_equal(outputs, weight, sizes):
+            return min_rows
+    return MIN_ROWS[-1]
