@@ -15,9 +15,9 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "quire"
 
 
-def log_level() -> str:
-    """QUIRE_LOG_LEVEL: debug, info (default), warning or error."""
-    return os.environ.get("QUIRE_LOG_LEVEL", "info").upper()
+def log_level(default: str = "info") -> str:
+    """QUIRE_LOG_LEVEL: debug, info, warning or error. Unset: info, and warning for commands that print a text."""
+    return os.environ.get("QUIRE_LOG_LEVEL", default).upper()
 
 
 def debug_checks() -> bool:

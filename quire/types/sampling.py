@@ -52,9 +52,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
     detokenize: bool = True
+    """Turn tokens into text; without it only token ids are returned."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens, where they are kept in the text."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the last prompt tokens; -1 keeps as many as the model takes."""
     output_kind: OutputKind = "cumulative"
@@ -68,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """bad_words as token ids. The frontend fills this in: the engine knows no text."""
     extra_args: dict[str, Any] | None = None
+    """Values for plug-ins; Quire itself reads none."""
 
     def __post_init__(self) -> None:
         # Lists and single strings are accepted for convenience; stored as tuples, so params are hashable data.

@@ -1,0 +1,286 @@
+"""Command-line flags and the settings page, both generated from the settings' own fields and help texts."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from quire.config import env
+from quire.config.engine import GROUP_TYPES, EngineConfig
+from quire.types.sampling import SamplingParams
+
+# The CLI prints one text and nothing else, so these have nothing to say there.
+NOT_ON_THE_COMMAND_LINE = frozenset(
+    {
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "detokenize",
+        "output_kind",
+        "bad_words_token_ids",
+        "extra_args",
+    }
+)
+
+_ENGINE = "engine."
+_SAMPLING = "sampling."
+_BYTE_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "KB": 10**3,
+    "KIB": 1 << 10,
+    "M": 1 << 20,
+    "MB": 10**6,
+    "MIB": 1 << 20,
+    "G": 1 << 30,
+    "GB": 10**9,
+    "GIB": 1 << 30,
+    "T": 1 << 40,
+    "TB": 10**12,
+    "TIB": 1 << 40,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field, as far as a flag or a table row needs to know it."""
+
+    name: str
+    type: Any  # without None
+    default: Any
+    help: str
+    unit: str | None = None
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def parse_bytes(text: str) -> int:
+    """A byte count such as 1000000, 512MiB, 1.5G or 2 GB; KiB and K are 1024, KB is 1000."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _BYTE_UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no byte count; write it like 512MiB, 2GiB or 1000000")
+    factor = _BYTE_UNITS[match[2].upper()]
+    return int(match[1]) * factor if match[1].isdigit() else int(float(match[1]) * factor)
+
+
+def engine_settings() -> dict[str, list[Setting]]:
+    """Every engine setting, by group."""
+    return {group: _dataclass_settings(group_type) for group, group_type in GROUP_TYPES.items()}
+
+
+def sampling_settings() -> list[Setting]:
+    """Every field of SamplingParams; its help is the docstring below it."""
+    help_texts = _attribute_docstrings(SamplingParams)
+    return [
+        Setting(f.name, _without_none(f.type), f.default, help_texts.get(f.name, ""))
+        for f in msgspec.structs.fields(SamplingParams)
+    ]
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, positional: bool = True, without: Iterable[str] = ()
+) -> None:
+    """Add a flag for every engine setting, except the names in `without`.
+
+    With `positional`, settings that are so marked (the model) may be given without their flag too.
+    """
+    skipped = set(without)
+    for group, settings in engine_settings().items():
+        section = parser.add_argument_group(f"{group} settings", inspect.getdoc(GROUP_TYPES[group]))
+        for setting in settings:
+            if setting.name in skipped:
+                continue
+            _add_flag(section, setting, _ENGINE, setting.default)
+            if positional and setting.positional:
+                parser.add_argument(
+                    _ENGINE + setting.name,
+                    nargs="?",
+                    default=argparse.SUPPRESS,
+                    metavar=setting.name.upper(),
+                    help=_help(setting, setting.default),
+                )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add a flag for every sampling parameter; `defaults` are the command's own, where they differ."""
+    section = parser.add_argument_group("sampling", "How to choose tokens and when to stop.")
+    for setting in sampling_settings():
+        if setting.name not in NOT_ON_THE_COMMAND_LINE:
+            _add_flag(section, setting, _SAMPLING, defaults.get(setting.name, setting.default))
+
+
+def engine_settings_from(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The engine settings that were given, as flat keyword arguments for LLM or EngineConfig.from_flat."""
+    return _given(namespace, _ENGINE)
+
+
+def engine_config_from(namespace: argparse.Namespace) -> EngineConfig:
+    return EngineConfig.from_flat(**engine_settings_from(namespace))
+
+
+def sampling_params_from(namespace: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """SamplingParams of the flags that were given, over the command's own defaults."""
+    return SamplingParams(**{**defaults, **_given(namespace, _SAMPLING)})
+
+
+def reference_markdown() -> str:
+    """The settings page: every engine setting, sampling parameter and environment variable."""
+    parts = [
+        "# Settings",
+        "Generated from the settings' own definitions by `python tools/gen_docs.py`; edit those, not this page.",
+        "An engine setting is a flag of the command line and, with underscores, a keyword argument of `LLM` and"
+        " of `EngineConfig.from_flat`. `unset` means that the value is decided at start from the model and the"
+        " machine.",
+    ]
+    for group, settings in engine_settings().items():
+        parts += [f"## {group.capitalize()}", inspect.getdoc(GROUP_TYPES[group]) or "", _table(settings)]
+    parts += [
+        "## Sampling",
+        "Fields of `SamplingParams`. Those with a flag are also understood by `quire run` and `quire chat`,"
+        " which have their own defaults for some (see their `--help`), and where `--seed` is this one.",
+        _table(sampling_settings(), without_flag=NOT_ON_THE_COMMAND_LINE),
+        "## Environment",
+        _environment_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _dataclass_settings(group_type: type[Any]) -> list[Setting]:
+    hints = get_type_hints(group_type)
+    return [
+        Setting(
+            name=f.name,
+            type=_without_none(hints[f.name]),
+            default=f.default,
+            help=f.metadata["help"],
+            unit=f.metadata["unit"],
+            positional=f.metadata["positional"],
+        )
+        for f in fields(group_type)
+    ]
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, UnionType):
+        left = [part for part in get_args(annotation) if part is not NoneType]
+        return Union[tuple(left)]  # noqa: UP007  (built at run time from a list)
+    return annotation
+
+
+def _attribute_docstrings(owner: type[Any]) -> dict[str, str]:
+    """The strings that stand below a class's annotated attributes."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def _add_flag(section: argparse._ArgumentGroup, setting: Setting, prefix: str, default: Any) -> None:
+    """Absent flags leave no trace in the namespace, so that a default is written in one place only."""
+    kind = setting.type
+    options: dict[str, Any] = {"metavar": _metavar(setting)}
+    if kind is bool:
+        options = {"action": argparse.BooleanOptionalAction}
+    elif get_origin(kind) is Literal:
+        options = {"choices": get_args(kind)}
+    elif setting.unit == "bytes":
+        options["type"] = parse_bytes
+    elif kind in (int, float, str):
+        options["type"] = kind
+    elif get_origin(kind) is tuple and get_args(kind)[0] in (int, str):
+        options |= {"type": get_args(kind)[0], "action": "append"}
+    else:
+        options["type"] = _json_reader(setting)
+    section.add_argument(
+        setting.flag,
+        dest=prefix + setting.name,
+        default=argparse.SUPPRESS,
+        help=_help(setting, default),
+        **options,
+    )
+
+
+def _json_reader(setting: Setting) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return msgspec.json.decode(text, type=setting.type)
+        except msgspec.DecodeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not the JSON expected here: {error}") from error
+
+    return read
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.unit is not None:
+        return setting.unit.upper()
+    return {int: "N", float: "X", str: "TEXT"}.get(setting.type) or (
+        {int: "N", str: "TEXT"}[get_args(setting.type)[0]] if get_origin(setting.type) is tuple else "JSON"
+    )
+
+
+def _help(setting: Setting, default: Any) -> str:
+    parts = [setting.help] if setting.help else []
+    if get_origin(setting.type) is tuple:
+        parts.append("May be given several times.")
+    if default is not None and default != ():
+        parts.append(f"Default: {_shown(default)}.")
+    return " ".join(parts).replace("%", "%%")
+
+
+def _given(namespace: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in vars(namespace).items() if name.startswith(prefix)}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _type_text(setting: Setting) -> str:
+    kind = setting.type
+    if setting.unit is not None:
+        return setting.unit
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else f"`{kind}`"
+
+
+def _table(settings: Iterable[Setting], without_flag: frozenset[str] = frozenset()) -> str:
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for setting in settings:
+        name = f"`{setting.name}`" if setting.name in without_flag else f"`{setting.flag}`"
+        default = "unset" if setting.default in (None, ()) else f"`{_shown(setting.default)}`"
+        rows.append(f"| {name} | {_type_text(setting)} | {default} | {setting.help} |")
+    return "\n".join(rows)
+
+
+def _environment_table() -> str:
+    rows = ["| variable | meaning |", "|---|---|"]
+    for _, reader in inspect.getmembers(env, inspect.isfunction):
+        text = inspect.getdoc(reader) or ""
+        variables = sorted(set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", text)))
+        if variables:
+            rows.append(f"| {', '.join(f'`{name}`' for name in variables)} | {' '.join(text.split())} |")
+    return "\n".join(rows)

@@ -1,0 +1,43 @@
+"""Writes the pages that are generated from code; with --check, only says whether they are up to date.
+
+Usage: python tools/gen_docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from quire.config.args import reference_markdown  # noqa: E402  (this tree's quire, not an installed one)
+
+PAGES = {"docs/settings.md": reference_markdown}
+
+
+def stale(root: Path = ROOT) -> list[str]:
+    return [
+        name
+        for name, generate in PAGES.items()
+        if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != generate()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated pages under docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args(arguments).check
+    out_of_date = stale()
+    for name in out_of_date:
+        if check:
+            print(f"{name} is out of date; run python tools/gen_docs.py")
+        else:
+            (ROOT / name).write_text(PAGES[name](), encoding="utf-8")
+            print(f"wrote {name}")
+    return 1 if check and out_of_date else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
