@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key for tensor names by which layers.2 comes before layers.10."""
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""GgufCheckpoint: a GGUF file with Hugging Face's config keys, tensor names and value conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
+from quire.loader.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
+from quire.loader.gguf_file import GgufFile, GgufTensor
+from quire.loader.gguf_names import ROPE_TABLES, hf_tensor_name
+from quire.loader.gguf_quants import FLOAT_TYPES, SUPPORTED_TYPES, decoded_dtype, dequantize
+from quire.types.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RawBlocks:
+    """A tensor in its stored block format, rows in Hugging Face's order."""
+
+    type: str  # such as "Q4_K"
+    shape: tuple[int, ...]  # of the values
+    blocks: NDArray[np.uint8]  # [rows, bytes per row]; may alias the mapped file
+
+
+class GgufCheckpoint(Checkpoint):
+    """Reads one GGUF file; block formats are dequantized to float32 by `get` and handed out as stored by `raw`."""
+
+    generation_config: dict[str, Any]  # the keys of generation_config.json that the file implies
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = GgufFile(path)
+        _, self._architecture = architecture_of(self.file)
+        self.config = config_from_gguf(self.file)
+        self.generation_config = generation_config_from_gguf(self.file)
+        stored = self._stored_by_hf_name()
+        self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
+        self._infos = {
+            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes)
+            for name, tensor in self._stored.items()
+        }
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def get(self, name: str) -> Tensor:
+        tensor = self._find(name)
+        value = dequantize(self.file.data(tensor), tensor.type, tensor.shape)
+        if self._architecture.norms_plus_one and name.endswith("norm.weight"):
+            value -= 1
+        heads = self._interleaved_heads(name)
+        if heads:
+            pairs = value.view(heads, -1, 2, *value.shape[1:])
+            value = pairs.transpose(1, 2).reshape(value.shape)
+        return value
+
+    def raw(self, name: str) -> RawBlocks:
+        """A block-quantized matrix without decoding it; a row is a whole number of blocks."""
+        tensor = self._find(name)
+        if tensor.type in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{self.file.path}: tensor {name!r} is stored as {tensor.type}, which has no blocks; read it with get"
+            )
+        blocks = self.file.data(tensor).reshape(tensor.shape[0], -1)
+        heads = self._interleaved_heads(name)
+        if heads:
+            pairs = blocks.reshape(heads, -1, 2, blocks.shape[1])
+            blocks = pairs.swapaxes(1, 2).reshape(blocks.shape)
+        return RawBlocks(tensor.type, tensor.shape, blocks)
+
+    def _find(self, name: str) -> GgufTensor:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.file.path} has no tensor {name!r}")
+        return self._stored[name]
+
+    def _interleaved_heads(self, name: str) -> int:
+        """How many heads' rows are stored as interleaved rope pairs; 0 if they are not."""
+        if not self._architecture.interleaved_qk:
+            return 0
+        if ".q_proj." in name:
+            return int(self.config["num_attention_heads"])
+        return int(self.config["num_key_value_heads"]) if ".k_proj." in name else 0
+
+    def _stored_by_hf_name(self) -> dict[str, GgufTensor]:
+        stored = {}
+        for tensor in self.file.tensors.values():
+            if tensor.name in ROPE_TABLES:
+                continue
+            name = hf_tensor_name(self._architecture, tensor.name)
+            if name is None:
+                raise CheckpointError(
+                    f"{self.file.path}: tensor {tensor.name!r} has no place in a {self.config['model_type']} "
+                    f"model; the file is of a variant that is not supported"
+                )
+            if tensor.type not in SUPPORTED_TYPES:
+                raise CheckpointError(
+                    f"{self.file.path}: tensor {tensor.name!r} has type {tensor.type}; supported types: "
+                    f"{', '.join(SUPPORTED_TYPES)}. Quantize the model to one of them"
+                )
+            stored[name] = tensor
+        return stored

@@ -1,0 +1,165 @@
+"""Turns GGUF block formats into float32 tensors. Knows bytes and blocks, not names or architectures.
+
+Each decoder takes blocks [n, bytes per block] uint8 and returns values [n, values per block] float32, with the
+same order of float operations as ggml, so that the result is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.loader.gguf_file import TENSOR_TYPES
+
+FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Values decoded at a time: 1 MiB of float32, so that the intermediate results stay in the CPU's cache.
+_CHUNK_VALUES = 1 << 18
+
+_BLOCK_SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at one byte offset of each block, as float32 [n, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[n, k] bytes -> [n, 2k]: all low nibbles of a row, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _high_bits(packed: Tensor) -> Tensor:
+    """[n, 4] bytes -> [n, 32]: bit i of the little-endian word, moved to bit 4."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (((packed.unsqueeze(-1) >> shifts) & 1) << 4).flatten(1)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 6:]) | _high_bits(blocks[:, 2:6])
+    return values.float().sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]) | _high_bits(blocks[:, 4:8])
+    return values.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _two_bit_fields(packed: Tensor) -> Tensor:
+    """[n, 32 h] bytes -> [n, h, 4, 32]: for each 32 bytes, the four two-bit fields from the lowest up."""
+    halves = packed.reshape(packed.shape[0], -1, 1, 32)
+    return (halves >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)) & 3
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """values [n, 256] times scales [n, s], each scale serving 256 / s neighbours."""
+    return values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).flatten(1)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, packed = blocks[:, :16], blocks[:, 16:80]
+    steps = (scales & 15).float().mul_(_half(blocks, 80))
+    minima = (scales >> 4).float().mul_(_half(blocks, 82))
+    values = _scaled(_two_bit_fields(packed).flatten(1).float(), steps)
+    return values.view(-1, 16, 16).sub_(minima.unsqueeze(-1)).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    mask, packed, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    low = _nibbles(scales[:, :8])
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = (scales[:, 8:].unsqueeze(1) >> shifts & 3).flatten(1)
+    steps = (low | (high << 4)).float().sub_(32).mul_(_half(blocks, 108))
+    bits = mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
+    values = _two_bit_fields(packed).flatten(1) | (bits << 2).flatten(1)
+    return _scaled(values.float().sub_(4), steps)
+
+
+def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps and minima [n, 8] of Q4_K and Q5_K: two halves, then 12 bytes holding 16 six-bit numbers."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    steps = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=1)
+    minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=1)
+    return steps.float().mul_(_half(blocks, 0)), minima.float().mul_(_half(blocks, 2))
+
+
+def _nibble_groups(packed: Tensor) -> Tensor:
+    """[n, 128] bytes -> [n, 8, 32]: for each 32 bytes, the low nibbles and then the high ones."""
+    groups = packed.reshape(-1, 4, 1, 32)
+    return torch.cat((groups & 15, groups >> 4), dim=2).view(-1, 8, 32)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    steps, minima = _six_bit_scales(blocks)
+    values = _nibble_groups(blocks[:, 16:]).float()
+    return values.mul_(steps.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    steps, minima = _six_bit_scales(blocks)
+    bits = blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
+    values = (_nibble_groups(blocks[:, 48:]) | (bits << 4)).float()
+    return values.mul_(steps.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high, scales = blocks[:, :128], blocks[:, 128:192], blocks[:, 192:208]
+    halves = low.reshape(-1, 2, 64)
+    nibbles = torch.cat((halves & 15, halves >> 4), dim=2)  # [n, 2, 128]
+    values = nibbles.flatten(1) | (_two_bit_fields(high) << 4).flatten(1)
+    steps = scales.view(torch.int8).float().mul_(_half(blocks, 208))
+    return _scaled(values.float().sub_(32), steps)
+
+
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+
+SUPPORTED_TYPES: tuple[str, ...] = (*FLOAT_TYPES, *_DECODERS)
+
+
+def decoded_dtype(type_name: str) -> torch.dtype:
+    """What `dequantize` returns for a supported type."""
+    return FLOAT_TYPES.get(type_name, torch.float32)
+
+
+def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) -> Tensor:
+    """Decode stored bytes into a new tensor; float types keep their dtype, block types become float32."""
+    stored = torch.empty(data.shape, dtype=torch.uint8)
+    stored.numpy()[...] = data  # one copy: the mapping is read-only, which torch cannot express
+    if type_name in FLOAT_TYPES:
+        return stored.view(FLOAT_TYPES[type_name]).view(shape)
+    values_per_block, bytes_per_block = _BLOCK_SIZES[type_name]
+    decode = _DECODERS[type_name]
+    blocks = stored.view(-1, bytes_per_block)
+    result = torch.empty(math.prod(shape) // values_per_block, values_per_block)
+    step = _CHUNK_VALUES // values_per_block
+    for start in range(0, len(blocks), step):
+        result[start : start + step] = decode(blocks[start : start + step])
+    return result.view(shape)
