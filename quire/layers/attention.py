@@ -1,0 +1,39 @@
+"""Attention as a layer: what the model asks for, bound later to a backend, a cache and a KV group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What the layers read about one step beside its tokens."""
+
+    attention: list[AttentionMetadata]  # one per KV group
+
+
+class Attention(nn.Module):
+    """Holds no parameters. `bind` must be called once, after the KV cache is allocated."""
+
+    backend: AttentionBackend
+    cache: Tensor
+    group: int
+
+    def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer_index = layer_index
+
+    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
+        """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
+        self.backend = backend
+        self.cache = cache
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """q: [n, num_heads, head_dim]; k, v: [n, num_kv_heads, head_dim] -> [n, num_heads * head_dim]."""
+        return self.backend.forward(self.spec, q, k, v, self.cache, batch.attention[self.group])

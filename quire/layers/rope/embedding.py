@@ -1,0 +1,27 @@
+"""RotaryEmbedding: the cos/sin table of one set of RoPE parameters, fixed when the model is built."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.rope.parameters import RopeParameters
+from quire.layers.rope.registry import ROPE_TYPES
+from quire.ops.rope import gather_rotation
+
+
+class RotaryEmbedding(nn.Module):
+    """Frequencies come from `max_model_len` and never change, so chunking cannot change a rotation."""
+
+    cos_sin: Tensor  # [max_model_len, rotary_dim] float32: cosines, then sines
+
+    def __init__(self, rope: RopeParameters, max_model_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        frequencies, factor = ROPE_TYPES.get(rope.rope_type)(rope, max_model_len)
+        angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
+        self.register_buffer("cos_sin", torch.cat((angles.cos(), angles.sin()), dim=-1) * factor, persistent=False)
+        self._dtype = dtype
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of one step, for `apply_rope`; positions: [n]."""
+        return gather_rotation(self.cos_sin, positions, self._dtype)

@@ -1,0 +1,93 @@
+"""How weights find their parameters: a model declares a WeightMap, and layers write what they are handed.
+
+Knows checkpoint names and shapes, not files: reading is the loader's work.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where one checkpoint tensor goes. No piece: the tensor holds the whole parameter."""
+
+    module: str
+    parameter: str
+    piece: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Checkpoint names to parameters. Anything it does not name keeps its own name."""
+
+    rename: dict[str, str] = field(default_factory=dict)
+    """Whole dotted segments (one or a run of them) of a checkpoint's name, and what they are called here."""
+    stack: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """A merged layer, and the checkpoint layers it is made of."""
+    ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    """Patterns (fnmatch) of checkpoint names that have no destination on purpose."""
+
+    def resolve(self, name: str) -> Destination | None:
+        """The destination of a checkpoint tensor, or None when it is ignored."""
+        if any(fnmatchcase(name, pattern) for pattern in self.ignore):
+            return None
+        for old, new in self.rename.items():
+            name = _replace_segments(name, old, new)
+        path, _, parameter = name.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        for merged, pieces in self.stack.items():
+            if leaf in pieces:
+                return Destination(f"{parent}.{merged}" if parent else merged, parameter, leaf)
+        return Destination(path, parameter)
+
+    def checkpoint_name(self, destination: Destination) -> str:
+        """The name under which a checkpoint holds what goes to `destination`; the inverse of `resolve`."""
+        path = destination.module
+        if destination.piece is not None:
+            path = path.rpartition(".")[0] + "." + destination.piece
+        name = f"{path}.{destination.parameter}"
+        for old, new in reversed(self.rename.items()):
+            name = _replace_segments(name, new, old)
+        return name
+
+    def renaming(self, *pairs: tuple[str, str]) -> WeightMap:
+        return replace(self, rename={**self.rename, **dict(pairs)})
+
+    def ignoring(self, *patterns: str) -> WeightMap:
+        return replace(self, ignore=(*self.ignore, *patterns))
+
+
+def _replace_segments(name: str, old: str, new: str) -> str:
+    return re.sub(rf"(?<![^.]){re.escape(old)}(?![^.])", new, name)
+
+
+class MappedModule(nn.Module):
+    """A module tree that a checkpoint can be loaded into."""
+
+    weight_map: WeightMap
+
+
+class WeightedLayer(nn.Module):
+    """A layer with parameters. It says what a checkpoint must hold for it and writes that in its own layout."""
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        """The checkpoint shape of each piece of `parameter`; the key None stands for a parameter of one piece."""
+        return {None: tuple(self.get_parameter(parameter).shape)}
+
+    def load(self, parameter: str, piece: str | None, tensor: Tensor) -> None:
+        """Write one piece, or with piece None the whole, converting to the parameter's dtype.
+
+        `tensor` has the checkpoint's shape and may alias a read-only mapping.
+        """
+        self.get_parameter(parameter).data.copy_(tensor)
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Unfilled storage on the current default device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -1,0 +1,124 @@
+"""Loading as a checked bijection: every checkpoint tensor has one destination or is ignored by name, and every
+parameter is filled exactly once. Everything is checked before the first tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from quire.layers.weights import Destination, MappedModule, WeightedLayer
+from quire.loader.checkpoint import Checkpoint, TensorInfo
+from quire.types.errors import WeightMismatchError
+
+LISTED = 20  # names per kind in an error message
+
+Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all), after each tensor
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    num_tensors: int
+    num_bytes: int  # as stored in the checkpoint
+    ignored: list[str]
+
+
+@dataclass(frozen=True)
+class _Target:
+    layer: WeightedLayer
+    pieces: dict[str | None, tuple[int, ...]]  # checkpoint shape of each piece that must arrive
+
+    def shape_of(self, piece: str | None) -> tuple[int, ...] | None:
+        """What a tensor for `piece` must look like; a whole one holds all pieces along dimension 0."""
+        if piece in self.pieces:
+            return self.pieces[piece]
+        if piece is not None:
+            return None
+        shapes = list(self.pieces.values())
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass
+class _Plan:
+    writes: dict[str, tuple[_Target, Destination]] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    duplicate: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        problems = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "misshapen": self.misshapen,
+            "given twice": self.duplicate,
+        }
+        if any(problems.values()):
+            lines = [f"{kind} ({len(names)}): {_listing(names)}" for kind, names in problems.items() if names]
+            raise WeightMismatchError(
+                "the checkpoint does not fit the model; is it complete and of the architecture its config names?\n"
+                + "\n".join(lines)
+            )
+
+
+def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress | None = None) -> LoadReport:
+    """Fill every parameter of `model`, converting to its dtype. Reads each tensor once, in the checkpoint's order."""
+    tensors = checkpoint.tensors()
+    plan = _make_plan(model, tensors)
+    plan.check()
+    total = sum(tensors[name].num_bytes for name in plan.writes)
+    done = 0
+    for name, (target, destination) in plan.writes.items():
+        tensor = checkpoint.get(name)
+        if tuple(tensor.shape) != tensors[name].shape:
+            raise WeightMismatchError(
+                f"{name} was announced as {list(tensors[name].shape)} but holds {list(tensor.shape)}"
+            )
+        target.layer.load(destination.parameter, destination.piece, tensor)
+        done += tensors[name].num_bytes
+        if progress is not None:
+            progress(done, total)
+    return LoadReport(len(plan.writes), total, plan.ignored)
+
+
+def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
+    plan, targets = _Plan(), _targets(model)
+    open_pieces = {path: dict.fromkeys(target.pieces) for path, target in targets.items()}
+    for name, info in tensors.items():
+        destination = model.weight_map.resolve(name)
+        if destination is None:
+            plan.ignored.append(name)
+            continue
+        path = f"{destination.module}.{destination.parameter}"
+        expected = targets[path].shape_of(destination.piece) if path in targets else None
+        if expected is None:
+            plan.unexpected.append(name)
+            continue
+        wanted = [destination.piece] if destination.piece in targets[path].pieces else list(targets[path].pieces)
+        if any(piece not in open_pieces[path] for piece in wanted):
+            plan.duplicate.append(name)
+            continue
+        for piece in wanted:
+            del open_pieces[path][piece]
+        if info.shape != expected:
+            plan.misshapen.append(f"{name} (expected {list(expected)}, found {list(info.shape)})")
+        plan.writes[name] = (targets[path], destination)
+    for path, pieces in open_pieces.items():
+        module, _, parameter = path.rpartition(".")
+        plan.missing += [model.weight_map.checkpoint_name(Destination(module, parameter, piece)) for piece in pieces]
+    return plan
+
+
+def _targets(model: MappedModule) -> dict[str, _Target]:
+    """Every parameter by its path. Shared layers appear once, under their first path."""
+    targets: dict[str, _Target] = {}
+    for path, module in model.named_modules():
+        for parameter, _ in module.named_parameters(recurse=False):
+            assert isinstance(module, WeightedLayer), f"{path}.{parameter} belongs to no WeightedLayer"
+            targets[f"{path}.{parameter}"] = _Target(module, module.pieces(parameter))
+    return targets
+
+
+def _listing(names: list[str]) -> str:
+    more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,49 @@
+"""CausalLM: what every model offers to the worker. Knows tokens and hidden states, not requests."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.weights import MappedModule
+from quire.parallel.groups import ParallelGroup
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a model is built for. Parameters land on the current default device."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    group: ParallelGroup = field(default_factory=ParallelGroup)
+
+
+class CausalLM(MappedModule):
+    """A causal language model. The caller runs it under torch.inference_mode."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
+        """Build with unfilled parameters from a Hugging Face config."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """input_ids, positions: [n] -> hidden states after the final norm [n, hidden]. Writes the KV cache.
+
+        `inputs_embeds` [n, hidden] replaces the (scaled) token embeddings; it is not written to.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] -> [m, vocab] float32."""
+
+    @abstractmethod
+    def attention_layers(self) -> list[Attention]:
+        """In layer order; each must be bound before the first forward."""

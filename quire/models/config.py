@@ -1,0 +1,120 @@
+"""DecoderConfig: what the shared blocks need to know about a decoder-only model, and how to read it from a
+Hugging Face config. Architectures differ only in the flags they set here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.layers.rope.parameters import RopeParameters, rope_parameters
+from quire.types.errors import ModelError
+
+HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_scale: float
+    activation: str
+    norm_eps: float
+    tied_embeddings: bool
+    rope: tuple[RopeParameters | None, ...]  # per layer; None: the layer rotates nothing
+    sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"  # over each head, or over all heads together
+    norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized
+    norm_weight_offset: float = 0.0
+    attention_soft_cap: float | None = None
+    embedding_scale: float | None = None
+    residual_multiplier: float | None = None
+    logit_divisor: float | None = None
+    logit_soft_cap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.rope)
+
+
+class ConfigReader:
+    """Reads keys of a Hugging Face config: the architecture's defaults stand in for keys that are absent or null."""
+
+    def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
+        self.values = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.values:
+            raise ModelError(f"the model config has no {key!r}, which its architecture needs")
+        return self.values[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def flag(self, key: str) -> bool:
+        return bool(self.values.get(key, False))
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.get("head_dim") or self["hidden_size"] // self["num_attention_heads"])
+
+    def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
+        """The config's own list, or one made from the architecture's rule for layer i."""
+        num_layers = self["num_hidden_layers"]
+        types = self.get("layer_types") or [
+            "sliding_attention" if is_sliding(layer) else "full_attention" for layer in range(num_layers)
+        ]
+        unknown = set(types) - {"sliding_attention", "full_attention"}
+        if unknown or len(types) != num_layers:
+            raise ModelError(
+                f"layer_types must name sliding_attention or full_attention for each of {num_layers} layers; "
+                f"it has {len(types)} entries{''.join(f', among them {name!r}' for name in sorted(unknown))}"
+            )
+        return list(types)
+
+
+def read_config(
+    config: HFConfig,
+    *,
+    defaults: HFConfig | None = None,
+    is_sliding: Callable[[int], bool] | None = None,
+    **flags: Any,
+) -> DecoderConfig:
+    """The common part of every architecture; `flags` are DecoderConfig fields that it sets itself.
+
+    `is_sliding` says which layers slide when the config does not list layer types; None: the architecture has
+    no sliding layers.
+    """
+    read = ConfigReader(config, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, **(defaults or {})})
+    num_layers, num_heads, head_dim = read["num_hidden_layers"], read["num_attention_heads"], read.head_dim
+    fields: dict[str, Any] = {
+        "vocab_size": read["vocab_size"],
+        "hidden_size": read["hidden_size"],
+        "intermediate_size": read["intermediate_size"],
+        "num_heads": num_heads,
+        "num_kv_heads": read.get("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "attention_scale": head_dim**-0.5,
+        "activation": read.get("hidden_activation") or read.get("hidden_act", "silu"),
+        "norm_eps": read["rms_norm_eps"],
+        "tied_embeddings": read["tie_word_embeddings"],
+        "sliding_windows": (None,) * num_layers,
+        **flags,
+    }
+    types = ["full_attention"] * num_layers
+    if is_sliding is not None and read.get("sliding_window") is not None:
+        types = read.layer_types(is_sliding)
+        window = int(read["sliding_window"])
+        fields["sliding_windows"] = tuple(window if kind == "sliding_attention" else None for kind in types)
+    if "rope" not in fields:
+        theta = read.get("rope_theta", 10_000.0)
+        of_type = {kind: rope_parameters(read.values, head_dim, kind, theta) for kind in set(types)}
+        fields["rope"] = tuple(of_type[kind] for kind in types)
+    return DecoderConfig(**fields)

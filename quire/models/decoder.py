@@ -1,0 +1,145 @@
+"""The decoder: embeddings, a stack of layers that can be run in part, the final norm, and the LM head on top."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
+from quire.layers.linear import ColumnParallelLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope.embedding import RotaryEmbedding
+from quire.layers.rope.parameters import RopeParameters
+from quire.layers.weights import WeightMap
+from quire.models.base import BuildContext, CausalLM
+from quire.models.blocks import DecoderLayer, Rotation, merge_residual
+from quire.models.config import DecoderConfig
+
+STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PRE_NORM_WEIGHTS = WeightMap(
+    rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}, stack=STACKED
+)
+PRE_POST_NORM_WEIGHTS = WeightMap(
+    rename={
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+    stack=STACKED,
+)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype=ctx.dtype, group=ctx.group
+        )
+        self.embedding_scale: Tensor | None
+        scale = None if config.embedding_scale is None else torch.tensor(config.embedding_scale, dtype=ctx.dtype)
+        self.register_buffer("embedding_scale", scale, persistent=False)
+        self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.norm_eps, dtype=ctx.dtype, weight_offset=config.norm_weight_offset
+        )
+        self._multiplier = config.residual_multiplier
+        tables: dict[RopeParameters | None, int] = {None: -1}
+        for rope in config.rope:
+            tables.setdefault(rope, len(tables) - 1)
+        self.rotary = nn.ModuleList(
+            RotaryEmbedding(rope, ctx.max_model_len, ctx.dtype) for rope in tables if rope is not None
+        )
+        self._rotary_of_layer = [tables[rope] for rope in config.rope]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[n] -> [n, hidden], scaled where the architecture scales embeddings."""
+        hidden: Tensor = self.embed_tokens(input_ids)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        batch: ForwardBatch,
+        first: int = 0,
+        last: int | None = None,
+        capture: Collection[int] = (),
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        """Run layers [first, last) and return (hidden, residual, captured).
+
+        captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
+        stream that leaves this part of the stack.
+        """
+        last = len(self.layers) if last is None else last
+        rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
+        rotations.append(None)  # index -1: layers that rotate nothing
+        captured: dict[int, Tensor] = {}
+        for index in range(first, last):
+            if index in capture:
+                captured[index] = merge_residual(hidden, residual, self._multiplier)
+            rotation = rotations[self._rotary_of_layer[index]]
+            hidden, residual = self.layers[index](hidden, residual, rotation, batch)
+        if last in capture:
+            captured[last] = merge_residual(hidden, residual, self._multiplier)
+        return hidden, residual, captured
+
+    def finish(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """The final norm of the residual stream."""
+        normed: Tensor = self.norm(merge_residual(hidden, residual, self._multiplier))
+        return normed
+
+
+class DecoderLM(CausalLM):
+    """A causal LM over the shared blocks. An architecture gives `decoder_config` and, if need be, a weight map."""
+
+    weight_map = PRE_NORM_WEIGHTS
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, ctx)
+        projection: TiedProjection | ColumnParallelLinear
+        if config.tied_embeddings:
+            projection = TiedProjection(self.model.embed_tokens)
+            self.weight_map = self.weight_map.ignoring("lm_head.weight")
+        else:
+            projection = ColumnParallelLinear(
+                config.hidden_size, config.vocab_size, bias=False, dtype=ctx.dtype, group=ctx.group
+            )
+            self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))
+        self.lm_head = LMHead(
+            projection,
+            logit_divisor=config.logit_divisor,
+            logit_soft_cap=config.logit_soft_cap,
+            group=ctx.group,
+        )
+
+    @classmethod
+    @abstractmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        """Map a Hugging Face config onto the shared blocks' flags."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
+        return cls(cls.decoder_config(config), ctx)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        hidden = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden, residual, _ = self.model.run_layers(hidden, None, positions, batch)
+        return self.model.finish(hidden, residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def attention_layers(self) -> list[Attention]:
+        return [module for module in self.model.layers.modules() if isinstance(module, Attention)]

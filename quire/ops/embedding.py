@@ -1,0 +1,17 @@
+"""Embedding ops: rows of a table, where a rank may hold only a range of the vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    """table: [vocab, hidden]; token_ids: [n] int64 or int32. Returns [n, hidden]."""
+    return table.index_select(0, token_ids)
+
+
+def embed_range(table: Tensor, token_ids: Tensor, first: int) -> Tensor:
+    """Rows of a table that holds tokens [first, first + len(table)); other tokens give zeros."""
+    local = token_ids - first
+    outside = (local < 0) | (local >= table.shape[0])
+    return table.index_select(0, local.masked_fill_(outside, 0)).masked_fill_(outside.unsqueeze(-1), 0)

@@ -1,0 +1,31 @@
+"""ParallelGroup: which slice of a layer this process holds. Knows ranks, not devices or transports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.parallel.collectives import Collectives, NullCollectives
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelGroup:
+    """The ranks that share one layer; the default is a group of one."""
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives = field(default_factory=NullCollectives)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} is not in a parallel group of size {self.size}")
+
+    def slice_of(self, total: int, what: str) -> tuple[int, int]:
+        """(start, size) of this rank's equal share of `total`; `what` names it in the refusal."""
+        if total % self.size:
+            raise ConfigError(
+                f"{what} ({total}) cannot be split over {self.size} ranks; "
+                f"choose a tensor parallel size that divides {total}"
+            )
+        share = total // self.size
+        return self.rank * share, share

@@ -1,0 +1,107 @@
+"""Run a Quire model beside transformers on the same weights: any chunking of one sequence, with a paged KV cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch
+from quire.attention.torch_ref import TorchAttention
+from quire.layers.attention import ForwardBatch
+from quire.loader.checkpoint import Checkpoint, TensorInfo
+from quire.loader.mapper import load_weights
+from quire.models.base import BuildContext, CausalLM
+from quire.models.registry import model_class
+
+BLOCK_SIZE = 4
+MIN_TOKENS = 4  # rows a step is padded to
+
+
+class FolderCheckpoint(Checkpoint):
+    """A one-file safetensors folder as `save_pretrained` writes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            self.data = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        self.reads: list[str] = []
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: TensorInfo(tuple(x.shape), x.dtype, x.nbytes) for name, x in self.data.items()}
+
+    def get(self, name: str) -> Tensor:
+        self.reads.append(name)
+        return self.data[name]
+
+
+def build(config: dict[str, Any], max_model_len: int, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return model_class(config).from_config(config, BuildContext(dtype=dtype, max_model_len=max_model_len))
+
+
+def load(folder: Path, max_model_len: int) -> CausalLM:
+    checkpoint = FolderCheckpoint(folder)
+    model = build(checkpoint.config, max_model_len)
+    load_weights(model, checkpoint)
+    return model
+
+
+class PagedSequence:
+    """One sequence in a model: feeds tokens in chunks and keeps its KV blocks, deliberately out of order."""
+
+    def __init__(self, model: CausalLM, max_len: int) -> None:
+        self.model = model
+        self.length = 0
+        self.backend = TorchAttention()
+        num_blocks = -(-max_len // BLOCK_SIZE)
+        self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
+        for layer in model.attention_layers():
+            spec = layer.spec
+            shape = self.backend.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+            layer.bind(self.backend, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [len(tokens), vocab] of the next chunk."""
+        count = len(tokens)
+        positions = torch.arange(self.length, self.length + count)
+        slots = self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        padding = max(0, MIN_TOKENS - count)
+        self.length += count
+        attention = AttentionBatch(
+            query_lens=[count],
+            context_lens=[self.length],
+            block_tables=self.table.unsqueeze(0),
+            slot_mapping=torch.nn.functional.pad(slots, (0, padding)),
+            block_size=BLOCK_SIZE,
+        )
+        hidden = self.model(
+            torch.nn.functional.pad(torch.tensor(tokens), (0, padding)),
+            torch.nn.functional.pad(positions, (0, padding)),
+            ForwardBatch(attention=[self.backend.prepare(attention)]),
+        )
+        return self.model.compute_logits(hidden)[:count]
+
+
+def run_chunks(model: CausalLM, tokens: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Logits of a whole sequence, fed in chunks of the given sizes (the last one repeats)."""
+    sequence, logits, start, sizes = PagedSequence(model, len(tokens)), [], 0, list(sizes)
+    while start < len(tokens):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        logits.append(sequence.feed(tokens[start : start + size]))
+        start += size
+    return torch.cat(logits)
+
+
+def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    sequence = PagedSequence(model, len(prompt) + count)
+    logits, generated = sequence.feed(prompt), []
+    for _ in range(count):
+        generated.append(int(logits[-1].argmax()))
+        logits = sequence.feed(generated[-1:])
+    return generated
