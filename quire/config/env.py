@@ -23,3 +23,8 @@ def log_level(default: str = "info") -> str:
 def debug_checks() -> bool:
     """QUIRE_DEBUG=1 runs integrity checks when the engine is idle."""
     return os.environ.get("QUIRE_DEBUG", "") not in ("", "0")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with some values replaced, for a program that Quire starts."""
+    return {**os.environ, **changes}

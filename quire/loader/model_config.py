@@ -1,0 +1,46 @@
+"""Reads a model's config without its weights. Torch-free, for the frontend and for `quire fit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.loader.gguf_config import config_from_gguf, generation_config_from_gguf
+from quire.loader.gguf_file import GgufFile
+from quire.loader.hub import ModelSource
+from quire.types.errors import CheckpointError
+
+
+def load_config(source: ModelSource) -> dict[str, Any]:
+    """The keys of config.json, whatever the source is."""
+    if source.kind == "gguf":
+        return config_from_gguf(GgufFile(source.path))
+    return read_json(source.path / "config.json")
+
+
+def load_generation_config(source: ModelSource) -> dict[str, Any]:
+    """The keys of generation_config.json; empty if the model has none."""
+    if source.kind == "gguf":
+        return generation_config_from_gguf(GgufFile(source.path))
+    return read_optional_json(source.path / "generation_config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that must exist."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download the model again with this file") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; check the file") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__} instead of an object; download it again")
+    return value
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that a model may lack."""
+    return read_json(path) if path.is_file() else {}

@@ -1,0 +1,15 @@
+"""Opens the checkpoint of a resolved model. Imports torch; see model_config.py for the config alone."""
+
+from __future__ import annotations
+
+from quire.loader.checkpoint import Checkpoint
+from quire.loader.gguf import GgufCheckpoint
+from quire.loader.hub import ModelSource
+from quire.loader.safetensors import SafetensorsCheckpoint
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """Open a model's weights; reads headers, no data."""
+    if source.kind == "gguf":
+        return GgufCheckpoint(source.path)
+    return SafetensorsCheckpoint(source.path)

@@ -1,0 +1,157 @@
+"""SafetensorsCheckpoint: a Hugging Face folder with one safetensors file, or several and their index."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
+from quire.loader.model_config import read_json, read_optional_json
+from quire.types.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Headers are read at once; a file's data is mapped when its first tensor is asked for."""
+
+    generation_config: dict[str, Any]  # generation_config.json, or empty
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        self.generation_config = read_optional_json(self.folder / "generation_config.json")
+        infos: dict[str, TensorInfo] = {}
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path, names in self._shards().items():
+            header = read_header(path)
+            _check_names(path, names, set(header))
+            infos |= header
+            self._files |= dict.fromkeys(header, path)
+        self._infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        path = self._files[name]
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            tensor: Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read tensor {name!r} from {path}: {error}; download it again") from error
+        return tensor
+
+    def _shards(self) -> dict[Path, set[str] | None]:
+        """Each file and the tensors that the index expects in it (None: there is no index)."""
+        index_path = self.folder / INDEX_FILE
+        if (self.folder / SINGLE_FILE).is_file():
+            return {self.folder / SINGLE_FILE: None}
+        if index_path.is_file():
+            return self._indexed(index_path)
+        files = sorted(self.folder.glob("*.safetensors"))
+        if len(files) == 1:
+            return {files[0]: None}
+        others = sorted(path.name for path in self.folder.glob("*.bin"))
+        hint = f"; it has {', '.join(others)}: convert the weights to safetensors" if others else ""
+        raise CheckpointError(
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint or '; download the model again'}"
+        )
+
+    def _indexed(self, index_path: Path) -> dict[Path, set[str] | None]:
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index_path} has no weight_map; download it again")
+        shards: dict[Path, set[str]] = {}
+        for name, file_name in weight_map.items():
+            shards.setdefault(self.folder / file_name, set()).add(name)
+        missing = [path.name for path in shards if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} lacks {len(missing)} of the {len(shards)} files that {INDEX_FILE} names: "
+                f"{', '.join(sorted(missing))}; download them"
+            )
+        return {path: shards[path] for path in sorted(shards)}
+
+
+def _check_names(path: Path, expected: set[str] | None, found: set[str]) -> None:
+    if expected is None or expected == found:
+        return
+    absent, extra = sorted(expected - found), sorted(found - expected)
+    details = [f"it lacks {', '.join(absent[:5])} ({len(absent)} in all)"] if absent else []
+    details += [f"it also has {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
+    raise CheckpointError(
+        f"{path} does not hold the tensors that {INDEX_FILE} names: {'; '.join(details)}; download both again"
+    )
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Names, shapes and types of one file, checked against its size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointError(
+                    f"{path} is truncated or not a safetensors file: its header needs {8 + length} bytes but the "
+                    f"file has {size}; download it again"
+                )
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; check the file") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a corrupt header ({error}); download it again") from error
+    try:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        infos = {name: _tensor_info(path, name, entry) for name, entry in entries.items()}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has a corrupt header ({error!r}); download it again") from error
+    if end != size:
+        raise CheckpointError(
+            f"{path} is truncated or damaged: its header describes {end} bytes but the file has {size}; "
+            f"download it again"
+        )
+    return infos
+
+
+def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has type {entry['dtype']}; supported types: {', '.join(_DTYPES)}"
+        )
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {list(shape)} and type {entry['dtype']} needs "
+            f"{math.prod(shape) * dtype.itemsize} bytes but has {end - begin}; download the file again"
+        )
+    return TensorInfo(shape, dtype, end - begin)
