@@ -53,6 +53,10 @@ class AttentionBackend(ABC):
         """Shape of one layer's cache tensor, keys and values together."""
 
     @abstractmethod
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        """Most memory that `forward` takes beside its arguments and result."""
+
+    @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Once per step and KV group. Does not sync the device."""
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionSpec
-from quire.ops.soft_cap import soft_cap
 from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
+from quire.ops.soft_cap import soft_cap
 
 KEY_TILE = 128  # a multiple of every block size
 QUERY_TILE = 128

@@ -33,7 +33,7 @@ class ModelConfig:
     )
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
-    chat_template: str | None = setting(None, "A Jinja file, or a template's text, to use instead of the model's own.")
+    chat_template: str | None = setting(None, "A Jinja file or a template's text, instead of the model's own.")
     dtype: DType = setting("auto", "Type of weights and activations. auto: float32 on a CPU.")
     max_model_len: int | None = setting(
         None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
@@ -65,7 +65,7 @@ class SchedulerConfig:
         " keep flowing. Unset: half of max_num_batched_tokens.",
     )
     policy: SchedulingPolicy = setting("fcfs", "Order of admission: first come first served, or by priority.")
-    steps_in_flight: int | None = setting(None, "Steps planned before the first one's result is known. Unset: 1 on a CPU.")
+    steps_in_flight: int | None = setting(None, "Steps planned ahead of the first one's result. Unset: 1 on a CPU.")
 
 
 @dataclass(frozen=True, kw_only=True)

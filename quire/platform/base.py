@@ -51,6 +51,14 @@ class Platform(ABC):
         """How many of `available` bytes KV blocks get when the user does not say."""
 
     @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A large zeroed tensor on the device; memory that is never touched may never be taken."""
+
+    @abstractmethod
+    def is_sticky(self, error: Exception) -> bool:
+        """Whether the device is lost after this error, so that only a restart helps."""
+
+    @abstractmethod
     def event(self) -> Event: ...
 
     @abstractmethod

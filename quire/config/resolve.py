@@ -1,0 +1,81 @@
+"""Fills in what the user left unset, and says why. Knows numbers, not devices: the caller passes the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.engine import EngineConfig
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """What a platform suggests."""
+
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    steps_in_flight: int
+    attention_backend: str
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every decision that depends on neither the model's size nor the free memory."""
+
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    steps_in_flight: int
+    attention_backend: str
+    reasons: dict[str, str]
+
+    def explain(self) -> list[str]:
+        return [f"{name} = {getattr(self, name)} ({reason})" for name, reason in self.reasons.items()]
+
+
+def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
+    reasons: dict[str, str] = {}
+
+    def pick(name: str, given: int | str | None, default: int | str, reason: str) -> int | str:
+        unset = given is None or given == "auto"
+        reasons[name] = reason if unset else "set by the user"
+        return default if unset or given is None else given
+
+    on_device = f"default on {defaults.device}"
+    sched = config.scheduler
+    dtype = str(pick("dtype", config.model.dtype, defaults.dtype, on_device))
+    budget = int(
+        pick("max_num_batched_tokens", sched.max_num_batched_tokens, defaults.max_num_batched_tokens, on_device)
+    )
+    num_seqs = int(
+        pick(
+            "max_num_seqs", sched.max_num_seqs, min(defaults.max_num_seqs, budget), f"{on_device}, within the budget"
+        )
+    )
+    if num_seqs > budget:
+        raise ConfigError(
+            f"max_num_seqs is {num_seqs} but max_num_batched_tokens is only {budget}: every running request needs "
+            f"a token in each step; set --max-num-batched-tokens to {num_seqs} or more"
+        )
+    threshold = int(
+        pick(
+            "long_prefill_token_threshold",
+            sched.long_prefill_token_threshold,
+            max(1, budget // 2),
+            "half of max_num_batched_tokens",
+        )
+    )
+    in_flight = int(pick("steps_in_flight", sched.steps_in_flight, defaults.steps_in_flight, on_device))
+    backend = str(pick("attention_backend", config.device.attention_backend, defaults.attention_backend, on_device))
+    return ResolvedConfig(
+        dtype=dtype,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=min(threshold, budget),
+        steps_in_flight=in_flight,
+        attention_backend=backend,
+        reasons=reasons,
+    )

@@ -1,0 +1,38 @@
+"""Wires one engine: worker, KV manager, scheduler, core."""
+
+from __future__ import annotations
+
+from quire.config.engine import EngineConfig
+from quire.config.env import debug_checks
+from quire.engine.core import EngineCore
+from quire.kv.manager import KVCacheManager
+from quire.sched.scheduler import Scheduler
+from quire.types.messages import EngineInfo
+from quire.worker.inproc import InProcExecutor
+from quire.worker.worker import Worker
+
+
+def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo, bool]:
+    """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
+    worker = Worker(config)
+    settings, ledger = worker.plan.settings, worker.plan.ledger
+    kv = KVCacheManager(ledger.layout, ledger.num_kv_blocks, config.cache.enable_prefix_caching)
+    scheduler = Scheduler(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        policy=config.scheduler.policy,
+        max_model_len=ledger.max_model_len,
+        kv=kv,
+    )
+    core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight)
+    info = EngineInfo(
+        model=worker.plan.source.name,
+        architecture=worker.plan.model_config["architectures"][0],
+        vocab_size=worker.plan.description.vocab_size,
+        max_model_len=ledger.max_model_len,
+        block_size=config.cache.block_size,
+        num_kv_blocks=ledger.num_kv_blocks,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    return core, info, debug_checks()

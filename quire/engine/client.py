@@ -1,0 +1,146 @@
+"""EngineClient: the frontend's side of an engine. In-process here; other transports offer the same face.
+
+Imports no torch: the core is imported inside `make_inproc_client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from quire.types.errors import EngineDeadError, EngineError
+from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache
+from quire.types.outputs import EngineOutputs
+from quire.types.request import EngineRequest
+from quire.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+    from quire.engine.core import EngineCore
+    from quire.engine.loop import EngineLoop
+
+logger = get_logger(__name__)
+
+
+class EngineClient(ABC):
+    """Requests in, outputs out. An engine is driven through either the sync or the async face, not both."""
+
+    info: EngineInfo
+
+    @abstractmethod
+    def add_request(self, request: EngineRequest) -> None:
+        """Hand a request over; never blocks. A refusal comes back as an output with an error."""
+
+    @abstractmethod
+    def abort(self, request_ids: list[str]) -> None:
+        """Stop these within one step; unknown ids are ignored. Never blocks."""
+
+    @abstractmethod
+    def get_outputs(self) -> EngineOutputs:
+        """Block until a step has finished; empty when nothing is unfinished. EngineDeadError if the engine died."""
+
+    @abstractmethod
+    async def get_outputs_async(self) -> EngineOutputs:
+        """Wait for the next outputs without blocking the event loop."""
+
+    @abstractmethod
+    def has_unfinished(self) -> bool: ...
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the engine and free what it holds. May block for one step; may be called twice."""
+
+
+class InProcClient(EngineClient):
+    """The core in this process: stepped by the caller (sync face) or by a thread (async face)."""
+
+    def __init__(self, core: EngineCore, loop: EngineLoop, info: EngineInfo) -> None:
+        self.info = info
+        self._core = core
+        self._loop = loop
+        self._thread: threading.Thread | None = None
+        self._outputs: asyncio.Queue[EngineOutputs | EngineError] | None = None
+        self._dead: EngineError | None = None
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._check_alive()
+        self._loop.submit(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._loop.submit(AbortRequests(list(request_ids)))
+
+    def reset_prefix_cache(self) -> None:
+        self._loop.submit(ResetPrefixCache())
+
+    def has_unfinished(self) -> bool:
+        return self._loop.has_work()
+
+    def get_outputs(self) -> EngineOutputs:
+        if self._thread is not None:
+            raise EngineError("this engine is driven asynchronously; use get_outputs_async")
+        self._check_alive()
+        try:
+            return self._loop.run_once()
+        except EngineError as error:
+            self._dead = error
+            raise
+
+    async def get_outputs_async(self) -> EngineOutputs:
+        self._check_alive()
+        if self._outputs is None:
+            self._start_thread(asyncio.get_running_loop())
+        assert self._outputs is not None
+        outputs = await self._outputs.get()
+        if isinstance(outputs, EngineError):
+            self._dead = outputs
+            raise outputs
+        return outputs
+
+    def shutdown(self) -> None:
+        self._dead = self._dead or EngineDeadError("the engine was shut down")
+        self._loop.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+        self._core.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead
+
+    def _start_thread(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        outputs: asyncio.Queue[EngineOutputs | EngineError] = asyncio.Queue()
+        self._outputs = outputs
+
+        def emit(item: EngineOutputs | EngineError) -> None:
+            if not event_loop.is_closed():
+                event_loop.call_soon_threadsafe(outputs.put_nowait, item)
+
+        def run() -> None:
+            try:
+                while self._loop.wait():
+                    result = self._loop.run_once()
+                    if result.outputs:
+                        emit(result)
+            except Exception as error:  # the thread's end must reach whoever waits for outputs
+                logger.error("the engine loop died", exc_info=error)
+                emit(error if isinstance(error, EngineError) else EngineDeadError(f"the engine loop died: {error!r}"))
+            else:
+                emit(EngineDeadError("the engine was shut down"))
+
+        self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+
+def make_inproc_client(config: EngineConfig) -> EngineClient:
+    """Load the model in this process and wire scheduler, KV manager, worker and loop."""
+    from quire.engine.build import build_engine
+    from quire.engine.loop import EngineLoop
+
+    core, info, debug_checks = build_engine(config)
+    return InProcClient(core, EngineLoop(core, debug_checks=debug_checks), info)

@@ -1,0 +1,68 @@
+"""EngineLoop: takes messages in, runs steps while there is work, hands outputs out. Sleeps when idle."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from quire.engine.core import EngineCore
+from quire.types.messages import AbortRequests, ResetPrefixCache, ToEngine
+from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.request import EngineRequest
+
+
+class EngineLoop:
+    """One core driven either by its caller (`run_once`) or by a thread or process (`run`).
+
+    `submit` and `stop` may be called from any thread.
+    """
+
+    def __init__(self, core: EngineCore, *, debug_checks: bool = False) -> None:
+        self._core = core
+        self._inbox: deque[ToEngine] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._debug_checks = debug_checks
+
+    def submit(self, message: ToEngine) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    def has_work(self) -> bool:
+        return bool(self._inbox) or self._core.has_work()
+
+    def run_once(self) -> EngineOutputs:
+        """Take in what has arrived and finish one step. Returns at once when there is nothing to do."""
+        answers = self._take_messages()
+        outputs = self._core.step()
+        if answers:
+            outputs.outputs[:0] = answers
+        if self._debug_checks and not self._core.has_work():
+            self._core.scheduler.check_integrity()
+        return outputs
+
+    def wait(self) -> bool:
+        """Sleep until there is work; False when the loop was asked to stop."""
+        while not self._stopping:
+            self._wake.clear()
+            if self.has_work():
+                return True
+            self._wake.wait()
+        return False
+
+    def _take_messages(self) -> list[EngineOutput]:
+        answers: list[EngineOutput] = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            match message:
+                case EngineRequest():
+                    answers += self._core.add_request(message)
+                case AbortRequests():
+                    answers += self._core.abort(message.request_ids)
+                case ResetPrefixCache():
+                    self._core.scheduler.reset_prefix_cache()
+        return answers

@@ -1,0 +1,35 @@
+"""Block tables of all rows and KV groups, on the device, kept current by the plans' packed deltas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.types.step import StepPlan
+
+
+class BlockTables:
+    def __init__(
+        self, num_groups: int, max_rows: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.num_groups = num_groups
+        # One spare block: a step in flight may run past the end of a request that has just finished.
+        max_blocks = -(-max_model_len // block_size) + 1
+        self.tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
+
+    def apply(self, plan: StepPlan) -> None:
+        if not plan.block_ids:
+            return
+        packed = torch.tensor([plan.block_groups, plan.block_rows, plan.block_indices, plan.block_ids])
+        groups, rows, indices, ids = packed.to(self.tables.device, non_blocking=True).unbind(0)
+        self.tables[groups, rows, indices] = ids.to(torch.int32)
+
+    def of_rows(self, group: int, rows: Tensor, max_context: int) -> Tensor:
+        """[num_rows, blocks] of the batch, as wide as its longest context."""
+        return self.tables[group, :, : -(-max_context // self.block_size)].index_select(0, rows)
+
+    def slots(self, group: int, token_rows: Tensor, positions: Tensor) -> Tensor:
+        """Where each token's key and value go: block_id * block_size + offset. [num_tokens] int64"""
+        blocks = self.tables[group][token_rows, positions // self.block_size].long()
+        return blocks * self.block_size + positions % self.block_size

@@ -1,0 +1,27 @@
+"""Logits for the rows that need them, padded to the sizes that the self-check proved invariant."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from quire.models.base import CausalLM
+
+
+class LogitsHead:
+    def __init__(self, model: CausalLM, ladder: list[int]) -> None:
+        self._model = model
+        self._ladder = ladder
+
+    @property
+    def max_rows(self) -> int:
+        return self._ladder[-1]
+
+    def __call__(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Logits of hidden[indices]: [len(indices), vocab] float32. At most `max_rows` indices."""
+        count = indices.shape[0]
+        padding = self._ladder[bisect_left(self._ladder, count)] - count
+        chosen = hidden.index_select(0, torch.nn.functional.pad(indices, (0, padding)))
+        return self._model.compute_logits(chosen)[:count]

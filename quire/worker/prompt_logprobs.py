@@ -1,0 +1,52 @@
+"""Log-probabilities of prompt tokens, for requests that ask for them, chunk by chunk as the prompt is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.types.sampling import SamplingParams
+from quire.types.step import RowStart, StepPlan, TokenLogprobs
+from quire.worker.input_batch import InputBatch
+from quire.worker.logits import LogitsHead
+from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.logprobs import prompt_logprobs
+
+
+class PromptLogprobs:
+    def __init__(self, rows: RequestRows, head: LogitsHead) -> None:
+        self._rows = rows
+        self._head = head
+        self._wanted: dict[int, tuple[int, int]] = {}  # row -> (how many, prompt length)
+
+    def add_request(self, row: int, start: RowStart) -> None:
+        if isinstance(start.params, SamplingParams) and start.params.prompt_logprobs is not None:
+            self._wanted[row] = (start.params.prompt_logprobs, start.num_prompt_tokens)
+
+    def remove_request(self, row: int) -> None:
+        self._wanted.pop(row, None)
+
+    def compute(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """For each wanting row, entries of the prompt tokens that follow the positions of this step."""
+        if not self._wanted:
+            return {}
+        results: dict[int, list[TokenLogprobs]] = {}
+        for index, row in enumerate(plan.rows):
+            if row not in self._wanted:
+                continue
+            top, prompt_length = self._wanted[row]
+            position = self._rows.host_num_computed[row]
+            count = min(plan.num_tokens[index], prompt_length - 1 - position)
+            if count > 0:
+                results[index] = self._row(hidden, batch.starts[index], row, position, count, top)
+        return results
+
+    def _row(self, hidden: Tensor, start: int, row: int, position: int, count: int, top: int) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        for offset in range(0, count, self._head.max_rows):
+            size = min(self._head.max_rows, count - offset)
+            first = start + offset
+            logits = self._head(hidden, torch.arange(first, first + size, device=hidden.device))
+            target = self._rows.token_ids[row, position + offset + 1 : position + offset + size + 1]
+            entries += prompt_logprobs(logits, target.long(), top)
+        return entries

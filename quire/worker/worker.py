@@ -1,0 +1,108 @@
+"""The worker: takes what the plan says (weights, KV blocks, rows) and runs steps through the runner."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.layers.attention import Attention
+from quire.loader.dummy import fill_dummy
+from quire.loader.mapper import load_weights
+from quire.loader.open import open_checkpoint
+from quire.models.base import CausalLM
+from quire.models.registry import model_class
+from quire.types.step import StepPlan, StepResult
+from quire.utils.log import get_logger
+from quire.utils.units import format_bytes
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBuilder
+from quire.worker.logits import LogitsHead
+from quire.worker.planning import EnginePlan, plan_engine
+from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.request_rows import RequestRows
+from quire.worker.runner import Runner
+from quire.worker.sampling.sampler import Sampler
+from quire.worker.selfcheck import make_invariant
+
+logger = get_logger(__name__)
+
+
+class Worker:
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        plan = plan_engine(config)
+        self.plan, self.platform = plan, plan.platform
+        for line in plan.settings.explain():
+            logger.debug(line)
+        for entry in plan.ledger.entries:
+            logger.debug("memory: %s %s (%s)", entry.name, format_bytes(entry.num_bytes), entry.note)
+        planned = time.perf_counter()
+        model = load_model(plan, config)
+        loaded = time.perf_counter()
+        settings = plan.settings
+        ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
+        checked = time.perf_counter()
+        self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
+        logger.info(
+            "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); %s of KV blocks, context %d",
+            plan.source.name,
+            time.perf_counter() - started,
+            planned - started,
+            loaded - planned,
+            checked - loaded,
+            time.perf_counter() - checked,
+            format_bytes(plan.ledger.num_kv_blocks * plan.ledger.layout.page_bytes),
+            plan.ledger.max_model_len,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+    def shutdown(self) -> None:
+        del self.runner
+
+
+def load_model(plan: EnginePlan, config: EngineConfig) -> CausalLM:
+    """Build the model and fill every parameter."""
+    with plan.platform.device:
+        model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
+    if config.model.load_format == "dummy":
+        fill_dummy(model.named_parameters(), config.model.seed)
+    else:
+        load_weights(model, open_checkpoint(plan.source))
+    return model.eval()
+
+
+def build_runner(
+    plan: EnginePlan, model: CausalLM, block_size: int, token_ladder: list[int], sample_ladder: list[int]
+) -> Runner:
+    """Allocate KV blocks and rows, and wire the collaborators of a step."""
+    platform, ledger, settings = plan.platform, plan.ledger, plan.settings
+    bind_caches(plan, model.attention_layers(), block_size)
+    rows = RequestRows(settings.max_num_seqs, ledger.max_model_len, platform.device)
+    tables = BlockTables(
+        len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
+    )
+    head = LogitsHead(model, sample_ladder)
+    return Runner(
+        model=model,
+        rows=rows,
+        tables=tables,
+        inputs=InputBuilder(rows, tables, plan.backend, token_ladder, platform.device),
+        head=head,
+        sampler=Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device),
+        prompt_logprobs=PromptLogprobs(rows, head),
+    )
+
+
+def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int) -> None:
+    """One cache tensor per slot of the layout; layer k of every group uses slot k at its group's blocks."""
+    layout = plan.ledger.layout
+    spec = layers[0].spec
+    shape = plan.backend.cache_shape(plan.ledger.num_kv_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    slots: list[torch.Tensor] = [plan.platform.zeros(shape, plan.dtype) for _ in range(layout.num_slots)]
+    for group in layout.groups:
+        for slot, layer in enumerate(group.layers):
+            layers[layer].bind(plan.backend, slots[slot], group.index)

@@ -1,0 +1,108 @@
+"""Tiny random models, made with transformers, and a plain way to drive an engine over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.config.engine import EngineConfig
+from quire.engine.build import build_engine
+from quire.engine.core import EngineCore
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.step import TokenLogprobs
+
+VOCAB = 199
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make_model(folder: Path, model_type: str, **overrides: Any) -> Path:
+    config = AutoConfig.for_model(model_type, **{**SIZES, **overrides})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_engine(model: Path, **settings: Any) -> EngineCore:
+    core, _, _ = build_engine(EngineConfig.from_flat(model=str(model), **settings))
+    return core
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def add(self, output: EngineOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.finish_reason, self.error = output.finish_reason, output.error
+
+    def content(self) -> object:
+        """What must be equal, to the last bit, however the request was run."""
+        return self.token_ids, self.logprobs, self.finish_reason
+
+
+class Driver:
+    """Submits requests to a core at chosen steps and collects their answers, checking integrity all the while."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.answers: dict[str, Answer] = {}
+
+    def add(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> None:
+        self.answers[request_id] = Answer()
+        request = EngineRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            params=params,
+            seed=params.seed or 0,
+            max_tokens=params.max_tokens or 16,
+            eos_token_ids=(2,),
+            **fields,
+        )
+        self._collect(self.core.add_request(request))
+
+    def step(self) -> None:
+        self._collect(self.core.step().outputs)
+        self.core.scheduler.check_integrity()
+
+    def finish(self) -> dict[str, Answer]:
+        while self.core.has_work():
+            self.step()
+        return self.answers
+
+    def _collect(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.answers[output.request_id].add(output)
+
+
+def run_alone(core: EngineCore, token_ids: list[int], params: SamplingParams) -> Answer:
+    driver = Driver(core)
+    driver.add("alone", token_ids, params)
+    return driver.finish()["alone"]
