@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.embedding import LMHead
 from quire.layers.weights import MappedModule
 from quire.parallel.groups import ParallelGroup
 
@@ -25,6 +26,8 @@ class BuildContext:
 
 class CausalLM(MappedModule):
     """A causal language model. The caller runs it under torch.inference_mode."""
+
+    lm_head: LMHead
 
     @classmethod
     @abstractmethod

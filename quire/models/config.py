@@ -3,11 +3,11 @@ Hugging Face config. Architectures differ only in the flags they set here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.layers.rope.parameters import RopeParameters, rope_parameters
+from quire.layers.rope.parameters import RopeParameters, context_length, rope_parameters
 from quire.types.errors import ModelError
 
 HFConfig = Mapping[str, Any]
@@ -25,6 +25,7 @@ class DecoderConfig:
     activation: str
     norm_eps: float
     tied_embeddings: bool
+    max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
     rope: tuple[RopeParameters | None, ...]  # per layer; None: the layer rotates nothing
     sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
     qkv_bias: bool = False
@@ -44,22 +45,31 @@ class DecoderConfig:
         return len(self.rope)
 
 
-class ConfigReader:
-    """Reads keys of a Hugging Face config: the architecture's defaults stand in for keys that are absent or null."""
+class ConfigReader(Mapping[str, Any]):
+    """A Hugging Face config in which the architecture's defaults stand in for keys that are absent or null."""
 
     def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
-        self.values = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+        self._values = {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.values:
+        if key not in self._values:
             raise ModelError(f"the model config has no {key!r}, which its architecture needs")
-        return self.values[key]
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
+        return self._values.get(key, default)
 
     def flag(self, key: str) -> bool:
-        return bool(self.values.get(key, False))
+        return bool(self.get(key, False))
 
     @property
     def head_dim(self) -> int:
@@ -105,6 +115,10 @@ def read_config(
         "activation": read.get("hidden_activation") or read.get("hidden_act", "silu"),
         "norm_eps": read["rms_norm_eps"],
         "tied_embeddings": read["tie_word_embeddings"],
+        "max_position_embeddings": context_length(read),
+        "qkv_bias": read.flag("attention_bias"),
+        "o_bias": read.flag("attention_bias"),
+        "mlp_bias": read.flag("mlp_bias"),
         "sliding_windows": (None,) * num_layers,
         **flags,
     }
@@ -114,7 +128,6 @@ def read_config(
         window = int(read["sliding_window"])
         fields["sliding_windows"] = tuple(window if kind == "sliding_attention" else None for kind in types)
     if "rope" not in fields:
-        theta = read.get("rope_theta", 10_000.0)
-        of_type = {kind: rope_parameters(read.values, head_dim, kind, theta) for kind in set(types)}
+        of_type = {kind: rope_parameters(read, head_dim, kind) for kind in set(types)}
         fields["rope"] = tuple(of_type[kind] for kind in types)
     return DecoderConfig(**fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.layers.rope.parameters import context_length
 from quire.models.decoder import DecoderLM
 from quire.types.errors import ConfigError, ModelError, UnknownArchitectureError
 from quire.utils.registry import Registry
@@ -14,7 +13,16 @@ ARCHITECTURES: Registry[type[DecoderLM]] = Registry(
     "architecture",
     "quire.models",
     {
+        "Gemma2ForCausalLM": "gemma2:Gemma2",
+        "Gemma3ForCausalLM": "gemma3:Gemma3",
+        "GraniteForCausalLM": "granite:Granite",
         "LlamaForCausalLM": "llama:Llama",
+        "MistralForCausalLM": "mistral:Mistral",
+        "Olmo2ForCausalLM": "olmo2:Olmo2",
+        "Phi3ForCausalLM": "phi3:Phi3",
+        "Qwen2ForCausalLM": "qwen2:Qwen2",
+        "Qwen3ForCausalLM": "qwen3:Qwen3",
+        "SmolLM3ForCausalLM": "smollm3:SmolLM3",
     },
     error=UnknownArchitectureError,
 )
@@ -54,7 +62,6 @@ def model_class(config: dict[str, Any]) -> type[DecoderLM]:
 def describe(config: dict[str, Any], max_model_len: int | None = None) -> ModelDescription:
     """Sizes and KV needs of a model, from its config alone."""
     decoder = model_class(config).decoder_config(config)
-    context = context_length(config)
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {max_model_len}")
     return ModelDescription(
@@ -62,7 +69,7 @@ def describe(config: dict[str, Any], max_model_len: int | None = None) -> ModelD
         vocab_size=decoder.vocab_size,
         hidden_size=decoder.hidden_size,
         num_layers=decoder.num_layers,
-        max_position_embeddings=context,
-        max_model_len=max_model_len or context,
+        max_position_embeddings=decoder.max_position_embeddings,
+        max_model_len=max_model_len or decoder.max_position_embeddings,
         layers=tuple(LayerKV(decoder.num_kv_heads, decoder.head_dim, window) for window in decoder.sliding_windows),
     )

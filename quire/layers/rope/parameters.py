@@ -37,6 +37,7 @@ class RopeParameters:
         return value
 
 
+DEFAULT_THETA = 10_000.0
 _OPTIONAL_KEYS = (
     "factor",
     "attention_factor",
@@ -50,9 +51,7 @@ _OPTIONAL_KEYS = (
 )
 
 
-def rope_parameters(
-    config: Mapping[str, Any], head_dim: int, layer_type: str = "full_attention", default_theta: float = 10_000.0
-) -> RopeParameters:
+def rope_parameters(config: Mapping[str, Any], head_dim: int, layer_type: str = "full_attention") -> RopeParameters:
     """The parameters of layers of one type; configs without a distinction give all types the same."""
     given = _of_layer_type(config, layer_type)
     rope_type = _rope_type(given)
@@ -61,7 +60,7 @@ def rope_parameters(
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     return RopeParameters(
         rotary_dim=int(head_dim * partial),
-        theta=float(given.get("rope_theta") or config.get("rope_theta") or default_theta),
+        theta=float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA),
         max_position_embeddings=max_positions,
         rope_type=rope_type,
         original_max_position_embeddings=int(original or max_positions) if rope_type in _STRETCHED else None,
@@ -94,6 +93,10 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 def _of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
     given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local_theta = config.get("rope_local_base_freq")
+    if layer_type == "sliding_attention" and local_theta is not None:
+        # Gemma3: the sliding layers have a base of their own, and rope_scaling is not about them.
+        return {"rope_theta": local_theta, **(given.get(layer_type) or {})}
     if layer_type in given:
         return given[layer_type] or {}
     if any(isinstance(value, Mapping) for value in given.values()):

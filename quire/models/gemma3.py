@@ -1,0 +1,44 @@
+"""Gemma3 (text): Gemma2 with q/k norms instead of soft caps, and its own RoPE base for the sliding layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.models.config import DecoderConfig, read_config
+from quire.models.decoder import PRE_POST_NORM_WEIGHTS, DecoderLM
+from quire.types.errors import ModelError
+
+DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
+
+
+class Gemma3(DecoderLM):
+    weight_map = PRE_POST_NORM_WEIGHTS
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        if config.get("use_bidirectional_attention"):
+            raise ModelError("use_bidirectional_attention is set: this Gemma3 is an encoder, not a causal LM")
+        given = {**DEFAULTS, **config}
+        pattern = given["sliding_window_pattern"]
+        return read_config(
+            config,
+            defaults=DEFAULTS,
+            is_sliding=lambda layer: (layer + 1) % pattern != 0,
+            norms="pre_post",
+            norm_weight_offset=1.0,
+            qk_norm="head",
+            attention_scale=given["query_pre_attn_scalar"] ** -0.5,
+            attention_soft_cap=config.get("attn_logit_softcapping"),
+            logit_soft_cap=config.get("final_logit_softcapping"),
+            embedding_scale=config["hidden_size"] ** 0.5,
+        )

@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optionally sliding windows on the upper layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.models.config import DecoderConfig, read_config
+from quire.models.decoder import DecoderLM
+
+
+class Qwen2(DecoderLM):
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        return read_config(config, is_sliding=upper_layers(config), qkv_bias=True, o_bias=False)
+
+
+def upper_layers(config: dict[str, Any]) -> Callable[[int], bool] | None:
+    """Qwen's rule: layers from max_window_layers on slide, if sliding is used at all."""
+    if not config.get("use_sliding_window"):
+        return None
+    first = config.get("max_window_layers", 28)
+    return lambda layer: bool(layer >= first)

@@ -1,0 +1,161 @@
+"""Tiny random models made by transformers: one per architecture and RoPE variant, large enough in spread that a
+wrong flag changes the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+LENGTH = 48  # longer than the sliding window, the RoPE original length and one attention tile row
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WINDOW = {"sliding_window": 8}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True)
+class Tiny:
+    name: str
+    config: str  # the transformers config class
+    keys: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int = 64
+
+    def make(self, folder: Path) -> nn.Module:
+        """Build, save into `folder` and return the transformers model. Norms and biases are made random too."""
+        config = getattr(transformers, self.config)(**{**SIZES, **self.keys})
+        torch.manual_seed(sum(self.name.encode()))
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+        model.save_pretrained(folder)
+        return model
+
+
+def rope(rope_type: str, **keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **keys}}
+
+
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.4 * i for i in range(8)]}
+GEMMA3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+}
+
+ARCHITECTURES = [
+    Tiny("llama", "LlamaConfig"),
+    Tiny("llama-tied-biases", "LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    Tiny("llama-head-dim", "LlamaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
+    Tiny("mistral", "MistralConfig", {**WINDOW}),
+    Tiny("mistral-full", "MistralConfig", {"sliding_window": None}),
+    Tiny("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
+    Tiny("qwen2-sliding", "Qwen2Config", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+    Tiny("qwen3", "Qwen3Config", {"head_dim": 32}),
+    Tiny(
+        "qwen3-sliding", "Qwen3Config", {**WINDOW, "head_dim": 16, "use_sliding_window": True, "max_window_layers": 1}
+    ),
+    Tiny(
+        "gemma2",
+        "Gemma2Config",
+        {
+            **WINDOW,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    Tiny(
+        "gemma3",
+        "Gemma3TextConfig",
+        {**WINDOW, "head_dim": 32, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING},
+    ),
+    Tiny(
+        "gemma3-linear",
+        "Gemma3TextConfig",
+        {**WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING, **GEMMA3_ROPE},
+    ),
+    Tiny("phi3", "Phi3Config", {**WINDOW}),
+    Tiny("phi3-partial", "Phi3Config", {**rope("default", partial_rotary_factor=0.5)}),
+    Tiny("olmo2", "Olmo2Config"),
+    Tiny("smollm3", "SmolLM3Config", {"tie_word_embeddings": True}),
+    Tiny("smollm3-sliding", "SmolLM3Config", {**WINDOW, "use_sliding_window": True, "no_rope_layer_interval": 2}),
+    Tiny(
+        "granite",
+        "GraniteConfig",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+]
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = [
+    Tiny("rope-linear", "LlamaConfig", {**rope("linear", factor=4.0)}),
+    # transformers stretches to the longest position it has seen, so the sequence fills max_model_len.
+    Tiny("rope-dynamic", "LlamaConfig", {**rope("dynamic", factor=3.0), "max_position_embeddings": 16}, LENGTH),
+    Tiny("rope-dynamic-unstretched", "LlamaConfig", {**rope("dynamic", factor=3.0)}),
+    Tiny("rope-llama3", "LlamaConfig", {**rope("llama3", factor=8.0, original_max_position_embeddings=32, **LLAMA3)}),
+    Tiny("rope-yarn", "LlamaConfig", {**rope("yarn", factor=4.0, original_max_position_embeddings=16)}),
+    Tiny(
+        "rope-yarn-mscale",
+        "LlamaConfig",
+        {
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=0.9,
+                mscale_all_dim=0.5,
+                beta_fast=16,
+                beta_slow=2,
+                truncate=False,
+            )
+        },
+    ),
+    Tiny("rope-yarn-qwen2", "Qwen2Config", {**rope("yarn", factor=2.0, original_max_position_embeddings=32)}),
+    Tiny("rope-longrope-long", "Phi3Config", {**rope("longrope", **FACTORS), "original_max_position_embeddings": 16}),
+    Tiny(
+        "rope-longrope-short",
+        "Phi3Config",
+        {**rope("longrope", **FACTORS), "original_max_position_embeddings": LENGTH},
+        LENGTH,
+    ),
+    Tiny(
+        "rope-longrope-partial",
+        "Phi3Config",
+        {
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.5,
+                short_factor=[1.0, 1.1, 1.2, 1.3],
+                long_factor=[2.0, 2.5, 3.0, 4.0],
+            ),
+            "original_max_position_embeddings": 16,
+        },
+    ),
+]
