@@ -1,0 +1,89 @@
+"""The `quire` command: finds the subcommand, runs it, and turns errors into one line and an exit code.
+
+Imports nothing heavy: a subcommand's module is imported only when it is the one asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import quire
+from quire.config import env
+from quire.types.errors import QuireError
+from quire.utils.log import setup_logging
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
+
+# Name -> what `quire --help` says; the module is quire.cli.<name>.
+COMMANDS = {
+    "run": "answer one prompt",
+    "chat": "talk with a model",
+    "fit": "say what memory a model needs here, without loading it",
+}
+
+
+class Command(Protocol):
+    """What a subcommand's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code."""
+        ...
+
+
+def load_command(name: str) -> Command:
+    return cast(Command, importlib.import_module(f"quire.cli.{name}"))
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """All subcommands by name, but only the chosen one with its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="quire", description="Run language models.", epilog="quire COMMAND --help explains a command."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        subparser.add_argument("--debug", action="store_true", help="show debug messages, and tracebacks of errors")
+        if name == chosen:
+            command = load_command(name)
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    args = build_parser(chosen).parse_args(arguments)
+    level = "DEBUG" if args.debug else env.log_level(default="warning")
+    setup_logging(level)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except QuireError as error:
+        if level == "DEBUG":
+            raise
+        report(error)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`quire run ... | head`). Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def report(error: QuireError) -> None:
+    """Print the details of an error, if it has any, and then its cause and fix as the last line."""
+    cause, *details = str(error).splitlines() or [type(error).__name__]
+    print(*details, f"error: {cause}", sep="\n", file=sys.stderr)

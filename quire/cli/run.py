@@ -1,0 +1,53 @@
+"""`quire run PROMPT`: one prompt in, the answer streamed to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from quire.cli.stream import print_answer
+from quire.config.args import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_settings_from,
+    sampling_params_from,
+)
+
+# A command that is used in scripts should say the same thing twice.
+DEFAULTS = {"temperature": 0.0, "max_tokens": None}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer; absent or -: read from stdin")
+    parser.add_argument("--system", metavar="TEXT", help="instructions to put before the prompt")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    add_sampling_arguments(parser, DEFAULTS)
+    add_engine_arguments(parser, positional=False, without={"seed"})
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params_from(args, **DEFAULTS, output_kind="delta")
+    prompt = read_prompt(args.prompt)
+    from quire import LLM  # after the arguments are known to be good: this import is slow
+
+    llm = LLM(**engine_settings_from(args))
+    request = prompt if args.raw else messages(prompt, args.system)
+    answer = print_answer(llm.stream(request, params), sys.stdout)
+    if sys.stderr.isatty():
+        print(answer.stats(), file=sys.stderr)
+    if answer.interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def read_prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if sys.stdin.isatty():
+        print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
+    return sys.stdin.read().strip()
+
+
+def messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    instructions = [{"role": "system", "content": system}] if system else []
+    return [*instructions, {"role": "user", "content": prompt}]

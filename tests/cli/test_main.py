@@ -1,0 +1,119 @@
+"""The quire command: lazy, and every failure is one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+import quire
+from quire.cli import main as cli
+from quire.types.errors import MemoryPlanError, WeightMismatchError
+
+
+def install(monkeypatch: pytest.MonkeyPatch, action: Callable[[argparse.Namespace], int]) -> None:
+    """Make `quire run` do `action`."""
+    module = SimpleNamespace(add_arguments=lambda parser: None, run=action)
+    monkeypatch.setattr(cli, "load_command", lambda name: module)
+
+
+def failing(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def action(args: argparse.Namespace) -> int:
+        raise error
+
+    return action
+
+
+def test_the_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lambda args: 7)
+    assert cli.main(["run"]) == 7
+
+
+def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch, failing(MemoryPlanError("needs 3 GiB, has 2; set --max-model-len 512")))
+    assert cli.main(["run"]) == 1
+    assert capsys.readouterr() == ("", "error: needs 3 GiB, has 2; set --max-model-len 512\n")
+
+
+def test_details_come_before_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, failing(WeightMismatchError("2 tensors are missing; get the file again\n  a\n  b")))
+    assert cli.main(["run"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err == ["  a", "  b", "error: 2 tensors are missing; get the file again"]
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    install(monkeypatch, failing(MemoryPlanError("x")))
+    monkeypatch.setattr(cli, "setup_logging", lambda level: None)
+    if how == "environment":
+        monkeypatch.setenv("QUIRE_LOG_LEVEL", "debug")
+    with pytest.raises(MemoryPlanError):
+        cli.main(["run", "--debug"] if how == "flag" else ["run"])
+
+
+def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch, failing(KeyboardInterrupt()))
+    assert cli.main(["run"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--no-such-flag"], ["run", "--top-k", "many"]])
+def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2
+    assert "error:" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"quire {quire.__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([name, "--help"])
+    assert exit_info.value.code == 0
+    help_text = capsys.readouterr().out
+    assert cli.COMMANDS[name] in help_text.lower()
+    assert "--max-model-len" in help_text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["chat", "--help"], ["fit", "--help"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from quire.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: quire" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    code = (
+        "import sys; from types import SimpleNamespace; from quire.cli import main as cli\n"
+        "def run(args):\n    while True: print('word ' * 1000)\n"
+        "cli.load_command = lambda name: SimpleNamespace(add_arguments=lambda parser: None, run=run)\n"
+        "sys.exit(cli.main(['run']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 141

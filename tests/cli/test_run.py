@@ -1,0 +1,95 @@
+"""quire run: prompt in, streamed answer out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from quire.cli.main import main
+from quire.types.outputs import RequestOutput
+from quire.types.sampling import SamplingParams
+from tests.cli.fakes import FakeLLM, install
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+    return install(monkeypatch)
+
+
+def test_answers_the_prompt(llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "hello world"]) == 0
+    assert capsys.readouterr() == ("You said: hello world\n", "")
+    assert llms[0].requests == [[{"role": "user", "content": "hello world"}]]
+    assert llms[0].settings == {}
+    assert llms[0].aborted == []
+
+
+def test_says_the_same_thing_twice_by_default(llms: list[FakeLLM]) -> None:
+    main(["run", "x"])
+    params = llms[0].params[0]
+    assert params.greedy
+    assert params.max_tokens is None
+    assert params.output_kind == "delta"
+
+
+def test_flags_reach_engine_and_sampling(llms: list[FakeLLM]) -> None:
+    engine = ["--model", "a.gguf", "--max-model-len", "64", "--kv-cache-memory", "1MiB"]
+    main(["run", "x", *engine, "--temperature=0.5", "--seed", "9", "--max-tokens", "3", "--stop", "a", "--stop", "b"])
+    assert llms[0].settings == {"model": "a.gguf", "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    params = llms[0].params[0]
+    assert (params.temperature, params.seed, params.max_tokens, params.stop) == (0.5, 9, 3, ("a", "b"))
+
+
+def test_a_system_message_comes_first(llms: list[FakeLLM]) -> None:
+    main(["run", "x", "--system", "Be brief."])
+    assert llms[0].requests[0][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_raw_passes_the_text_itself(llms: list[FakeLLM]) -> None:
+    main(["run", "--raw", "Once upon"])
+    assert llms[0].requests == ["Once upon"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_the_prompt_may_come_from_stdin(
+    llms: list[FakeLLM], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert main(["run", *arguments]) == 0
+    assert llms[0].requests == [[{"role": "user", "content": "from a pipe"}]]
+
+
+def test_bad_sampling_values_fail_before_a_model_is_loaded(
+    llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "x", "--top-p", "7"]) == 1
+    assert capsys.readouterr().err == "error: top_p is 7.0 but must be in (0, 1]\n"
+    assert llms == []
+
+
+def test_a_terminal_gets_a_line_of_statistics(
+    llms: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["run", "a b"])
+    out, err = capsys.readouterr()
+    assert out == "You said: a b\n"
+    assert err.startswith("4 tokens, ")
+    assert "first token after" in err
+
+
+def test_ctrl_c_ends_the_answer_and_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(FakeLLM):
+        def stream(self, request: Any, params: SamplingParams) -> Generator[RequestOutput, None, None]:
+            yield from islice(super().stream(request, params), 2)
+            raise KeyboardInterrupt
+
+    install(monkeypatch, Interrupted)
+    assert main(["run", "x"]) == 130
+    assert capsys.readouterr() == ("You said:\n", "")
