@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
@@ -37,11 +40,10 @@ class AttentionBlock(nn.Module):
             dtype=ctx.dtype,
             group=ctx.group,
         )
-        self.q_norm = _qk_norm(config, ctx, config.num_heads)
-        self.k_norm = _qk_norm(config, ctx, config.num_kv_heads)
-        self.norm_each_head = config.qk_norm == "head"
         self.head_dim = config.head_dim
-        self.split = [size * config.head_dim for size in self._local_heads]
+        self.num_heads = [self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads]
+        self.qk_width = sum(self.num_heads) * config.head_dim
+        self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, self.num_heads)
         self.attention = Attention(
             AttentionSpec(
                 num_heads=self.qkv_proj.num_heads,
@@ -54,29 +56,60 @@ class AttentionBlock(nn.Module):
             layer,
         )
 
-    @property
-    def _local_heads(self) -> tuple[int, int, int]:
-        return self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, self.qkv_proj.num_kv_heads
-
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        q, k, v = self.qkv_proj(hidden).split(self.split, dim=-1)
-        if not self.norm_each_head:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.norm_each_head:
-            q, k = self.q_norm(q), self.k_norm(k)
+        qkv: Tensor = self.qkv_proj(hidden)
+        # Query and key heads stay together until both are rotated: half as many small ops.
+        qk = self.qk_norm(qkv[:, : self.qk_width])
+        v = qkv[:, self.qk_width :].view(qkv.shape[0], -1, self.head_dim)
         if rotation is not None:
-            q, k = apply_rope(q, k, *rotation)
+            qk = apply_rope(qk, *rotation)
+        q, k = qk[:, : self.num_heads[0]], qk[:, self.num_heads[0] :]
         out: Tensor = self.o_proj(self.attention(q, k, v, batch))
         return out
 
 
-def _qk_norm(config: DecoderConfig, ctx: BuildContext, num_heads: int) -> nn.Module:
-    if config.qk_norm == "head":
-        return RMSNorm(config.head_dim, eps=config.norm_eps, dtype=ctx.dtype, weight_offset=config.norm_weight_offset)
-    if config.qk_norm == "full":
-        return ParallelRMSNorm(num_heads * config.head_dim, eps=config.norm_eps, dtype=ctx.dtype, group=ctx.group)
-    return nn.Identity()
+class NoQKNorm(nn.Module):
+    """Cuts query and key features [n, width] into heads [n, num_heads + num_kv_heads, head_dim]; no parameters."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_heads = num_heads
+
+    def forward(self, qk: Tensor) -> Tensor:
+        return qk.view(qk.shape[0], -1, self.head_dim)
+
+
+class PerHeadQKNorm(NoQKNorm):
+    """Each head is normalized by itself; all query heads share a weight, and so do all key heads."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
+        super().__init__(config, ctx, num_heads)
+        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": ctx.dtype}
+        self.q = RMSNorm(config.head_dim, weight_offset=config.norm_weight_offset, **kind)
+        self.k = RMSNorm(config.head_dim, weight_offset=config.norm_weight_offset, **kind)
+
+    def forward(self, qk: Tensor) -> Tensor:
+        heads = super().forward(qk)
+        q, k = self.q(heads[:, : self.num_heads[0]]), self.k(heads[:, self.num_heads[0] :])
+        return torch.cat((q, k), dim=1)
+
+
+class FullWidthQKNorm(NoQKNorm):
+    """All query heads are normalized together, and so are all key heads."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
+        super().__init__(config, ctx, num_heads)
+        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": ctx.dtype, "group": ctx.group}
+        self.q = ParallelRMSNorm(config.num_heads * config.head_dim, **kind)
+        self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)
+
+    def forward(self, qk: Tensor) -> Tensor:
+        q_width = self.num_heads[0] * self.head_dim
+        return super().forward(torch.cat((self.q(qk[:, :q_width]), self.k(qk[:, q_width:])), dim=-1))
+
+
+QK_NORMS: dict[str, type[NoQKNorm]] = {"none": NoQKNorm, "head": PerHeadQKNorm, "full": FullWidthQKNorm}
 
 
 class GatedMLP(nn.Module):

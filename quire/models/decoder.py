@@ -21,8 +21,10 @@ from quire.models.blocks import DecoderLayer, Rotation, merge_residual
 from quire.models.config import DecoderConfig
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(
-    rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}, stack=STACKED
+    rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES},
+    stack=STACKED,
 )
 PRE_POST_NORM_WEIGHTS = WeightMap(
     rename={
@@ -30,6 +32,7 @@ PRE_POST_NORM_WEIGHTS = WeightMap(
         "post_attention_layernorm": "attn_post_norm",
         "pre_feedforward_layernorm": "mlp_norm",
         "post_feedforward_layernorm": "mlp_post_norm",
+        **QK_NORM_NAMES,
     },
     stack=STACKED,
 )

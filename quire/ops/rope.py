@@ -16,28 +16,22 @@ def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> t
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first rotary_dim of each head; halves are paired (i, i + rotary_dim / 2).
 
-    q: [n, num_heads, head_dim]; k: [n, num_kv_heads, head_dim]; cos, sin: from `gather_rotation`.
+    x: [n, num_heads, head_dim], query and key heads together; cos, sin: from `gather_rotation`.
     """
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
-        rotated = _rotate(x[..., :rotary_dim], cos, sin)
-        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+        return torch.cat((apply_rope(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
     swapped = torch.roll(x, rotary_dim // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows, head_dim = 4 + seed % 13, 8 * (1 + seed % 4)
     angles = torch.rand(64, head_dim // 2, generator=generator) * 6.3
     positions = torch.randint(0, 64, (rows,), generator=generator)
     cos, sin = gather_rotation(torch.cat((angles.cos(), angles.sin()), -1), positions, torch.float32)
-    q = torch.randn(rows, 4, head_dim, generator=generator)
-    return q, torch.randn(rows, 2, head_dim, generator=generator), cos, sin
+    return torch.randn(rows, 6, head_dim, generator=generator), cos, sin
