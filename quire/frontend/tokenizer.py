@@ -1,0 +1,232 @@
+"""The tokenizer of a model: text to token ids and back, its special tokens and its chat templates.
+
+Reads a Hugging Face folder or a GGUF file. Knows nothing of requests, and needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from quire.frontend.gguf_tokenizer import build_gguf_tokenizer
+from quire.frontend.token_pieces import PieceTable, TokenPieces
+from quire.loader.gguf_file import read_metadata
+from quire.types.errors import RequestError, TokenizerError
+
+_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONVERT_HINT = (
+    'create it once where transformers and sentencepiece are installed: python -c "from transformers import '
+    "AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
+)
+
+
+class Tokenizer:
+    """One vocabulary with everything around it. Read-only after construction, safe to share between threads.
+
+    `decode` is the UTF-8 decoding of the tokens' bytes. It equals the `tokenizers` library's for every
+    valid sequence; bytes that are not UTF-8 become one U+FFFD per maximal invalid part, in SentencePiece
+    vocabularies too, so that decoding a stream and decoding a list agree.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        extra_eos_token_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        first = () if self.eos_token_id is None else (self.eos_token_id,)
+        self.eos_token_ids = tuple(dict.fromkeys((*first, *extra_eos_token_ids)))
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._pieces = TokenPieces(backend)
+        self._visible_pieces = PieceTable(
+            lambda token_id: b"" if token_id in self._special_ids else self._pieces.pieces[token_id]
+        )
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has a lone surrogate {text[error.start]!r} at position {error.start}; send valid Unicode",
+                field="prompt",
+            ) from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids outside the vocabulary stand for nothing."""
+        pieces = self.piece_table(skip_special_tokens)
+        for index, token_id in enumerate(token_ids):
+            if self.is_visible(token_id, skip_special_tokens):
+                rest = [pieces[later] for later in token_ids[index + 1 :]]
+                return (self.first_piece(token_id) + b"".join(rest)).decode("utf-8", "replace")
+        return ""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether the token takes part in decoding."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self.convert_id_to_token(token_id) is not None
+
+    def convert_id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, or None if there is no such token."""
+        token: str | None = self.backend.id_to_token(token_id) if token_id >= 0 else None
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds in the middle of a text; special tokens are spelled out."""
+        return self._pieces.pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def first_piece(self, token_id: int) -> bytes:
+        """What the token adds when nothing stands before it."""
+        return self._pieces.first_pieces[token_id]
+
+    def piece_table(self, skip_special_tokens: bool) -> PieceTable:
+        """Token id -> bytes in the middle of a text, for hot loops."""
+        return self._visible_pieces if skip_special_tokens else self._pieces.pieces
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load from a Hugging Face folder or a `.gguf` file."""
+    if path.is_dir():
+        return _load_folder(path)
+    if not path.exists():
+        raise TokenizerError(f"no tokenizer: {path} does not exist; give a model folder or a .gguf file")
+    if path.suffix != ".gguf":
+        raise TokenizerError(f"no tokenizer in {path}; give a Hugging Face folder or a .gguf file")
+    return tokenizer_from_gguf(read_metadata(path))
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    parts = build_gguf_tokenizer(metadata)
+    return Tokenizer(parts.backend, parts.special_tokens, parts.eos_token_ids, parts.chat_templates)
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    config = _read_json(folder / "tokenizer_config.json")
+    names = {**_read_json(folder / "special_tokens_map.json"), **config}
+    backend = _read_backend(folder)
+    backend.no_truncation()
+    backend.no_padding()
+    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, folder)
+    special_tokens = {
+        name: token for name in _NAMED_SPECIAL_TOKENS if (token := _token_content(names.get(name))) is not None
+    }
+    extra = names.get("additional_special_tokens") or names.get("extra_special_tokens") or ()
+    extra = list(extra.values()) if isinstance(extra, dict) else list(extra)
+    _mark_special(backend, [*special_tokens.values(), *(_token_content(token) for token in extra)])
+    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+        _set_bos_eos(
+            backend,
+            special_tokens.get("bos_token") if config.get("add_bos_token") else None,
+            special_tokens.get("eos_token") if config.get("add_eos_token") else None,
+        )
+    return Tokenizer(backend, special_tokens, _configured_eos(folder), _read_chat_templates(folder, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}; download the file again") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} holds a {type(value).__name__}, not an object; download the file again")
+    return value
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        hint = _CONVERT_HINT.format(folder=folder)
+        if (folder / "tokenizer.model").exists():
+            raise TokenizerError(f"{folder} has only a SentencePiece tokenizer.model and no tokenizer.json; {hint}")
+        raise TokenizerError(f"{folder} has no tokenizer.json; download it with the model, or {hint}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for any content it cannot read
+        raise TokenizerError(f"cannot read {file}: {error}; download the file again") from error
+
+
+def _token_content(value: Any) -> str | None:
+    """A special token in a config file is a string or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any], folder: Path) -> None:
+    """Add the tokens that only tokenizer_config.json knows; their ids must follow on from the vocabulary."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for key, token in sorted(decoder.items(), key=lambda item: int(item[0])):
+        content = token["content"]
+        if backend.token_to_id(content) is None:
+            backend.add_tokens([AddedToken(content, **{flag: token[flag] for flag in flags if flag in token})])
+        if backend.token_to_id(content) != int(key):
+            raise TokenizerError(
+                f"{folder / 'tokenizer_config.json'} gives token {content!r} the id {key}, "
+                f"but tokenizer.json gives it {backend.token_to_id(content)}; download both files again"
+            )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, contents: Iterable[str | None]) -> None:
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = dict.fromkeys(content for content in contents if content and content not in special)
+    if missing:
+        backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in missing])
+
+
+def _set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    single = [token for token in (bos, "$A", eos) if token is not None]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+
+
+def _configured_eos(folder: Path) -> list[int]:
+    """End tokens that generation_config.json and config.json name, which may be more than the tokenizer's one."""
+    config = _read_json(folder / "config.json")
+    nested = config.get("text_config")
+    sources = [_read_json(folder / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
+    ids: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [value] if value is not None else []
+    return ids
+
+
+def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Template files win over tokenizer_config.json, which wins over the older chat_template.json."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}
+    if templates:
+        return templates
+    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    return {entry["name"]: entry["template"] for entry in value or ()}
