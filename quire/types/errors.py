@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class QuireError(Exception):
@@ -69,6 +70,22 @@ class RequestError(QuireError, ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class BatchError(RequestError):
+    """Some requests of a batch failed; the others ran.
+
+    `outputs` holds a RequestOutput per request, None where it failed; `errors` the error of each that did.
+    """
+
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, QuireError]) -> None:
+        index, error = min(errors.items())
+        message = (
+            f"{len(errors)} of {len(outputs)} requests failed, the others are in .outputs; request {index}: {error}"
+        )
+        super().__init__(message, error.field if isinstance(error, RequestError) else None)
+        self.outputs = list(outputs)
+        self.errors = dict(errors)
 
 
 class EngineError(QuireError):

@@ -1,0 +1,230 @@
+"""AsyncEngine: many concurrent streams over one engine, on one event loop. Each stream is an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient, make_inproc_client
+from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
+from quire.frontend.mailbox import AsyncMailbox
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.text_model import Message, TextModel, load_text_model
+from quire.types.errors import EngineDeadError, EngineError
+from quire.types.messages import EngineInfo
+from quire.types.outputs import EngineOutput, RequestOutput
+from quire.types.sampling import SamplingParams
+from quire.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from quire.frontend.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+# Outputs of a large batch are handed out in slices, so that readers of the first ones need not wait for the last.
+_SLICE = 128
+# Longer texts are tokenized on a thread, to keep the event loop free; for shorter ones the hop costs more.
+_LONG_TEXT = 20_000
+
+
+class AsyncEngine:
+    """Streams of requests. Everything but `shutdown` must be called on the event loop it was first used on."""
+
+    def __init__(self, client: EngineClient, text: TextModel) -> None:
+        defaults = text.defaults
+        self._client = client
+        self._text = text
+        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids)
+        self._outputs = OutputProcessor(text.tokenizer)
+        self._mailboxes: dict[str, AsyncMailbox] = {}
+        self._drain: asyncio.Task[None] | None = None
+        self._dead: str | None = None
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """Load the model in this process. Blocks until it is loaded."""
+        text = load_text_model(config.model)
+        return cls(make_inproc_client(config), text)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._text.tokenizer
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead is not None
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json suggests, over SamplingParams' own defaults."""
+        return self._text.defaults.params
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt. Closing or cancelling the iteration aborts the request.
+
+        What each output holds is chosen by sampling_params.output_kind. A slow reader gets several steps' deltas
+        in one output; it delays nobody else.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+
+        async def prepare() -> PreparedRequest:
+            return await self._process(prompt, params, request_id, priority, add_special_tokens=True)
+
+        return self._stream(prepare)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation; otherwise like generate. By default an answer goes on until the model ends it."""
+        params = sampling_params or self._text.chat_params()
+
+        async def prepare() -> PreparedRequest:
+            prompt = self._text.render_chat(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            return await self._process(prompt, params, request_id, priority, add_special_tokens=False)
+
+        return self._stream(prepare)
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish_reason "abort". An unknown or finished one is ignored."""
+        engine_ids, last = self._outputs.abort(request_id)
+        if engine_ids:
+            self._client.abort(engine_ids)
+        if last is not None:
+            self._mailboxes[request_id].put(last)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompt prefixes that no running request uses."""
+        self._client.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Stop the engine; streams that are open end with EngineDeadError. May be called twice."""
+        self._die("the engine was shut down")
+        if self._drain is not None and not self._drain.get_loop().is_closed():
+            self._drain.cancel()
+        self._client.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    async def _process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        add_special_tokens: bool,
+    ) -> PreparedRequest:
+        def process() -> PreparedRequest:
+            return self._inputs.process(
+                prompt, params, request_id=request_id, priority=priority, add_special_tokens=add_special_tokens
+            )
+
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(process)
+        return process()
+
+    async def _stream(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> AsyncGenerator[RequestOutput, None]:
+        self._check_usable()
+        request = await prepare()
+        self._check_usable()
+        mailbox = self._open(request)
+        try:
+            for child in request.children:
+                self._client.add_request(child)
+            finished = False
+            while not finished:
+                output = await mailbox.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._close(request.request_id)
+
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        if self._drain is not None and self._drain.get_loop() is not asyncio.get_running_loop():
+            raise EngineError("this AsyncEngine is in use on another event loop; call it there, or make one per loop")
+
+    def _open(self, request: PreparedRequest) -> AsyncMailbox:
+        self._outputs.add(request)
+        mailbox = self._mailboxes[request.request_id] = AsyncMailbox(request.params.output_kind)
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_outputs(), name="quire-outputs")
+            self._drain.add_done_callback(self._on_drain_done)
+        return mailbox
+
+    def _close(self, request_id: str) -> None:
+        """Nobody reads this request any more; if it has not finished, nobody needs the rest of it."""
+        del self._mailboxes[request_id]
+        engine_ids, _ = self._outputs.abort(request_id)
+        if engine_ids:
+            self._client.abort(engine_ids)
+
+    async def _drain_outputs(self) -> None:
+        while True:
+            outputs = (await self._client.get_outputs_async()).outputs
+            for begin in range(0, len(outputs), _SLICE):
+                if begin:
+                    await asyncio.sleep(0)
+                self._hand_out(outputs[begin : begin + _SLICE])
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> None:
+        result = self._outputs.process(outputs)
+        if result.aborts:
+            self._client.abort(result.aborts)
+        for output in result.outputs:
+            self._mailboxes[output.request_id].put(output)
+        for failure in result.failures:
+            self._mailboxes[failure.request_id].fail(failure)
+
+    def _on_drain_done(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended the reading of outputs, no stream may wait for more of them."""
+        if task.cancelled():
+            self._die("the task that reads the engine's outputs was cancelled; make a new AsyncEngine")
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, EngineError):
+            logger.error("reading the engine's outputs failed", exc_info=error)
+        self._die(str(error), error)
+
+    def _die(self, reason: str, cause: BaseException | None = None) -> None:
+        if self._dead is not None:
+            return
+        self._dead = reason
+        for request_id in self._outputs.clear()[0]:
+            error = EngineDeadError(reason)
+            error.__cause__ = cause
+            self._mailboxes[request_id].fail(error)

@@ -1,0 +1,249 @@
+"""Turns a prompt and its SamplingParams into EngineRequests: text to token ids, checked against the model's limits.
+
+Knows the tokenizer and the model's limits; knows nothing of scheduling, and does not talk to the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.types.errors import RequestError
+from quire.types.messages import EngineInfo
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.frontend.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt"."""
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, the increment of SplitMix64
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One checked request: what the caller asked for, and the engine requests (one per completion) it becomes."""
+
+    request_id: str
+    prompt: str | None
+    params: SamplingParams
+    children: tuple[EngineRequest, ...]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.children[0].token_ids
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index`: the request's own for 0, else output `index` of SplitMix64 seeded with it."""
+    if index == 0:
+        return seed & _MASK_64
+    z = (seed + index * _GOLDEN_64) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+def child_id(request_id: str, index: int, n: int) -> str:
+    """The engine's name for completion `index` of a request: the request's own name when there is only one."""
+    return request_id if n == 1 else f"{index}_{request_id}"
+
+
+class InputProcessor:
+    """Builds EngineRequests. One per frontend; keeps no state between requests."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        info: EngineInfo,
+        default_params: SamplingParams | None = None,
+        extra_eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json."""
+        self._tokenizer = tokenizer
+        self._info = info
+        self.default_params = default_params or SamplingParams()
+        eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
+        self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """Check everything that can be wrong with a request, before the engine hears of it."""
+        params = self.default_params if params is None else params
+        request_id = secrets.token_hex(8) if request_id is None else request_id
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
+        text, token_ids, cache_salt = self._read_prompt(prompt, add_special_tokens)
+        token_ids = self._fit(token_ids, params)
+        self._check_params(params)
+        return PreparedRequest(
+            request_id=request_id,
+            prompt=text,
+            params=params,
+            children=self._fan_out(request_id, token_ids, params, priority, cache_salt),
+        )
+
+    def _fan_out(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, priority: int, cache_salt: str | None
+    ) -> tuple[EngineRequest, ...]:
+        max_tokens = self._info.max_model_len - len(token_ids)
+        if params.max_tokens is not None:
+            max_tokens = min(max_tokens, params.max_tokens)
+        # What only the frontend acts on stays here: the engine knows no text.
+        first = params
+        if params.n > 1 or params.stop or params.bad_words:
+            bad_words = params.bad_words_token_ids + self._encode_bad_words(params.bad_words)
+            first = msgspec.structs.replace(params, n=1, stop=(), bad_words=(), bad_words_token_ids=bad_words)
+        # One completion is enough to learn the prompt's log-probabilities; the others may reuse its cached prefix.
+        rest = first if first.prompt_logprobs is None else msgspec.structs.replace(first, prompt_logprobs=None)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        now = time.monotonic()
+        return tuple(
+            EngineRequest(
+                request_id=child_id(request_id, index, params.n),
+                token_ids=token_ids,
+                params=rest if index else first,
+                eos_token_ids=self._eos_token_ids,
+                seed=child_seed(seed, index),
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=now,
+            )
+            for index in range(params.n)
+        )
+
+    def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
+        """(text if there is any, token ids, cache salt) of any kind of prompt."""
+        text: Any = None
+        token_ids: Any = None
+        cache_salt: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            unknown = sorted(str(key) for key in prompt if key not in _PROMPT_KEYS)
+            if unknown:
+                raise RequestError(
+                    f"unknown prompt key {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}", "prompt"
+                )
+            text = prompt.get("prompt")
+            token_ids = prompt.get("prompt_token_ids")
+            cache_salt = prompt.get("cache_salt")
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            token_ids = prompt
+        else:
+            raise RequestError(
+                f"a prompt of type {type(prompt).__name__} is not understood; give text, a list of token ids, or a"
+                ' dict with "prompt" or "prompt_token_ids"',
+                "prompt",
+            )
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt is {_short(text)} but must be text", "prompt")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt is {_short(cache_salt)} but must be text that is not empty", "cache_salt")
+        if token_ids is not None:
+            return text, self._read_token_ids(token_ids), cache_salt
+        if text is None:
+            raise RequestError('the prompt is a dict without "prompt" or "prompt_token_ids"; give one', "prompt")
+        return text, self._encode(text, add_special_tokens), cache_salt
+
+    def _read_token_ids(self, token_ids: Any) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
+            raise RequestError(
+                f"prompt_token_ids is {_short(token_ids)} but must be a list of token ids", "prompt_token_ids"
+            )
+        ids = list(token_ids)
+        if not set(map(type, ids)) <= {int}:
+            wrong = next(token for token in ids if type(token) is not int)
+            raise RequestError(
+                f"prompt_token_ids holds {_short(wrong)} of type {type(wrong).__name__} but must hold integers only",
+                "prompt_token_ids",
+            )
+        if ids:
+            self._check_token_ids("prompt_token_ids", (min(ids), max(ids)))
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; give prompt_token_ids instead", "prompt")
+        if not text:
+            raise RequestError("the prompt is empty; give at least one character or token", "prompt")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _fit(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Truncate as asked, then require at least one token and room for at least one more."""
+        limit = self._info.max_model_len
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            token_ids = token_ids[-(limit - 1 if keep == -1 else keep) :]
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one character or token", "prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens but the model takes {limit}, prompt and output together;"
+                " shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger max_model_len",
+                "prompt",
+            )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self._info.vocab_size
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        for ids in params.bad_words_token_ids:
+            self._check_token_ids("bad_words_token_ids", ids)
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise RequestError(
+                    f"{name} is {count} but the model has {vocab_size} tokens; give at most that, or -1 for all", name
+                )
+        if self._tokenizer is None:
+            for name, strings in (("stop", params.stop), ("bad_words", params.bad_words)):
+                if strings:
+                    raise RequestError(f"{name} is {strings!r} but text needs a tokenizer, and there is none", name)
+
+    def _check_token_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        vocab_size = self._info.vocab_size
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{field} holds {_short(token)} but token ids of this model go from 0 to {vocab_size - 1}"
+                    f" (vocabulary of {vocab_size})",
+                    field,
+                )
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written at the start of a text and after a space, which are different tokens."""
+        if not words or self._tokenizer is None:
+            return ()
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain = tuple(self._tokenizer.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            found[plain] = None
+            # A spaced form that merely puts a space token first is banned already: its tail is.
+            if spaced[-len(plain) :] != plain:
+                found[spaced] = None
+        return tuple(ids for ids in found if ids)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

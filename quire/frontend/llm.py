@@ -1,0 +1,281 @@
+"""LLM: the offline API. Prompts in, finished (or streamed) RequestOutputs out, on the caller's own thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.config.groups import DEFAULT_MODEL
+from quire.engine.client import EngineClient, make_inproc_client
+from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
+from quire.frontend.interrupts import interrupt_afterwards
+from quire.frontend.mailbox import Mailbox
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.progress import make_progress
+from quire.frontend.text_model import Message, TextModel, is_conversation, load_text_model
+from quire.types.errors import BatchError, EngineDeadError, EngineError, GenerationError, QuireError, RequestError
+from quire.types.outputs import EngineOutput, RequestOutput
+from quire.types.sampling import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.frontend.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+T = TypeVar("T")
+
+
+class LLM:
+    """A model and its engine in this process. Not for use from several threads at once.
+
+    A bad request in a batch fails alone: the others run, then BatchError is raised with their results.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: str | None = None, **settings: Any) -> None:
+        """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048."""
+        config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
+        text = load_text_model(config.model)
+        self._wire(make_inproc_client(config), text)
+
+    @classmethod
+    def from_client(cls, client: EngineClient, text: TextModel) -> Self:
+        """Around an engine that runs already."""
+        llm = cls.__new__(cls)
+        llm._wire(client, text)
+        return llm
+
+    def _wire(self, client: EngineClient, text: TextModel) -> None:
+        self._client = client
+        self._text = text
+        defaults = text.defaults
+        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids)
+        self._outputs = OutputProcessor(text.tokenizer)
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._ids = map(str, itertools.count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results are in the order of the prompts.
+
+        A prompt is text, a list of token ids, or a dict (see Prompt). Without sampling_params the model's own
+        suggestions are used. `use_tqdm` shows a progress bar on a terminal.
+        """
+        batch = as_batch(prompts)
+        params = spread(sampling_params, len(batch), "sampling_params", self.get_default_sampling_params())
+        priorities = spread(priority, len(batch), "priority", 0)
+
+        def prepare(index: int) -> PreparedRequest:
+            return self._prepare(batch[index], params[index], "final_only", priority=priorities[index])
+
+        return self._run(len(batch), prepare, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several. Without sampling_params an answer goes on until the model ends it."""
+        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
+        params = spread(sampling_params, len(conversations), "sampling_params", self._text.chat_params())
+
+        def prepare(index: int) -> PreparedRequest:
+            prompt = self._text.render_chat(
+                conversations[index],
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            return self._prepare(prompt, params[index], "final_only", add_special_tokens=False)
+
+        return self._run(len(conversations), prepare, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete a prompt, or answer a conversation, piece by piece. Closing the iterator aborts the request."""
+        if is_conversation(prompt):
+            params = sampling_params or self._text.chat_params()
+            rendered = self._text.render_chat(prompt)
+            return self._stream(self._prepare(rendered, params, "delta", add_special_tokens=False))
+        params = sampling_params or self.get_default_sampling_params()
+        return self._stream(self._prepare(cast(Prompt, prompt), params, "delta"))
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._text.tokenizer is None:
+            raise RequestError("this LLM has no tokenizer; it takes prompt_token_ids only")
+        return self._text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json suggests, over SamplingParams' own defaults."""
+        return self._text.defaults.params
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prompt prefixes that no running request uses."""
+        self._client.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory; streams that are open end with EngineDeadError."""
+        self._end_all("the engine was shut down")
+        self._client.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        kind: OutputKind,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        if params.output_kind != kind:
+            params = msgspec.structs.replace(params, output_kind=kind)
+        return self._inputs.process(
+            prompt, params, request_id=next(self._ids), priority=priority, add_special_tokens=add_special_tokens
+        )
+
+    def _run(self, count: int, prepare: Callable[[int], PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Submit `count` requests, wait for all, and report the failed ones together at the end."""
+        outputs: list[RequestOutput | None] = [None] * count
+        errors: dict[int, QuireError] = {}
+        waiting: dict[str, int] = {}
+        try:
+            for index in range(count):
+                try:
+                    waiting[self._submit(prepare(index))] = index
+                except RequestError as error:
+                    errors[index] = error.with_traceback(None)
+            with make_progress(count, use_tqdm) as progress:
+                progress.advance(len(errors), 0)
+                while waiting:
+                    heard, num_tokens = self._pump()
+                    done = [request_id for request_id in heard if request_id in waiting]
+                    for request_id in done:
+                        index = waiting.pop(request_id)
+                        try:
+                            outputs[index] = self._mailboxes.pop(request_id).take()
+                        except GenerationError as error:
+                            errors[index] = error.with_traceback(None)
+                    progress.advance(len(done), num_tokens)
+        finally:
+            self._abort(list(waiting))
+        if errors:
+            raise batch_error(outputs, errors)
+        return [output for output in outputs if output is not None]
+
+    def _stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
+        request_id = self._submit(request)
+        mailbox = self._mailboxes[request_id]
+        try:
+            finished = False
+            while not finished:
+                output = mailbox.take()
+                if output is None:
+                    self._pump()
+                    continue
+                finished = output.finished
+                yield output
+        finally:
+            self._abort([request_id])
+
+    def _submit(self, request: PreparedRequest) -> str:
+        self._outputs.add(request)
+        self._mailboxes[request.request_id] = Mailbox(request.params.output_kind)
+        sent = False
+        try:
+            for child in request.children:
+                self._client.add_request(child)
+            sent = True
+        finally:
+            if not sent:
+                self._abort([request.request_id])
+        return request.request_id
+
+    def _pump(self) -> tuple[list[str], int]:
+        """Let the engine finish a step and hand out what it said: the requests heard of, the tokens generated."""
+        with interrupt_afterwards():
+            try:
+                outputs = self._client.get_outputs().outputs
+                if not outputs and len(self._outputs) > 0 and not self._client.has_unfinished():
+                    raise EngineDeadError("the engine stopped working before every request had finished")
+            except EngineError as error:
+                self._end_all(str(error))
+                raise
+            return self._hand_out(outputs), sum(len(output.token_ids) for output in outputs)
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> list[str]:
+        result = self._outputs.process(outputs)
+        if result.aborts:
+            self._client.abort(result.aborts)
+        heard = []
+        for output in result.outputs:
+            self._mailboxes[output.request_id].put(output)
+            heard.append(output.request_id)
+        for failure in result.failures:
+            self._mailboxes[failure.request_id].fail(failure)
+            heard.append(failure.request_id)
+        return heard
+
+    def _abort(self, request_ids: list[str]) -> None:
+        """Forget requests here and in the engine; those that have finished are merely forgotten."""
+        engine_ids: list[str] = []
+        for request_id in request_ids:
+            self._mailboxes.pop(request_id, None)
+            engine_ids += self._outputs.abort(request_id)[0]
+        if engine_ids:
+            self._client.abort(engine_ids)
+            if len(self._outputs) == 0:
+                self._pump()  # nobody else will: the engine is to free what they held now
+
+    def _end_all(self, reason: str) -> None:
+        """No request will hear from the engine again: each ends with EngineDeadError."""
+        for request_id in self._outputs.clear()[0]:
+            self._mailboxes[request_id].fail(EngineDeadError(reason))
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many: a list of integers is one prompt, any other list is a list of prompts."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        return [cast(Prompt, prompts)]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(Prompt, prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def spread(value: T | Sequence[T] | None, count: int, field: str, default: T) -> list[T]:
+    """One value for all requests, or one each."""
+    if value is None:
+        return [default] * count
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{field} has {len(value)} entries for {count} requests; give one, or one each", field)
+    return list(value)
+
+
+def batch_error(outputs: list[RequestOutput | None], errors: dict[int, QuireError]) -> QuireError:
+    """The error to raise for a batch: of a single request its own, else one that carries everything."""
+    return errors.pop(0) if len(outputs) == 1 else BatchError(outputs, errors)

@@ -1,0 +1,345 @@
+"""Turns EngineOutputs (tokens) into RequestOutputs (text): detokenizes, cuts at stop strings, groups completions.
+
+Knows requests and text; does not talk to the engine: what must be aborted there is handed back to the caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.input_processor import PreparedRequest
+from quire.frontend.logprobs import LogprobsDecoder
+from quire.frontend.stop_strings import StopStringMatcher
+from quire.types.errors import GenerationError, RequestError
+from quire.types.outputs import (
+    CompletionOutput,
+    EngineOutput,
+    LogprobsAtPosition,
+    RequestMetrics,
+    RequestOutput,
+)
+from quire.types.request import FinishReason
+
+if TYPE_CHECKING:
+    from quire.frontend.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one batch of engine outputs came to."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    failures: list[GenerationError] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    """Engine request ids that met a stop string or whose sibling failed: the engine must be told to stop them."""
+
+
+class CompletionState:
+    """One completion while it is being generated. Holds only what has not been handed out, or must be again."""
+
+    __slots__ = (
+        "_decoder",
+        "_detokenizer",
+        "_logprobs",
+        "_matcher",
+        "_pieces",
+        "_show_stop_token",
+        "_stop_after",
+        "_token_ids",
+        "changed",
+        "cumulative_logprob",
+        "engine_id",
+        "finish_reason",
+        "index",
+        "num_tokens",
+        "stop_reason",
+    )
+
+    def __init__(
+        self, request: PreparedRequest, index: int, tokenizer: Tokenizer | None, decoder: LogprobsDecoder
+    ) -> None:
+        params = request.params
+        self.index = index
+        self.engine_id = request.children[index].request_id
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_tokens = 0
+        self.changed = False
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self._logprobs: list[LogprobsAtPosition] | None = None if params.logprobs is None else []
+        self._decoder = decoder
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._show_stop_token = params.include_stop_str_in_output
+        self._stop_after = params.min_tokens
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._matcher: StopStringMatcher | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            if params.stop:
+                self._matcher = StopStringMatcher(params.stop, params.include_stop_str_in_output)
+
+    def add(self, output: EngineOutput) -> None:
+        """Take in what one step added. A stop string met ends the completion, whatever the engine said."""
+        token_ids = output.token_ids
+        self.changed = self.changed or bool(token_ids) or output.finish_reason is not None
+        if self._detokenizer is not None:
+            # The token that ended the output is one of its tokens, but is not part of its text.
+            hidden = output.finish_reason == "stop" and bool(token_ids) and not self._show_stop_token
+            visible = token_ids[:-1] if hidden else token_ids
+            taken = self._add_text(self._detokenizer, visible)
+            if self.finish_reason is not None:
+                token_ids = token_ids[:taken]
+        self._token_ids += token_ids
+        self.num_tokens += len(token_ids)
+        if self._logprobs is not None and output.logprobs is not None:
+            self._add_logprobs(self._logprobs, output, len(token_ids))
+        if output.finish_reason is not None and self.finish_reason is None:
+            self.finish(output.finish_reason, output.stop_reason)
+
+    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+        """End the completion and let out the text that was held back."""
+        self.changed = True
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self._detokenizer is None:
+            return
+        rest = self._detokenizer.flush()
+        if self._matcher is None or self.num_tokens <= self._stop_after:
+            self._pieces.append(rest)
+            return
+        if not self._match(self._matcher.add(rest)):
+            self._match(self._matcher.flush())
+
+    def take(self, delta: bool) -> CompletionOutput:
+        """The completion so far, or what is new since the last call."""
+        text = "".join(self._pieces)
+        token_ids, logprobs = self._token_ids, self._logprobs
+        if delta:
+            self._pieces, self._token_ids = [], []
+            self._logprobs = None if logprobs is None else []
+        else:
+            self._pieces = [text]
+            if self.finish_reason is None:
+                token_ids = token_ids.copy()
+                logprobs = None if logprobs is None else logprobs.copy()
+        self.changed = False
+        return CompletionOutput(
+            self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
+        )
+
+    def _add_text(self, detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> int:
+        """Append the tokens' text; how many tokens were read before a stop string ended the text."""
+        if self._matcher is None:
+            if token_ids:
+                self._pieces.append(detokenizer.add(token_ids))
+            return len(token_ids)
+        # One by one, so that a stop string ends the output at the same token however the tokens arrive.
+        for taken, token in enumerate(token_ids, 1):
+            text = detokenizer.add([token])
+            if self.num_tokens + taken <= self._stop_after:
+                self._pieces.append(text)
+            elif self._match(self._matcher.add(text)):
+                return taken
+        return len(token_ids)
+
+    def _match(self, found: tuple[str, str | None]) -> bool:
+        text, matched = found
+        self._pieces.append(text)
+        if matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        return matched is not None
+
+    def _add_logprobs(self, logprobs: list[LogprobsAtPosition], output: EngineOutput, count: int) -> None:
+        total = self.cumulative_logprob or 0.0
+        for position in (output.logprobs or ())[:count]:
+            logprobs.append(self._decoder.decode(position))
+            total += position.logprobs[0]
+        self.cumulative_logprob = total
+
+
+class RequestState:
+    """One request: its completions and what they share."""
+
+    __slots__ = (
+        "__weakref__",
+        "completions",
+        "kind",
+        "metrics",
+        "num_cached_tokens",
+        "num_unfinished",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+    )
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, decoder: LogprobsDecoder) -> None:
+        self.request_id = request.request_id
+        self.prompt = request.prompt
+        self.prompt_token_ids = request.prompt_token_ids
+        self.kind = request.params.output_kind
+        self.completions = [CompletionState(request, i, tokenizer, decoder) for i in range(len(request.children))]
+        self.num_unfinished = len(self.completions)
+        self.prompt_logprobs: list[LogprobsAtPosition | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing predicts the first token
+        self.num_cached_tokens: int | None = None
+        self.metrics = RequestMetrics(arrival_time=request.children[0].arrival_time)
+
+    def unfinished_ids(self) -> list[str]:
+        return [c.engine_id for c in self.completions if c.finish_reason is None]
+
+    def take(self) -> RequestOutput | None:
+        """What the caller is to hear now, if anything."""
+        finished = self.num_unfinished == 0
+        delta = self.kind == "delta"
+        if not finished and (self.kind == "final_only" or not any(c.changed for c in self.completions)):
+            return None
+        completions = [c for c in self.completions if c.changed] if delta else self.completions
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [c.take(delta) for c in completions],
+            finished,
+            self._take_prompt_logprobs(delta, finished),
+            self.metrics,
+            self.num_cached_tokens,
+        )
+
+    def _take_prompt_logprobs(self, delta: bool, finished: bool) -> list[LogprobsAtPosition | None] | None:
+        logprobs = self.prompt_logprobs
+        if logprobs is None:
+            return None
+        if not delta:
+            return logprobs if finished else logprobs.copy()
+        # Another completion may speak before the one that computes these: they are handed out once, when whole.
+        if not finished and len(logprobs) < len(self.prompt_token_ids):
+            return None
+        self.prompt_logprobs = None
+        return logprobs
+
+
+class OutputProcessor:
+    """The requests in progress, by the ids that the engine knows their completions by."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = LogprobsDecoder(None if tokenizer is None else tokenizer.token_text)
+        self._requests: dict[str, RequestState] = {}
+        self._completions: dict[str, tuple[RequestState, CompletionState]] = {}
+        self._aborting: set[str] = set()  # engine ids given up here, of which the engine has a last word to say
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: PreparedRequest) -> None:
+        """Expect outputs of this request; an id is refused while an older request's outputs may come under it."""
+        ids = [child.request_id for child in request.children]
+        used = any(i in self._completions or i in self._aborting for i in ids)
+        if used or request.request_id in self._requests:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use; wait for that request to finish or choose another id",
+                "request_id",
+            )
+        state = RequestState(request, self._tokenizer, self._decoder)
+        self._requests[state.request_id] = state
+        for completion in state.completions:
+            self._completions[completion.engine_id] = (state, completion)
+
+    def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
+        """Take in outputs of one step. Outputs of requests that are gone (aborted, stopped) are dropped."""
+        result = ProcessedOutputs()
+        touched: dict[str, RequestState] = {}
+        now = time.monotonic()
+        for output in outputs:
+            entry = self._completions.get(output.request_id)
+            if entry is None:
+                if output.finish_reason is not None:
+                    self._aborting.discard(output.request_id)
+                continue
+            state, completion = entry
+            if output.error is not None:
+                touched.pop(state.request_id, None)
+                self._fail(state, completion, output.error, result)
+                continue
+            touched[state.request_id] = state
+            self._add(state, completion, output, now, result)
+        for state in touched.values():
+            taken = state.take()
+            if taken is not None:
+                result.outputs.append(taken)
+        return result
+
+    def abort(self, request_id: str) -> tuple[list[str], RequestOutput | None]:
+        """Forget a request: the engine ids to abort and its last output, with finish_reason "abort"."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return [], None
+        ids = state.unfinished_ids()
+        self._aborting.update(ids)
+        for completion in state.completions:
+            if completion.finish_reason is None:
+                completion.finish("abort")
+        state.num_unfinished = 0
+        state.metrics.finished_time = time.monotonic()
+        self._forget(state)
+        return ids, state.take()
+
+    def clear(self) -> tuple[list[str], list[str]]:
+        """Forget everything: the ids of the requests that were in progress, and their engine ids to abort."""
+        requests, engine_ids = list(self._requests), list(self._completions)
+        self._requests.clear()
+        self._completions.clear()
+        self._aborting.clear()
+        return requests, engine_ids
+
+    def _add(
+        self,
+        state: RequestState,
+        completion: CompletionState,
+        output: EngineOutput,
+        now: float,
+        result: ProcessedOutputs,
+    ) -> None:
+        if output.num_cached_tokens >= 0 and state.num_cached_tokens is None:
+            state.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs and state.prompt_logprobs is not None:
+            state.prompt_logprobs.extend(map(self._decoder.decode, output.prompt_logprobs))
+        if output.token_ids and state.metrics.first_token_time is None:
+            state.metrics.first_token_time = now
+        completion.add(output)
+        if completion.finish_reason is None:
+            return
+        del self._completions[completion.engine_id]
+        if output.finish_reason is None:
+            self._aborting.add(completion.engine_id)
+            result.aborts.append(completion.engine_id)
+        state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            state.metrics.finished_time = now
+            self._forget(state)
+
+    def _fail(self, state: RequestState, completion: CompletionState, error: str, result: ProcessedOutputs) -> None:
+        siblings = [i for i in state.unfinished_ids() if i != completion.engine_id]
+        self._aborting.update(siblings)
+        result.aborts += siblings
+        result.failures.append(GenerationError(state.request_id, error))
+        self._forget(state)
+
+    def _forget(self, state: RequestState) -> None:
+        del self._requests[state.request_id]
+        for completion in state.completions:
+            self._completions.pop(completion.engine_id, None)

@@ -1,0 +1,173 @@
+"""The text side of a model: its tokenizer, its chat templates, and the defaults it suggests for generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import msgspec
+
+from quire.config.groups import ModelConfig
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.loader.hub import resolve_model
+from quire.types.errors import CheckpointError, ConfigError, RequestError
+from quire.types.sampling import SamplingParams
+
+Message = Mapping[str, Any]
+
+# generation_config.json key -> SamplingParams field. The same keys that vLLM takes from it.
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_MAX_COMPILED = 16  # a server's clients may each send their own template
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json suggests; empty where there is no such file."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: tuple[int, ...] = ()
+    limits_tokens: bool = False
+    """Whether max_tokens comes from the file and not from SamplingParams."""
+
+
+class TextModel:
+    """Tokenizer, chat templates and generation defaults of one model, whatever engine runs it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """`chat_template` is a template's text to use instead of the tokenizer's own."""
+        self.tokenizer = tokenizer
+        self.defaults = defaults or GenerationDefaults()
+        self._chat_template = chat_template
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation. It holds its special tokens already: encode it without adding any."""
+        check_messages(messages)
+        template = self._template(self._template_source(chat_template, tools))
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+
+    def chat_params(self) -> SamplingParams:
+        """Defaults for a conversation: an answer goes on until the model ends it."""
+        if self.defaults.limits_tokens:
+            return self.defaults.params
+        return msgspec.structs.replace(self.defaults.params, max_tokens=None)
+
+    def _template_source(self, chat_template: str | None, tools: Sequence[Any] | None) -> str:
+        source = chat_template or self._chat_template
+        if source is not None:
+            return source
+        if self.tokenizer is None:
+            raise RequestError("a chat needs a tokenizer, and there is none; give prompt_token_ids", "messages")
+        named = self.tokenizer.chat_templates
+        source = named.get("tool_use") if tools else None
+        source = source or named.get("default")
+        if source is None:
+            raise RequestError(
+                "this model has no chat template; give chat_template, or use generate() with a plain prompt",
+                "chat_template",
+            )
+        return source
+
+    def _template(self, source: str) -> ChatTemplate:
+        template = self._compiled.get(source)
+        if template is None:
+            if len(self._compiled) >= _MAX_COMPILED:
+                self._compiled.clear()
+            special_tokens = self.tokenizer.special_tokens if self.tokenizer else {}
+            template = self._compiled[source] = ChatTemplate(source, special_tokens)
+        return template
+
+
+def load_text_model(config: ModelConfig) -> TextModel:
+    """Find and read the tokenizer, chat template and generation defaults that the settings name."""
+    source = resolve_model(config.model, config.revision)
+    tokenizer_source = resolve_model(config.tokenizer, None) if config.tokenizer is not None else source
+    return TextModel(
+        load_tokenizer(tokenizer_source.path),
+        load_generation_defaults(source.path),
+        None if config.chat_template is None else read_chat_template(config.chat_template),
+    )
+
+
+def load_generation_defaults(model_path: Path) -> GenerationDefaults:
+    """Read generation_config.json of a model folder; a .gguf file has none."""
+    path = model_path / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults()
+    try:
+        suggested = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch it again or remove it") from error
+    given = {ours: suggested[theirs] for theirs, ours in _DEFAULTS.items() if suggested.get(theirs) is not None}
+    try:
+        params = SamplingParams(**given)
+    except RequestError as error:
+        raise CheckpointError(f"{path} suggests an invalid value: {error}; correct it or remove the file") from error
+    eos = suggested.get("eos_token_id")
+    eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return GenerationDefaults(params, eos_token_ids, limits_tokens="max_tokens" in given)
+
+
+def read_chat_template(file_or_text: str) -> str:
+    """The text of a template given as a file or as itself; text is told by its braces or line breaks."""
+    if "{" in file_or_text or "\n" in file_or_text:
+        return file_or_text
+    path = Path(file_or_text).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"chat_template names the file {file_or_text!r}, which does not exist; give a Jinja file or text"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def is_conversation(value: object) -> TypeGuard[Sequence[Message]]:
+    """Whether this is a list of chat messages, as opposed to a prompt or a list of prompts."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and len(value) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in value)
+    )
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """A conversation is a list of messages, each with a role; the template looks at the rest."""
+    example = '{"role": "user", "content": "Hello"}'
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {messages!r:.60} but must be a list of messages like {example}", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"messages[{index}] is {message!r:.60} but must be a dict with a role, like {example}", "messages"
+            )

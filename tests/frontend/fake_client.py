@@ -1,0 +1,159 @@
+"""Fakes for tests of the frontend: a byte-level tokenizer, and an engine that says what it is told to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from quire.engine.client import EngineClient
+from quire.frontend.text_model import GenerationDefaults, TextModel
+from quire.frontend.tokenizer import Tokenizer
+from quire.types.errors import EngineDeadError
+from quire.types.messages import EngineInfo
+from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.step import TokenLogprobs
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+MAX_MODEL_LEN = 512
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 begins and 257 ends a sequence; no special token is added by itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = {chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+    others = iter(sorted(set(alphabet) - printable))
+    vocab = {chr(b) if chr(b) in printable else next(others): b for b in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, (), {"default": CHAT_TEMPLATE})
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def text_model(params: SamplingParams | None = None) -> TextModel:
+    return TextModel(TOKENIZER, GenerationDefaults(params or SamplingParams(max_tokens=64)))
+
+
+@dataclass
+class Running:
+    request: EngineRequest
+    answer: Iterator[int]
+    num_tokens: int = 0
+
+
+Answer = Callable[[EngineRequest], Sequence[int]]
+
+
+def echo(request: EngineRequest) -> Sequence[int]:
+    return request.token_ids
+
+
+class FakeClient(EngineClient):
+    """Each step every request says the next `chunk` tokens of its answer, then end-of-sequence."""
+
+    def __init__(
+        self,
+        answer: Answer | str = echo,
+        *,
+        chunk: int = 1,
+        dies_at_step: int | None = None,
+        errors: dict[str, str] | None = None,
+    ) -> None:
+        self.info = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
+        self.added: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.num_resets = 0
+        self.is_shut_down = False
+        self._answer: Answer = (lambda request: list(answer.encode())) if isinstance(answer, str) else answer
+        self._chunk = chunk
+        self._dies_at_step = dies_at_step
+        self._errors = errors or {}
+        self._running: dict[str, Running] = {}
+        self._said: list[EngineOutput] = []
+        self._wake = asyncio.Event()
+
+    def add_request(self, request: EngineRequest) -> None:
+        assert request.request_id not in self._running
+        self.added.append(request)
+        self._running[request.request_id] = Running(request, iter(self._answer(request)))
+        self._wake.set()
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            if self._running.pop(request_id, None) is not None:
+                self._said.append(EngineOutput(request_id, [], finish_reason="abort"))
+        self._wake.set()
+
+    def get_outputs(self) -> EngineOutputs:
+        said, self._said = self._said, []
+        if not self._running:
+            return EngineOutputs(said)
+        if self.num_steps == self._dies_at_step:
+            raise EngineDeadError("the fake engine died as it was told to")
+        self.num_steps += 1
+        return EngineOutputs(said + [self._step(running) for running in list(self._running.values())])
+
+    async def get_outputs_async(self) -> EngineOutputs:
+        await asyncio.sleep(0)
+        while not self.has_unfinished():
+            self._wake.clear()
+            await self._wake.wait()
+        return self.get_outputs()
+
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._said)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _step(self, running: Running) -> EngineOutput:
+        request = running.request
+        params = request.params
+        assert isinstance(params, SamplingParams)
+        output = EngineOutput(request.request_id, [])
+        if running.num_tokens == 0:
+            output.num_cached_tokens = 0
+            if params.prompt_logprobs is not None:
+                output.prompt_logprobs = [logprobs_of(t, params.prompt_logprobs) for t in request.token_ids[1:]]
+        if request.request_id in self._errors:
+            output.finish_reason, output.error = "error", self._errors[request.request_id]
+        while len(output.token_ids) < self._chunk and output.finish_reason is None:
+            token = next(running.answer, EOS)
+            output.token_ids.append(token)
+            running.num_tokens += 1
+            if token in request.eos_token_ids and not params.ignore_eos:
+                output.finish_reason = "stop"
+            elif token in params.stop_token_ids:
+                output.finish_reason, output.stop_reason = "stop", token
+            elif running.num_tokens == request.max_tokens:
+                output.finish_reason = "length"
+        if params.logprobs is not None:
+            output.logprobs = [logprobs_of(token, params.logprobs) for token in output.token_ids]
+        if output.finish_reason is not None:
+            del self._running[request.request_id]
+        return output
+
+
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    """The chosen token is always the second likeliest; each rank is half as likely as the one before."""
+    likeliest = [(token + 1 + i) % VOCAB_SIZE if i != 1 else token for i in range(count)]
+    return TokenLogprobs([token, *likeliest], [-2.0, *(-1.0 - i for i in range(count))], 2)
