@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
+    from quire.frontend.async_engine import AsyncEngine
+    from quire.frontend.llm import LLM
     from quire.types.errors import (
         ConfigError,
         EngineError,
