@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self.file.path}: tensor {name!r} is stored as {tensor.type}, which has no blocks; read it with get"
             )
-        blocks = self.file.data(tensor).reshape(tensor.shape[0], -1)
+        blocks = self.file.data(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
         heads = self._interleaved_heads(name)
         if heads:
             pairs = blocks.reshape(heads, -1, 2, blocks.shape[1])
@@ -80,11 +81,16 @@ class GgufCheckpoint(Checkpoint):
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads' rows are stored as interleaved rope pairs; 0 if they are not."""
-        if not self._architecture.interleaved_qk:
+        if not self._architecture.interleaved_qk or not (".q_proj." in name or ".k_proj." in name):
             return 0
-        if ".q_proj." in name:
-            return int(self.config["num_attention_heads"])
-        return int(self.config["num_key_value_heads"]) if ".k_proj." in name else 0
+        key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+        heads, rows = int(self.config[key]), self._infos[name].shape[0]
+        if rows % (2 * heads):
+            raise CheckpointError(
+                f"{self.file.path}: tensor {name!r} has {rows} rows, which {heads} heads cannot share; convert the "
+                f"model again"
+            )
+        return heads
 
     def _stored_by_hf_name(self) -> dict[str, GgufTensor]:
         stored = {}

@@ -26,33 +26,45 @@ class GgufKeys:
         self.file = file
         self.architecture = architecture
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return _shortest(self.file.metadata.get(f"{self.architecture}.{key}", default))
+    def get(self, key: str) -> Any:
+        return _shortest(self.file.metadata.get(f"{self.architecture}.{key}"))
 
-    def need(self, key: str) -> Any:
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number, required if it has no default; given per layer, it must be the same for all."""
         value = self.get(key)
-        if value is None:
+        values = value if isinstance(value, list) and value else [value]
+        if any(other != values[0] for other in values):
+            raise self._wrong(key, values, "the same for all layers: such models are not supported")
+        number = self._or_default(key, values[0], default)
+        if not isinstance(number, int) or number < 1:
+            raise self._wrong(key, number, "a positive whole number")
+        return number
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number, required if it has no default."""
+        value = self._or_default(key, self.get(key), default)
+        if not isinstance(value, int | float):
+            raise self._wrong(key, value, "a number")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._or_default(key, self.get(key), default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def _or_default(self, key: str, value: Any, default: Any) -> Any:
+        if value is not None:
+            return value
+        if default is None:
             raise CheckpointError(
                 f"{self.file.path} has no metadata key {self.architecture}.{key}, which a model of this "
                 f"architecture needs; convert the model again"
             )
-        return value
+        return default
 
-    def count(self, key: str) -> int:
-        """A required positive number; it may be given per layer if it is the same for all."""
-        value = self.need(key)
-        values = value if isinstance(value, list) else [value]
-        if len(set(values)) != 1:
-            raise CheckpointError(
-                f"{self.file.path}: {self.architecture}.{key} differs between layers ({values}); such models "
-                f"are not supported"
-            )
-        number = values[0]
-        if not isinstance(number, int) or number < 1:
-            raise CheckpointError(
-                f"{self.file.path}: {self.architecture}.{key} is {number!r}; it must be a positive number"
-            )
-        return number
+    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {self.architecture}.{key} is {value!r}; it must be {expected}")
 
     def floats(self, tensor_name: str) -> list[float] | None:
         """A small float32 tensor such as a table of rope factors; None if the file has none."""
@@ -76,7 +88,7 @@ def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     name = file.metadata.get("general.architecture")
     if name is None:
         raise CheckpointError(f"{file.path} has no metadata key general.architecture; convert the model again")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path} has the GGUF architecture {name!r}; supported: {', '.join(ARCHITECTURES)}"
         )
@@ -89,78 +101,59 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     keys = GgufKeys(file, name)
     num_heads = keys.count("attention.head_count")
     hidden_size = keys.count("embedding_length")
-    tensors = file.tensors
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{file.path} has no tensor token_embd.weight; convert the model again")
+    head_dim = keys.count("attention.key_length", hidden_size // num_heads)
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(
+            f"{file.path}: {name}.attention.value_length is {keys.get('attention.value_length')} but heads have "
+            f"{head_dim} key values; such models are not supported"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture.hf_architecture],
         "model_type": architecture.model_type,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads
-        if keys.get("attention.head_count_kv") is None
-        else keys.count("attention.head_count_kv"),
-        "head_dim": keys.get("attention.key_length", hidden_size // num_heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        **_rope(keys),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": float(keys.number("rope.freq_base", DEFAULT_ROPE_THETA)),
+        "rope_scaling": _rope_scaling(keys),
         **_special_tokens(file),
     }
-    if keys.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
-        raise CheckpointError(
-            f"{file.path}: {name}.attention.value_length is {keys.get('attention.value_length')} but key_length "
-            f"is {config['head_dim']}; such models are not supported"
-        )
-    _add_partial_rotary(keys, config)
+    rotary_dim = keys.count("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
     if name in _OWN_KEYS:
         _OWN_KEYS[name](keys, config)
     return config
 
 
-def _add_partial_rotary(keys: GgufKeys, config: dict[str, Any]) -> None:
-    rotary_dim = keys.get("rope.dimension_count", config["head_dim"])
-    if rotary_dim != config["head_dim"]:
-        config["partial_rotary_factor"] = rotary_dim / config["head_dim"]
-
-
-def _rope(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "rope_theta": float(keys.get("rope.freq_base", DEFAULT_ROPE_THETA)),
-        "rope_scaling": _rope_scaling(keys),
-    }
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path} has no matrix token_embd.weight; convert the model again")
+    return embedding.shape[0]
 
 
 def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
-    original = keys.get("rope.scaling.original_context_length", keys.count("context_length"))
+    original = keys.count("rope.scaling.original_context_length", keys.count("context_length"))
     same = keys.floats("rope_freqs.weight")
     if same is not None:
         # llama3 scaling, stored as the factors it leads to: longrope with equal tables says just that.
-        return {
-            "rope_type": "longrope",
-            "short_factor": same,
-            "long_factor": same,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": original,
-        }
+        return _longrope(same, same, 1.0, original)
     long, short = keys.floats("rope_factors_long.weight"), keys.floats("rope_factors_short.weight")
     if long is not None and short is not None:
-        return {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "attention_factor": keys.get("rope.scaling.attn_factor", 1.0),
-            "original_max_position_embeddings": original,
-        }
-    kind = keys.get("rope.scaling.type", "linear")
-    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0.0))
-    if kind == "none" or factor in (0.0, 1.0):
+        return _longrope(short, long, keys.number("rope.scaling.attn_factor", 1.0), original)
+    kind = keys.text("rope.scaling.type", "linear")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    if kind == "none" or factor in (0, 1):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
@@ -169,27 +162,44 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
             f"{keys.file.path}: {keys.architecture}.rope.scaling.type is {kind!r}; supported: none, linear, yarn, "
             f"and longrope with its factor tensors"
         )
-    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    for key, hf_key in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if (value := keys.get(f"rope.scaling.{key}")) is not None:
-            scaling[hf_key] = value
-    return scaling
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _longrope(short: list[float], long: list[float], attention_factor: float, original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int]:
     ids = {}
     for kind, gguf_kind in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = file.metadata.get(f"tokenizer.ggml.{gguf_kind}_token_id")
-        if value is not None:
+        if isinstance(value, int):
             ids[f"{kind}_token_id"] = value
     return ids
 
 
 def _layer_types(keys: GgufKeys, num_layers: int, default_period: int) -> list[str]:
-    """Every period-th layer sees everything, the others a window; newer files list the layers one by one."""
-    pattern = keys.get("attention.sliding_window_pattern", default_period)
-    slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(num_layers)]
-    return ["sliding_attention" if slide else "full_attention" for slide in slides[:num_layers]]
+    """Every period-th layer sees everything, the others a window; newer files may list the layers one by one."""
+    key = "attention.sliding_window_pattern"
+    listed = keys.get(key)
+    if isinstance(listed, list) and len(listed) >= num_layers:
+        slides = listed[:num_layers]
+    else:
+        period = keys.count(key, default_period)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
 def _gemma(keys: GgufKeys, config: dict[str, Any], period: int, layers_of_27b: int) -> None:
@@ -202,38 +212,37 @@ def _gemma(keys: GgufKeys, config: dict[str, Any], period: int, layers_of_27b: i
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": _layer_types(keys, config["num_hidden_layers"], period),
-        "sliding_window": keys.get("attention.sliding_window"),
+        "sliding_window": keys.number("attention.sliding_window", 0) or None,
     }
 
 
 def _gemma2(keys: GgufKeys, config: dict[str, Any]) -> None:
     _gemma(keys, config, period=2, layers_of_27b=46)
     config["sliding_window"] = config["sliding_window"] or 4096
-    config["attn_logit_softcapping"] = keys.get("attn_logit_softcapping", 50.0)
-    config["final_logit_softcapping"] = keys.get("final_logit_softcapping", 30.0)
+    config["attn_logit_softcapping"] = keys.number("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0)
 
 
 def _gemma3(keys: GgufKeys, config: dict[str, Any]) -> None:
     _gemma(keys, config, period=6, layers_of_27b=62)
-    if not config["sliding_window"]:
-        config["sliding_window"] = None
+    if config["sliding_window"] is None:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-    config["rope_theta"] = float(keys.get("rope.freq_base", 1_000_000.0))
-    config["rope_local_base_freq"] = float(keys.get("rope.freq_base_swa", DEFAULT_ROPE_THETA))
-    config["final_logit_softcapping"] = keys.get("final_logit_softcapping")
+    config["rope_theta"] = float(keys.number("rope.freq_base", 1_000_000.0))
+    config["rope_local_base_freq"] = float(keys.number("rope.freq_base_swa", DEFAULT_ROPE_THETA))
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
     config["attn_logit_softcapping"] = None
 
 
 def _phi3(keys: GgufKeys, config: dict[str, Any]) -> None:
-    config["sliding_window"] = keys.get("attention.sliding_window", 0) or None
-    config["original_max_position_embeddings"] = keys.get(
+    config["sliding_window"] = keys.number("attention.sliding_window", 0) or None
+    config["original_max_position_embeddings"] = keys.count(
         "rope.scaling.original_context_length", config["max_position_embeddings"]
     )
 
 
 def _olmo2(keys: GgufKeys, config: dict[str, Any]) -> None:
     # OLMo 3 is written under the same name; only it has a window.
-    if window := keys.get("attention.sliding_window", 0):
+    if window := keys.number("attention.sliding_window", 0):
         config |= {
             "architectures": ["Olmo3ForCausalLM"],
             "model_type": "olmo3",
@@ -250,10 +259,10 @@ def _smollm3(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 def _granite(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {
-        "embedding_multiplier": keys.get("embedding_scale", 1.0),
-        "residual_multiplier": keys.get("residual_scale", 1.0),
-        "attention_multiplier": keys.get("attention.scale", config["head_dim"] ** -0.5),
-        "logits_scaling": keys.need("logit_scale"),  # both sides divide the logits by it
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
+        "logits_scaling": keys.number("logit_scale"),  # both sides divide the logits by it
     }
 
 
@@ -270,14 +279,12 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
 def generation_config_from_gguf(file: GgufFile) -> dict[str, Any]:
     """The keys of generation_config.json that GGUF can express: every token that ends a turn, and sampling."""
     metadata = file.metadata
-    ends = {metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    ends |= {
-        index
-        for index, kind in enumerate(types)
-        if kind == CONTROL_TOKEN and index < len(tokens) and tokens[index] in END_OF_TURN_TEXTS
-    }
+    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ends = {token for token in named if isinstance(token, int)}
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        ends |= {i for i, (text, kind) in pairs if kind == CONTROL_TOKEN and text in END_OF_TURN_TEXTS}
     config: dict[str, Any] = {"eos_token_id": sorted(ends)}
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         config["bos_token_id"] = bos

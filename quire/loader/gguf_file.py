@@ -111,7 +111,7 @@ class GgufFile:
 
     def _check_not_split(self) -> None:
         parts = self.metadata.get("split.count", 0)
-        if parts > 1:
+        if isinstance(parts, int) and parts > 1:
             raise CheckpointError(
                 f"{self.path} is one of {parts} parts of a split GGUF; merge them into one file first "
                 f"(llama-gguf-split --merge FIRST_PART OUTPUT)"
@@ -212,10 +212,8 @@ class _Reader:
         item_type, count = self._unpack("<I"), self._unpack("<Q")
         if item_type == _STRING:
             return self._strings(count)
-        if item_type == _ARRAY:
-            return [self._array(key) for _ in range(count)]
         if item_type != _BOOL and item_type not in _SCALARS:
-            raise self._corrupt(f"metadata array {key!r} has the unknown item type {item_type}")
+            raise self._corrupt(f"metadata array {key!r} has the unsupported item type {item_type}")
         dtype = np.dtype("?" if item_type == _BOOL else _SCALARS[item_type])
         start = self._advance(count * dtype.itemsize)
         items: list[Any] = np.frombuffer(self.buffer, dtype, count, start).tolist()
