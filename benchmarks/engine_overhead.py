@@ -1,0 +1,149 @@
+"""What a step costs besides the model: from schedule() entry to EngineOutputs built, with a fake result.
+
+Run: python benchmarks/engine_overhead.py [--steps 1000] [--output benchmarks/results/engine_overhead.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from quire.kv.layout import LayerKV, plan_layout
+from quire.kv.manager import KVCacheManager
+from quire.sched.scheduler import Scheduler
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan, StepResult
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 1024
+VOCAB_SIZE = 32_000
+
+
+def make_scheduler(num_seqs: int, num_blocks: int) -> Scheduler:
+    layout = plan_layout([LayerKV("full", None, 1024)] * 24, BLOCK_SIZE)
+    return Scheduler(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=1 << 20,
+        long_prefill_token_threshold=1 << 20,
+        policy="fcfs",
+        max_model_len=1 << 17,
+        kv=KVCacheManager(layout, num_blocks),
+    )
+
+
+def make_request(name: str, token_ids: list[int], max_tokens: int) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens)
+    return EngineRequest(
+        request_id=name, token_ids=token_ids, params=params, eos_token_ids=(2,), max_tokens=max_tokens
+    )
+
+
+def fake_result(plan: StepPlan, token: int) -> StepResult:
+    return StepResult(plan.step_id, [[token] for _ in plan.rows])
+
+
+def step(scheduler: Scheduler, token: int) -> float:
+    """One step; seconds spent in the scheduler."""
+    begin = time.perf_counter()
+    plan = scheduler.schedule()
+    planned = time.perf_counter()
+    assert plan is not None
+    result = fake_result(plan, token)
+    resumed = time.perf_counter()
+    scheduler.update(plan, result)
+    return time.perf_counter() - resumed + planned - begin
+
+
+def steady_decode(num_requests: int, num_steps: int) -> list[float]:
+    """Every request decodes in every step; prompt lengths differ, so block crossings spread over steps."""
+    draw = random.Random(0)
+    warm_up = 32
+    longest = 64 + num_steps + warm_up
+    scheduler = make_scheduler(num_requests, num_requests * (longest // BLOCK_SIZE + 2) + 1)
+    for index in range(num_requests):
+        prompt = [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 64))]
+        scheduler.add_request(make_request(str(index), prompt, num_steps + warm_up + 1))
+    for _ in range(warm_up):
+        step(scheduler, 7)
+    times = [step(scheduler, 7) for _ in range(num_steps)]
+    assert scheduler.num_running == num_requests
+    scheduler.check_integrity()
+    return times
+
+
+def warm_admission(num_requests: int, num_steps: int, *, shared: bool) -> list[float]:
+    """Every step admits new prompts whose blocks are all cached but the last; they end in the same step."""
+    draw = random.Random(0)
+    num_prompts = 1 if shared else num_requests
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
+    scheduler = make_scheduler(num_requests, 2 * num_requests * PROMPT_TOKENS // BLOCK_SIZE)
+    times = []
+    for number in range(num_steps + 1):
+        for index in range(num_requests):
+            scheduler.add_request(make_request(f"{number}-{index}", prompts[index % num_prompts], 1))
+        times.append(step(scheduler, 7))
+        assert not scheduler.has_unfinished
+    stats = scheduler.stats()
+    assert stats.prefix_hits >= num_steps * num_requests * (PROMPT_TOKENS - BLOCK_SIZE)
+    return times[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000, help="steps per case; admission takes a tenth of it")
+    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON to this file")
+    arguments = parser.parse_args()
+    steps = arguments.steps
+    cases = {
+        "decode, 256 requests": (0.8, lambda: steady_decode(256, steps)),
+        "decode, 1024 requests": (3.0, lambda: steady_decode(1024, steps)),
+        "admit 256 cached 1k prompts, all different": (25.0, lambda: warm_admission(256, steps // 10, shared=False)),
+        "admit 256 cached 1k prompts, all equal": (25.0, lambda: warm_admission(256, steps // 10, shared=True)),
+    }
+    results = {}
+    print(f"{'step':<44}{'median ms':>10}{'p99 ms':>9}{'limit ms':>10}")
+    for name, (limit, run) in cases.items():
+        times = sorted(1000 * seconds for seconds in run())
+        median, p99 = statistics.median(times), times[int(0.99 * (len(times) - 1))]
+        results[name] = {
+            "median_ms": round(median, 4),
+            "p99_ms": round(p99, 4),
+            "limit_ms": limit,
+            "steps": len(times),
+        }
+        print(f"{name:<44}{median:>10.3f}{p99:>9.3f}{limit:>10.1f}")
+        gc.collect()
+    if arguments.output is not None:
+        report = {**environment(), "block_size": BLOCK_SIZE, "results": results}
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def environment() -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo")
+    models = (
+        [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        if cpuinfo.exists()
+        else []
+    )
+    return {
+        "machine": models[0] if models else platform.processor(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "commit": commit,
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The hash chain that names cached blocks: a block's hash stands for its tokens and all that came before.
+
+Two requests share a block exactly when everything that decides its KV is equal: tokens, adapter, cache salt,
+media and prompt embeddings. The hash is collision-resistant, since a collision would show one user's text to
+another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+
+from quire.types.request import EngineRequest, MediaItem
+
+_DOMAIN = b"quire-kv-1"
+
+
+class HashChain:
+    """The hashes of one request's full blocks; grows as tokens become known."""
+
+    __slots__ = ("_block_size", "_media", "_pack", "_root", "hashes")
+
+    def __init__(self, request: EngineRequest, block_size: int) -> None:
+        self.hashes: list[bytes] = []
+        self._block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._root = root_hash(request)
+        self._media: tuple[MediaItem, ...] = request.media
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Hash the full blocks among the first `num_tokens` of `token_ids` that are not hashed yet."""
+        hashes = self.hashes
+        size = self._block_size
+        start = len(hashes) * size
+        parent = hashes[-1] if hashes else self._root
+        pack = self._pack
+        media = self._media
+        for begin in range(start, num_tokens - size + 1, size):
+            content = parent + pack(*token_ids[begin : begin + size])
+            if media:
+                content += _media_key(media, begin, begin + size)
+            parent = sha256(content).digest()
+            hashes.append(parent)
+
+
+def root_hash(request: EngineRequest) -> bytes:
+    """The parent of the first block: everything that applies to the whole request."""
+    salt = request.cache_salt
+    embeds = request.prompt_embeds
+    parts = (
+        _DOMAIN,
+        struct.pack("<q", request.adapter_id),
+        b"" if salt is None else b"salt" + salt.encode(),
+        b"" if embeds is None else b"embeds" + sha256(embeds).digest(),
+    )
+    return sha256(b"".join(_framed(part) for part in parts)).digest()
+
+
+def _media_key(media: Sequence[MediaItem], begin: int, end: int) -> bytes:
+    """The media items whose placeholders overlap [begin, end), each with its place relative to the block."""
+    return b"".join(
+        _framed(item.hash) + struct.pack("<q", item.offset - begin)
+        for item in media
+        if item.offset < end and item.offset + item.length > begin
+    )
+
+
+def _framed(part: bytes) -> bytes:
+    return struct.pack("<Q", len(part)) + part

@@ -1,0 +1,106 @@
+"""Admission: refusing what can never run, and starting waiting requests while a step has room."""
+
+from __future__ import annotations
+
+from quire.sched.request import Request, Status
+from quire.sched.state import SchedulerState, StepDraft
+from quire.types.errors import RequestError
+from quire.types.request import EngineRequest
+from quire.types.sampling import PoolingParams
+from quire.types.step import RowStart
+
+# While others run, this part of the pool stays free at an admission: room for them to grow, so that they do
+# not preempt at once what was just admitted.
+_SPARE_SHARE = 100
+
+
+def check_request(state: SchedulerState, request: EngineRequest) -> None:
+    """Raise RequestError for a request that the engine could never finish."""
+    limits = state.limits
+    name = f"request {request.request_id!r}"
+    num_prompt_tokens = len(request.token_ids)
+    if request.request_id in state.requests:
+        raise RequestError(f"{name} is already being served; give every request its own id", "request_id")
+    if num_prompt_tokens == 0:
+        raise RequestError(f"{name} has an empty prompt; give at least one token", "token_ids")
+    pools = isinstance(request.params, PoolingParams)
+    longest_prompt = limits.max_model_len if pools else limits.max_model_len - 1
+    if num_prompt_tokens > longest_prompt:
+        raise RequestError(
+            f"{name} has {num_prompt_tokens} prompt tokens but max_model_len {limits.max_model_len} takes "
+            f"{longest_prompt}; shorten the prompt or raise --max-model-len",
+            "token_ids",
+        )
+    if request.max_tokens < 1 and not pools:
+        raise RequestError(f"{name} has max_tokens {request.max_tokens} but it must be at least 1", "max_tokens")
+    # The last token of an output is never computed.
+    num_outputs = 0 if pools else min(request.max_tokens, limits.max_model_len - num_prompt_tokens) - 1
+    num_tokens = num_prompt_tokens + num_outputs
+    needed = state.kv.layout.blocks_for(num_tokens, limits.max_num_batched_tokens)
+    if needed > state.kv.num_blocks:
+        raise RequestError(
+            f"{name} may grow to {num_tokens} tokens, which takes {needed} KV blocks, but there are "
+            f"{state.kv.num_blocks}; lower max_tokens or max_model_len, or raise --kv-cache-memory",
+            "max_tokens" if num_outputs else "token_ids",
+        )
+
+
+def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
+    """Start waiting requests in order, until one does not fit. None in a step that had to preempt."""
+    waiting = state.waiting
+    while waiting and step.budget and state.rows.free and not step.preempted:
+        request = waiting.peek()
+        if request.num_pending or not admit(state, step, request):
+            return
+        waiting.pop()
+
+
+def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
+    """Give a request a row and blocks and plan its first tokens; False, changing nothing, if blocks are short."""
+    kv = state.kv
+    may_reuse_prefix = request.may_reuse_prefix
+    hit = kv.find_prefix(request.kv, request.token_ids) if may_reuse_prefix else kv.no_prefix()
+    num_cached = hit.num_tokens
+    if state.running and not step.retry:
+        spare = max(1, kv.num_blocks // _SPARE_SHARE)
+        if not kv.fits_now(hit, request.num_tokens, state.limits.max_num_batched_tokens, spare):
+            return False
+    count = min(request.num_tokens - num_cached, step.budget)
+    if not step.retry and (state.running or len(state.waiting) > 1):
+        count = min(count, state.limits.long_prefill_token_threshold)
+    row = state.rows.free[-1]
+    if not kv.start(request.kv, hit, num_cached + count, row, step.deltas):
+        return False
+    request.row = state.rows.take()
+    request.status = Status.RUNNING
+    request.num_computed_tokens = num_cached
+    request.capacity = kv.capacity(request.kv)
+    request.store_above = 0
+    if request.num_cached_tokens < 0:
+        request.num_cached_tokens = num_cached
+        if may_reuse_prefix:
+            state.prefix_queries += request.num_prompt_tokens
+            state.prefix_hits += num_cached
+    state.add_running(request)
+    step.starts.append(_row_start(request))
+    step.add(request, count)
+    return True
+
+
+def _row_start(request: Request) -> RowStart:
+    source = request.engine_request
+    # The worker may read the plan after more tokens have become known, so outputs are copied.
+    token_ids = source.token_ids
+    if len(request.token_ids) > request.num_prompt_tokens:
+        token_ids = request.token_ids.copy()
+    return RowStart(
+        request.row,
+        request.request_id,
+        token_ids,
+        request.num_prompt_tokens,
+        request.num_computed_tokens,
+        source.params,
+        source.seed,
+        source.eos_token_ids,
+        source.adapter_id,
+    )

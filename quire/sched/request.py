@@ -1,0 +1,113 @@
+"""Request: what the scheduler remembers about one EngineRequest from its arrival to its end."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from quire.kv.manager import KVSequence
+from quire.types.request import EngineRequest
+from quire.types.sampling import PoolingParams
+
+# A request's place in the order of service: smaller runs earlier and is preempted later.
+OrderKey = tuple[int, int]
+
+
+class Status(IntEnum):
+    WAITING = 0  # in the waiting queue: new, or preempted
+    RUNNING = 1  # owns a row and blocks
+    FINISHED = 2
+
+
+class Request:
+    """`num_tokens` counts the known tokens and one more for every sampled token that is still in flight."""
+
+    __slots__ = (
+        "__weakref__",
+        "capacity",
+        "engine_request",
+        "key",
+        "kv",
+        "max_tokens_total",
+        "min_tokens_total",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_tokens",
+        "pools",
+        "reported",
+        "request_id",
+        "retry_until",
+        "row",
+        "status",
+        "steady",
+        "stop_token_ids",
+        "stop_tokens",
+        "store_above",
+        "token_ids",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(self, engine_request: EngineRequest, kv: KVSequence, key: OrderKey, max_model_len: int) -> None:
+        params = engine_request.params
+        num_prompt_tokens = len(engine_request.token_ids)
+        self.request_id = engine_request.request_id
+        self.engine_request = engine_request
+        self.kv = kv
+        self.key = key
+        self.status = Status.WAITING
+        self.row = -1
+
+        self.token_ids = engine_request.token_ids.copy()  # the known tokens: prompt, then outputs
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens
+        self.num_computed_tokens = 0  # as of the newest planned step
+        self.capacity = 0  # tokens that the blocks held now have room for
+        self.store_above = 0  # more known tokens than this: a block is full and can be cached
+
+        self.pools = isinstance(params, PoolingParams)
+        if isinstance(params, PoolingParams):
+            self.max_tokens_total = num_prompt_tokens + 1
+            self.min_tokens_total = 0
+            self.stop_token_ids: tuple[int, ...] = ()
+            self.stop_tokens: frozenset[int] = frozenset()
+            self.wants_prompt_logprobs = False
+        else:
+            self.max_tokens_total = min(num_prompt_tokens + engine_request.max_tokens, max_model_len)
+            self.min_tokens_total = num_prompt_tokens + params.min_tokens
+            eos = () if params.ignore_eos else engine_request.eos_token_ids
+            self.stop_token_ids = params.stop_token_ids
+            self.stop_tokens = frozenset(params.stop_token_ids).union(eos)  # whatever ends it
+            self.wants_prompt_logprobs = params.prompt_logprobs is not None
+
+        # True when a result row needs nothing but: append one token, check for the end.
+        self.steady = False
+        self.num_cached_tokens = -1  # prompt tokens found in the prefix cache at the first admission
+        self.reported = False  # the first output has been made
+        self.num_prompt_logprobs = 0  # prompt logprobs given out so far; they cover tokens 1..n
+        self.num_preemptions = 0
+        self.retry_until = 0  # runs alone until this many tokens are computed; 0: runs with others
+
+    @property
+    def num_pending(self) -> int:
+        """Sampled tokens that are in flight."""
+        return self.num_tokens - len(self.token_ids)
+
+    @property
+    def may_reuse_prefix(self) -> bool:
+        """Logprobs and pooling need the hidden states of tokens that a prefix hit would not compute."""
+        if self.pools:
+            return False
+        return not self.wants_prompt_logprobs or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether it has something to compute; not when the tokens in flight will certainly end it."""
+        return self.num_computed_tokens < self.num_tokens < self.max_tokens_total
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, row={self.row}, "
+            f"tokens={self.num_tokens}, computed={self.num_computed_tokens})"
+        )

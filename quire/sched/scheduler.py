@@ -1,0 +1,189 @@
+"""The scheduler: decides which requests run in each step and how many tokens each computes.
+
+Knows tokens, never text or tensors. Several steps may be planned before the first one's result is known; results
+come back in the order of the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.kv.manager import KVCacheManager
+from quire.sched.admission import admit_waiting, check_request
+from quire.sched.queues import make_queue
+from quire.sched.recovery import fail_requests, plan_retry, unwind
+from quire.sched.request import Request, Status
+from quire.sched.running import plan_running
+from quire.sched.state import InFlight, Limits, SchedulerState, StepDraft
+from quire.sched.update import apply_result, first_output
+from quire.types.errors import EngineError
+from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
+from quire.types.request import EngineRequest
+from quire.types.step import StepPlan, StepResult
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int,
+        policy: str,
+        max_model_len: int,
+        kv: KVCacheManager,
+    ) -> None:
+        self.kv = kv
+        limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
+        self._state = SchedulerState(limits, kv, make_queue(policy))
+        self._num_arrivals = 0
+        self._next_step_id = 0
+
+    def add_request(self, engine_request: EngineRequest) -> None:
+        """Queue a request, hashing its prompt; RequestError if it is a duplicate or could never run."""
+        state = self._state
+        check_request(state, engine_request)
+        key = state.waiting.order_key(engine_request.priority, self._num_arrivals)
+        self._num_arrivals += 1
+        request = Request(engine_request, state.kv.open(engine_request), key, state.limits.max_model_len)
+        state.requests[request.request_id] = request
+        state.waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """End requests at once, also while they are in flight. Unknown ids are ignored: they may just have ended."""
+        state = self._state
+        outputs: list[EngineOutput] = []
+        ended: set[Request] = set()
+        for request_id in request_ids:
+            request = state.requests.get(request_id)
+            if request is not None:
+                outputs.append(first_output(request, [], "abort"))
+                state.end(request)
+                ended.add(request)
+        if ended:
+            state.forget_finished(ended)
+        return outputs
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing to compute now."""
+        state = self._state
+        step = StepDraft(state.limits.max_num_batched_tokens)
+        if state.retries:
+            plan_retry(state, step)
+        else:
+            plan_running(state, step)
+            admit_waiting(state, step)
+        return self._issue(step) if step.requests else None
+
+    def update(self, plan: StepPlan, result: StepResult) -> EngineOutputs:
+        """Apply the result of the oldest plan in flight."""
+        outputs = apply_result(self._state, self._oldest(plan), result)
+        self._state.step_tokens = sum(plan.num_tokens)
+        return EngineOutputs(outputs, self.stats())
+
+    def recover(self, plan: StepPlan) -> None:
+        """The oldest plan's execution raised: its requests, and those planned after it, run again, each alone.
+
+        Plans after it are void: the caller drops their results.
+        """
+        unwind(self._state, self._oldest(plan))
+
+    def is_retry(self, plan: StepPlan) -> bool:
+        """Whether this plan runs one request alone after a failure: if it raises too, call fail()."""
+        return any(step.retry for step in self._state.in_flight if step.plan.step_id == plan.step_id)
+
+    def fail(self, plan: StepPlan, message: str) -> EngineOutputs:
+        """The oldest plan's execution raised and is not to be retried: its requests end, all others go on."""
+        step = self._oldest(plan)
+        unwind(self._state, step)
+        return EngineOutputs(fail_requests(self._state, step.requests, message), self.stats())
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._state.requests)
+
+    @property
+    def has_schedulable(self) -> bool:
+        """Whether something could be planned now, if there are blocks for it."""
+        state = self._state
+        if state.retries:
+            return not state.in_flight
+        if any(request.can_be_planned for request in state.running):
+            return True
+        return bool(state.waiting) and bool(state.rows.free) and not state.waiting.peek().num_pending
+
+    @property
+    def num_running(self) -> int:
+        return len(self._state.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._state.waiting)
+
+    def stats(self) -> EngineStats:
+        state = self._state
+        return EngineStats(
+            len(state.running),
+            len(state.waiting),
+            state.kv.num_blocks,
+            state.kv.num_free_blocks,
+            state.num_preemptions,
+            state.prefix_queries,
+            state.prefix_hits,
+            state.step_tokens,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that nobody uses."""
+        self._state.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if queues, rows, blocks and steps in flight disagree. Slow: for tests."""
+        state = self._state
+        running, waiting = state.running, list(state.waiting)
+        assert running == sorted(running, key=lambda request: request.key), "running is out of order"
+        assert {id(r) for r in running} | {id(r) for r in waiting} == {id(r) for r in state.requests.values()}
+        assert len(running) + len(waiting) == len(state.requests), "a request is in two queues"
+        assert all(request.status is Status.RUNNING for request in running)
+        assert all(request.status is Status.WAITING for request in waiting)
+        rows = [request.row for request in running] + state.rows.free
+        assert sorted(rows) == list(range(state.limits.max_num_seqs)), "a row is lost or has two owners"
+        pending = dict.fromkeys(state.requests, 0)
+        for step in state.in_flight:
+            for index, request in enumerate(step.requests):
+                if request.status is not Status.FINISHED and index not in step.chunks:
+                    pending[request.request_id] += 1
+        for request in state.requests.values():
+            assert request.num_pending == pending[request.request_id], f"{request} has lost a token"
+            assert request.num_computed_tokens <= request.capacity == state.kv.capacity(request.kv)
+            assert request.num_computed_tokens < request.num_tokens <= request.max_tokens_total
+            assert bool(request.retry_until) == (request in state.retries)
+            assert request.status is Status.RUNNING or request.row == -1
+        state.kv.check_integrity(request.kv for request in state.requests.values())
+
+    def _issue(self, step: StepDraft) -> StepPlan:
+        """Turn a draft into a plan, and remember it until its result comes."""
+        state = self._state
+        deltas = step.deltas
+        plan = StepPlan(
+            self._next_step_id,
+            [request.row for request in step.requests],
+            step.num_tokens,
+            state.rows.tell(),
+            step.starts,
+            deltas.rows,
+            deltas.groups,
+            deltas.indices,
+            deltas.ids,
+        )
+        self._next_step_id += 1
+        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.retry))
+        return plan
+
+    def _oldest(self, plan: StepPlan) -> InFlight:
+        """Take the oldest step in flight, which must be this plan's."""
+        in_flight = self._state.in_flight
+        if not in_flight or in_flight[0].plan.step_id != plan.step_id:
+            expected = in_flight[0].plan.step_id if in_flight else "none"
+            raise EngineError(f"step {plan.step_id} came back out of order; the oldest in flight is {expected}")
+        return in_flight.popleft()

@@ -1,0 +1,132 @@
+"""What the parts of the scheduler share: the requests, the rows, the steps in flight, and the step in the making."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from quire.kv.deltas import BlockDeltas
+from quire.kv.manager import KVCacheManager
+from quire.sched.queues import WaitingQueue
+from quire.sched.request import OrderKey, Request, Status
+from quire.types.step import RowStart, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A row of a planned step that does not reach the end of its request's tokens, so samples nothing."""
+
+    end: int  # computed tokens after it
+    num_preemptions: int  # the request's, when planned: tells whether the result still counts
+
+
+class StepDraft:
+    """A step while it is being planned."""
+
+    __slots__ = ("budget", "chunks", "deltas", "num_tokens", "preempted", "requests", "retry", "starts")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.requests: list[Request] = []
+        self.num_tokens: list[int] = []  # parallel to requests
+        self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk
+        self.starts: list[RowStart] = []
+        self.deltas = BlockDeltas()
+        self.preempted = False
+        self.retry = False
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Plan `num_tokens` of a request that has the blocks for them."""
+        end = request.num_computed_tokens + num_tokens
+        request.num_computed_tokens = end
+        if end == request.num_tokens:
+            request.num_tokens += 1
+        else:
+            self.chunks[len(self.requests)] = Chunk(end, request.num_preemptions)
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.budget -= num_tokens
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan that was handed out and whose result has not come back."""
+
+    plan: StepPlan
+    requests: list[Request]  # parallel to plan.rows
+    chunks: dict[int, Chunk]
+    retry: bool  # a step that runs one request alone after a failure
+
+
+class Rows:
+    """The permanent rows: which are free, and which the worker has not yet been told are free."""
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count - 1, -1, -1))
+        self.untold: list[int] = []
+
+    def take(self) -> int:
+        return self.free.pop()
+
+    def give_back(self, row: int) -> None:
+        self.free.append(row)
+        self.untold.append(row)
+
+    def tell(self) -> list[int]:
+        """The rows freed since the last call."""
+        told, self.untold = self.untold, []
+        return told
+
+
+class SchedulerState:
+    def __init__(self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        # In order of service, so the one to preempt is always the last and is planned after all others.
+        self.running: list[Request] = []
+        self.waiting = waiting
+        self.retries: list[Request] = []  # to be run alone, one per step, because a step they were in failed
+        self.rows = Rows(limits.max_num_seqs)
+        self.in_flight: deque[InFlight] = deque()
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.step_tokens = 0
+
+    def add_running(self, request: Request) -> None:
+        running = self.running
+        if not running or running[-1].key < request.key:
+            running.append(request)
+        else:
+            insort(running, request, key=order_key)
+
+    def end(self, request: Request) -> None:
+        """Drop a request. The caller then calls forget_finished() once for all it has dropped."""
+        if request.status is Status.RUNNING:
+            self.kv.free(request.kv)
+            self.rows.give_back(request.row)
+        request.status = Status.FINISHED
+        request.steady = False
+        del self.requests[request.request_id]
+
+    def forget_finished(self, finished: set[Request]) -> None:
+        """Take ended requests out of every list."""
+        self.running = [request for request in self.running if request.status is Status.RUNNING]
+        if any(request.row < 0 for request in finished):
+            self.waiting.remove(finished)
+        if self.retries:
+            self.retries = [request for request in self.retries if request not in finished]
+
+
+def order_key(request: Request) -> OrderKey:
+    return request.key

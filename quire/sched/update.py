@@ -1,0 +1,147 @@
+"""Applying a step's result: append tokens, see who is done, cache full blocks, build the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from quire.sched.request import Request, Status
+from quire.sched.state import InFlight, SchedulerState
+from quire.types.errors import EngineError
+from quire.types.outputs import EngineOutput
+from quire.types.request import FinishReason
+from quire.types.step import StepResult, TokenLogprobs
+
+
+def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> list[EngineOutput]:
+    """Apply the result of the oldest step in flight."""
+    if len(result.token_ids) != len(step.requests):
+        raise EngineError(
+            f"step {result.step_id} planned {len(step.requests)} rows but its result has {len(result.token_ids)}"
+        )
+    outputs: list[EngineOutput] = []
+    finished: set[Request] = set()
+    special = set(
+        chain(step.chunks, result.logprobs, result.prompt_logprobs, result.errors, result.pooled)
+    )  # row indices that need more than the common case
+    emit = outputs.append
+    store = state.kv.store
+    for index, (request, tokens) in enumerate(zip(step.requests, result.token_ids, strict=True)):
+        if request.steady and len(tokens) == 1 and index not in special:
+            # The common case of apply_tokens() and _apply_row(), written out: one token for a running request.
+            token = tokens[0]
+            known = request.token_ids
+            known.append(token)
+            length = len(known)
+            if length > request.store_above:
+                request.store_above = store(request.kv, known, length - 1)
+            if length < request.max_tokens_total and token not in request.stop_tokens:
+                emit(EngineOutput(request.request_id, tokens))
+                continue
+            reason, stop_reason = _why_finished(request, token, length)
+            emit(EngineOutput(request.request_id, tokens, reason, stop_reason))
+        elif request.status is not Status.FINISHED:
+            output = _apply_row(state, step, result, index)
+            if output is None:
+                continue
+            emit(output)
+            if output.finish_reason is None:
+                continue
+        else:
+            continue
+        state.end(request)
+        finished.add(request)
+    if finished:
+        state.forget_finished(finished)
+    return outputs
+
+
+def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index: int) -> EngineOutput | None:
+    """Apply one row in full generality; None when there is nothing to say yet."""
+    request = step.requests[index]
+    if index in result.errors:
+        return first_output(request, [], "error", error=result.errors[index])
+    chunk = step.chunks.get(index)
+    num_tokens = step.plan.num_tokens[index]
+    end = chunk.end if chunk is not None else len(request.token_ids)
+    prompt_logprobs = _new_prompt_logprobs(request, end - num_tokens, result.prompt_logprobs.get(index))
+    if chunk is not None:
+        if request.status is Status.RUNNING and chunk.num_preemptions == request.num_preemptions:
+            state.kv.store(request.kv, request.token_ids, end)
+            _end_retry(state, request, end)
+        return first_output(request, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    if request.pools:
+        if index not in result.pooled:
+            return first_output(request, [], "error", error="the step returned no pooled output for it")
+        return first_output(request, [], "stop", pooled=result.pooled[index])
+
+    tokens = result.token_ids[index]
+    if not tokens:
+        return first_output(request, [], "error", error="the step returned no token for it")
+    tokens, reason, stop_reason = _append(request, tokens)
+    if request.status is Status.RUNNING:
+        request.store_above = state.kv.store(request.kv, request.token_ids, end)
+        request.steady = len(request.token_ids) >= request.min_tokens_total
+        _end_retry(state, request, end)
+    logprobs = result.logprobs.get(index)
+    output = first_output(request, tokens, reason, prompt_logprobs=prompt_logprobs)
+    output.stop_reason = stop_reason
+    output.logprobs = None if logprobs is None else logprobs[: len(tokens)]
+    return output
+
+
+def first_output(
+    request: Request,
+    token_ids: list[int],
+    finish_reason: FinishReason | None = None,
+    *,
+    prompt_logprobs: list[TokenLogprobs] | None = None,
+    error: str | None = None,
+    pooled: list[float] | None = None,
+) -> EngineOutput:
+    """An output that tells the number of cached tokens if none before it has."""
+    output = EngineOutput(
+        request.request_id, token_ids, finish_reason, prompt_logprobs=prompt_logprobs, error=error, pooled=pooled
+    )
+    if not request.reported:
+        request.reported = True
+        output.num_cached_tokens = request.num_cached_tokens
+    return output
+
+
+def _append(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+    """Append sampled tokens up to the first that ends the request; those after it are dropped."""
+    known = request.token_ids
+    request.num_tokens += len(tokens) - 1  # one of them was counted when the step was planned
+    for count, token in enumerate(tokens, 1):
+        known.append(token)
+        reason, stop_reason = _why_finished(request, token, len(known))
+        if reason is not None:
+            return tokens[:count], reason, stop_reason
+    return tokens, None, None
+
+
+def _why_finished(request: Request, token: int, num_known: int) -> tuple[FinishReason | None, int | None]:
+    if token in request.stop_tokens and num_known >= request.min_tokens_total:
+        return "stop", token if token in request.stop_token_ids else None
+    if num_known >= request.max_tokens_total:
+        return "length", None
+    return None, None
+
+
+def _new_prompt_logprobs(
+    request: Request, start: int, logprobs: Sequence[TokenLogprobs] | None
+) -> list[TokenLogprobs] | None:
+    """Those not given out before a preemption. The ones a step gives cover tokens start+1, start+2, ..."""
+    if not logprobs:
+        return None
+    fresh = list(logprobs[max(0, request.num_prompt_logprobs - start) :])
+    request.num_prompt_logprobs += len(fresh)
+    return fresh or None
+
+
+def _end_retry(state: SchedulerState, request: Request, num_computed_tokens: int) -> None:
+    """A request that got alone past the point where a step failed is innocent."""
+    if request.retry_until and num_computed_tokens >= request.retry_until:
+        request.retry_until = 0
+        state.retries.remove(request)

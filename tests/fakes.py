@@ -1,0 +1,161 @@
+"""Fakes that run in microseconds: an executor that checks every plan and simulates what the KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.kv.layout import KVLayout
+from quire.types.request import EngineRequest
+from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
+
+VOCAB_SIZE = 50
+
+
+class FakeStepError(Exception):
+    """A step that failed on purpose."""
+
+
+def next_token(token_ids: Sequence[int], adapter_id: int = 0, vocab_size: int = VOCAB_SIZE) -> int:
+    """The fake model: the next token is a function of all tokens before it."""
+    return hash((adapter_id, *token_ids)) % vocab_size
+
+
+def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """What a request must give: output tokens, finish reason, stop reason. Written without the scheduler."""
+    params = request.params
+    assert isinstance(params, SamplingParams)
+    tokens = list(request.token_ids)
+    outputs: list[int] = []
+    while True:
+        token = next_token(tokens, request.adapter_id)
+        tokens.append(token)
+        outputs.append(token)
+        if len(outputs) >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return outputs, "stop", token
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return outputs, "stop", None
+        if len(outputs) == request.max_tokens or len(tokens) == max_model_len:
+            return outputs, "length", None
+
+
+@dataclass
+class FakeRow:
+    start: RowStart
+    token_ids: list[int]
+    num_computed_tokens: int
+
+
+@dataclass
+class FakeExecutor:
+    """Runs plans in order, as a device would, and asserts everything a plan promises.
+
+    The simulated KV of a token is the group and the hash of all tokens up to it, so a read finds out whether
+    attention would see exactly the right tokens. Block tables keep their old entries when a row changes hands.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    max_num_seqs: int
+    rows: dict[int, FakeRow] = field(default_factory=dict)
+    num_steps: int = 0
+    poisoned: frozenset[str] = frozenset()  # requests that make their step fail
+    max_rows_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.tables: list[list[dict[int, int]]] = [[{} for _ in self.layout.groups] for _ in range(self.max_num_seqs)]
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, prefix hash)
+        self.last_step_id = -1
+
+    def execute(self, plan: StepPlan, *, fail: bool = False, apply_before_failing: bool = False) -> StepResult:
+        if fail and not apply_before_failing:
+            raise FakeStepError("failed before it began")
+        assert plan.step_id > self.last_step_id
+        self.last_step_id = plan.step_id
+        self.num_steps += 1
+        self._apply_changes(plan)
+        assert plan.rows, "an empty step"
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens)
+        self.max_rows_seen = max(self.max_rows_seen, len(plan.rows))
+        self._write(plan)
+        if fail or any(self.rows[row].start.request_id in self.poisoned for row in plan.rows):
+            raise FakeStepError("failed after the KV was written")
+        result = StepResult(plan.step_id, [])
+        for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
+            result.token_ids.append(self._run_row(result, index, row, count))
+        return result
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            self.rows.pop(row, None)  # after a failed step a row may be freed that was never started
+        for start in plan.starts:
+            assert start.row not in self.rows, f"row {start.row} has an owner"
+            assert start.row in plan.rows, "a row starts in a step it is not part of"
+            assert 0 <= start.num_computed_tokens < len(start.token_ids)
+            self.rows[start.row] = FakeRow(start, list(start.token_ids), start.num_computed_tokens)
+        columns = (plan.block_rows, plan.block_groups, plan.block_indices, plan.block_ids)
+        for row, group, index, block in zip(*columns, strict=True):
+            assert row in plan.rows, "a block table changes of a row that does not run"
+            assert 0 <= block < self.num_blocks
+            self.tables[row][group][index] = block
+
+    def _write(self, plan: StepPlan) -> None:
+        """Write the KV of all rows' tokens."""
+        size = self.layout.block_size
+        writers: dict[int, tuple[int, int]] = {}
+        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
+            state = self.rows[row]
+            begin, end = state.num_computed_tokens, state.num_computed_tokens + count
+            assert count >= 1
+            assert end <= len(state.token_ids), "more tokens are planned than the row knows"
+            hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+            for group in self.layout.groups:
+                for position in range(begin, end):
+                    block = self.tables[row][group.index][position // size]
+                    assert block != 0, f"row {row} would write position {position} to the null block"
+                    assert writers.setdefault(block, (row, group.index)) == (row, group.index)
+                    self.memory[block, position % size] = (group.index, hashes[position])
+
+    def _run_row(self, result: StepResult, index: int, row: int, count: int) -> list[int]:
+        """Read what attention would read, then sample if the row caught up."""
+        state = self.rows[row]
+        begin, end = state.num_computed_tokens, state.num_computed_tokens + count
+        hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+        size = self.layout.block_size
+        for group in self.layout.groups:
+            first = 0 if group.window is None else max(0, begin - group.window + 1)
+            for position in range(first, end):
+                block = self.tables[row][group.index][position // size]
+                expected = (group.index, hashes[position])
+                assert self.memory.get((block, position % size)) == expected, (
+                    f"row {row} reads wrong KV at position {position} of group {group.index}, block {block}"
+                )
+        state.num_computed_tokens = end
+        params = state.start.params
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            last = min(end, state.start.num_prompt_tokens - 1)
+            if last > begin:
+                result.prompt_logprobs[index] = [
+                    TokenLogprobs([state.token_ids[position + 1]], [-1.0], 1) for position in range(begin, last)
+                ]
+        if end < len(state.token_ids):
+            return []
+        if isinstance(params, PoolingParams):
+            result.pooled[index] = [float(sum(state.token_ids))]
+            return []
+        token = next_token(state.token_ids, state.start.adapter_id)
+        if params.logprobs is not None:
+            result.logprobs[index] = [TokenLogprobs([token], [-0.5], 1)]
+        state.token_ids.append(token)
+        return [token]
+
+
+def _prefix_hashes(token_ids: Sequence[int], adapter_id: int) -> list[int]:
+    hashes: list[int] = []
+    value = adapter_id
+    for token in token_ids:
+        value = hash((value, token))
+        hashes.append(value)
+    return hashes
