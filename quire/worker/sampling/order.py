@@ -1,0 +1,84 @@
+"""The one order of tokens that all of sampling uses: higher logit first, and among equals the lower token id.
+
+Every function here gives a row the same result in whatever batch it stands, and leaves nothing to how a device
+breaks ties.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 128  # tokens per block when looking for the first maximum
+
+
+def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token in order, and its score: [m] int64, [m] float32 of scores [m, n].
+
+    A row with NaN has score NaN and some valid token.
+    """
+    size = scores.shape[1]
+    whole = size // _BLOCK * _BLOCK
+    # Block maxima first: finding the place is then cheap, and much faster than an argmax over everything.
+    tops = scores[:, :whole].view(len(scores), size // _BLOCK, _BLOCK).amax(-1)
+    if whole < size:
+        tops = torch.cat([tops, scores[:, whole:].amax(-1, keepdim=True)], dim=1)
+    best = tops.amax(-1, keepdim=True)
+    block = _first_equal(tops, best)
+    places = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=scores.device)
+    places = places.clamp_(max=size - 1)
+    return places.gather(1, _first_equal(scores.gather(1, places), best).unsqueeze(1)).squeeze(1), best.squeeze(1)
+
+
+def first_max_of(scores: Tensor, token_ids: Tensor) -> Tensor:
+    """The same among candidates: scores [m, k] of token_ids [m, k]. Returns [m] int64."""
+    equal = scores == scores.amax(-1, keepdim=True)
+    nowhere = torch.iinfo(torch.int64).max
+    first = torch.where(equal, token_ids, nowhere).amin(-1)
+    return torch.where(first == nowhere, token_ids[:, 0], first)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` tokens in order: values and token ids, both [m, count]."""
+    size = logits.shape[1]
+    # Value and id make one integer, so no two are equal and topk has nothing to decide.
+    reverse_ids = torch.arange(size - 1, -1, -1, device=logits.device)
+    keys = ((_sortable(logits).to(torch.int64) << 32) | reverse_ids).topk(count, dim=1).values
+    token_ids = (size - 1) - (keys & 0xFFFFFFFF)
+    return logits.gather(1, token_ids), token_ids
+
+
+def keep_prefix(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
+    """Which tokens are in the shortest prefix of the order whose weights add up to `needed`: bool [m, n].
+
+    Weights [m, n] and needed [m] are int64, so sums are exact in any order of addition. A radix select: three
+    passes over the digits of the sort key find the last kept value, a running sum cuts among its equals. This is
+    several times faster than sorting a vocabulary.
+    """
+    ranks = 0x7FFFFFFF - _sortable(logits).to(torch.int64)  # [0, 2^32), smaller is earlier
+    needed = needed.unsqueeze(1)
+    last = torch.zeros_like(needed)
+    for shift, bits in ((21, 11), (10, 11), (0, 10)):
+        digits = (ranks >> shift) & ((1 << bits) - 1)
+        mass = torch.zeros(len(logits), 1 << bits, dtype=torch.int64, device=logits.device)
+        mass.scatter_add_(1, digits, weights)
+        total = mass.cumsum(1)
+        digit = torch.searchsorted(total, needed).clamp_(max=(1 << bits) - 1)
+        needed = needed - (total.gather(1, digit) - mass.gather(1, digit))
+        weights = weights * (digits == digit)
+        last |= digit << shift
+    before = weights.cumsum(1) - weights
+    return (ranks < last) | ((ranks == last) & (before < needed))
+
+
+def _first_equal(values: Tensor, wanted: Tensor) -> Tensor:
+    """[m] int64: the first place where values [m, n] equals wanted [m, 1]; the last place if nowhere."""
+    size = values.shape[1]
+    places = torch.arange(size, device=values.device)
+    return torch.where(values == wanted, places, size - 1).amin(-1)
+
+
+def _sortable(values: Tensor) -> Tensor:
+    """float32 as int32 in the same order; -0.0 and 0.0 are equal."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,0 +1,173 @@
+"""The sampler: from logits to tokens, on the device, each row as if it were alone.
+
+Order, the same as vLLM's:
+
+1. log-probabilities are taken from the untouched logits
+2. allowed tokens, bad words, logit bias, min_tokens, penalties: they can change the likeliest token
+3. greedy rows take the likeliest token, the lower id among equals; for the others
+4. temperature, min_p, top_k, top_p
+5. argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quire.types.sampling import SamplingParams
+from quire.types.step import RowStart, TokenLogprobs
+from quire.worker.sampling.allowed_tokens import AllowedTokens
+from quire.worker.sampling.bad_words import BadWords
+from quire.worker.sampling.base import ActiveRows, Feature, RowState, SampleRows, output_lengths, sampling_params
+from quire.worker.sampling.draw import draw, draw_of
+from quire.worker.sampling.logit_bias import LogitBias
+from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
+from quire.worker.sampling.min_p import MinP
+from quire.worker.sampling.min_tokens import MinTokens
+from quire.worker.sampling.order import first_max
+from quire.worker.sampling.penalties import Penalties
+from quire.worker.sampling.temperature import Temperature
+from quire.worker.sampling.top_k_top_p import TopKTopP
+
+_BAD_LOGITS, _NO_TOKEN, _OVERFLOW = 1, 2, 3
+_MESSAGES = {
+    _BAD_LOGITS: "the model produced NaN or infinite logits; the weights or the dtype are unsuitable",
+    _NO_TOKEN: (
+        "no token may be chosen: allowed_token_ids, bad_words, min_tokens and the grammar exclude every token; "
+        "loosen one of them"
+    ),
+    _OVERFLOW: "the logits overflow; use less extreme logit_bias or repetition_penalty",
+}
+
+
+@dataclass
+class SampleOutput:
+    """Tokens on the device; the first call of a method brings everything to the host in one copy."""
+
+    token_ids: Tensor  # [m] int64
+    status: Tensor  # [m] int32, 0 is fine
+    batch_logprobs: BatchLogprobs | None = None
+    places: list[int] = field(default_factory=list)  # batch entries that batch_logprobs is about
+    counts: list[int] = field(default_factory=list)  # parallel to places: how many likeliest tokens
+
+    def tokens(self) -> list[int]:
+        """The chosen tokens in batch order; 0 or any other valid id where there is an error. Syncs once."""
+        return self._fetched[0].tolist()
+
+    def errors(self) -> dict[int, str]:
+        """Batch entry -> why it has no token."""
+        return {place: _MESSAGES[code] for place, code in enumerate(self._fetched[1].tolist()) if code}
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Batch entry -> its log-probabilities, for those that asked."""
+        if self.batch_logprobs is None:
+            return {}
+        integers, floats = self._fetched[2].tolist(), self._fetched[3].view(torch.float32).tolist()
+        lines = zip(self.places, integers, floats, self.counts, strict=True)
+        return {place: token_logprobs(*line) for place, *line in lines}
+
+    @cached_property
+    def _fetched(self) -> list[Tensor]:
+        parts = [self.token_ids.to(torch.int32), self.status]
+        if self.batch_logprobs is not None:
+            parts += [self.batch_logprobs.integers(), self.batch_logprobs.floats().view(torch.int32)]
+        host = torch.cat([part.flatten() for part in parts]).cpu()
+        pieces = torch.split(host, [part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self._shaping: list[Feature] = [
+            AllowedTokens(vocab_size, device),
+            BadWords(vocab_size, device),
+            LogitBias(vocab_size, device),
+            MinTokens(vocab_size, device),
+            Penalties(max_rows, device),
+        ]
+        self._temperature = Temperature(max_rows, device)
+        self._min_p = MinP(max_rows, device)
+        self._top_k_top_p = TopKTopP(vocab_size, max_rows, device)
+        self._features = [*self._shaping, self._temperature, self._min_p, self._top_k_top_p]
+        self._logprobs = Logprobs(vocab_size)
+        # Every row is in one of these.
+        self._greedy = ActiveRows()
+        self._few_candidates = ActiveRows()
+        self._whole_vocabulary = ActiveRows()
+
+    def add_request(self, row: int, start: RowStart) -> None:
+        """Stage a request's parameters. Host only."""
+        self.remove_request(row)
+        if not isinstance(start.params, SamplingParams):
+            return
+        for feature in self._features:
+            feature.add_request(row, start)
+        self._logprobs.add_request(row, start)
+        if sampling_params(start).greedy:
+            self._greedy.add(row)
+        elif self._top_k_top_p.has_few_candidates(row):
+            self._few_candidates.add(row)
+        else:
+            self._whole_vocabulary.add(row)
+
+    def remove_request(self, row: int) -> None:
+        for feature in self._features:
+            feature.remove_request(row)
+        self._logprobs.remove_request(row)
+        for group in (self._greedy, self._few_candidates, self._whole_vocabulary):
+            group.discard(row)
+
+    def apply_staged_writes(self) -> None:
+        """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
+        for feature in self._features:
+            feature.apply_staged_writes()
+
+    def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:
+        """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""
+        logits = logits.to(torch.float32)
+        wanting = self._logprobs.select(rows)
+        raw_logprobs = None if wanting is None else wanting.take(logits).log_softmax(-1)
+        raw_best = logits.amax(-1)
+        shaped = logits
+        for feature in self._shaping:
+            shaped = feature.apply(shaped, rows, state)
+        status = _status(raw_best, shaped.amax(-1))
+        token_ids = self._choose(shaped, rows, state)
+        if wanting is None or raw_logprobs is None:
+            return SampleOutput(token_ids, status)
+        counts = self._logprobs.counts(wanting.batch)
+        found = gather_logprobs(raw_logprobs, wanting.take(token_ids), max(counts))
+        return SampleOutput(token_ids, status, found, wanting.places, counts)
+
+    def _choose(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:
+        token_ids = torch.zeros(len(rows.row_list), dtype=torch.int64, device=logits.device)
+        selection = self._greedy.select(rows)
+        if selection is not None:
+            token_ids = selection.put(token_ids, first_max(selection.take(logits))[0])
+        selection = self._few_candidates.select(rows)
+        if selection is not None:
+            scaled, seeds, positions = self._prepare(selection.take(logits), selection.batch, state)
+            values, candidates = self._top_k_top_p.candidates(scaled, selection.batch)
+            token_ids = selection.put(token_ids, draw_of(values, candidates, seeds, positions))
+        selection = self._whole_vocabulary.select(rows)
+        if selection is not None:
+            scaled, seeds, positions = self._prepare(selection.take(logits), selection.batch, state)
+            scaled = self._top_k_top_p.apply(scaled, selection.batch, state)
+            token_ids = selection.put(token_ids, draw(scaled, seeds, positions))
+        return token_ids
+
+    def _prepare(self, logits: Tensor, rows: SampleRows, state: RowState) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled logits, seeds and output positions of rows that draw at random."""
+        scaled = self._temperature.apply(logits, rows, state)
+        scaled = self._min_p.apply(scaled, rows, state)
+        return scaled, state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
+
+
+def _status(raw_best: Tensor, best: Tensor) -> Tensor:
+    """[m] int32, from the highest logit before and after shaping. A NaN anywhere makes the highest NaN."""
+    overflow = torch.where(best.isfinite(), 0, _OVERFLOW)
+    status = torch.where(best == -torch.inf, _NO_TOKEN, overflow)
+    return torch.where(raw_best.isfinite(), status, _BAD_LOGITS).to(torch.int32)
