@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,19 @@ from quire.types.sampling import SamplingParams
 
 Message = Mapping[str, Any]
 
-# generation_config.json key -> SamplingParams field. The same keys that vLLM takes from it.
-_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+
+class GenerationConfig(msgspec.Struct):
+    """The part of generation_config.json that is used here; vLLM takes the same fields as defaults."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
 _MAX_COMPILED = 16  # a server's clients may each send their own template
 
 
@@ -126,16 +129,15 @@ def load_generation_defaults(model_path: Path) -> GenerationDefaults:
     if not path.is_file():
         return GenerationDefaults()
     try:
-        suggested = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch it again or remove it") from error
-    given = {ours: suggested[theirs] for theirs, ours in _DEFAULTS.items() if suggested.get(theirs) is not None}
-    try:
+        suggested = msgspec.json.decode(path.read_bytes(), type=GenerationConfig)
+        given = {name: value for name, value in msgspec.structs.asdict(suggested).items() if value is not None}
+        eos = given.pop("eos_token_id", ())
+        if "max_new_tokens" in given:
+            given["max_tokens"] = given.pop("max_new_tokens")
         params = SamplingParams(**given)
-    except RequestError as error:
-        raise CheckpointError(f"{path} suggests an invalid value: {error}; correct it or remove the file") from error
-    eos = suggested.get("eos_token_id")
-    eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    except (msgspec.DecodeError, RequestError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}; correct, replace or remove it") from error
+    eos_token_ids = (eos,) if isinstance(eos, int) else tuple(eos)
     return GenerationDefaults(params, eos_token_ids, limits_tokens="max_tokens" in given)
 
 

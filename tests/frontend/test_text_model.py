@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.frontend.text_model import TextModel, is_conversation, load_generation_defaults, read_chat_template
+from quire.frontend.tokenizer import Tokenizer
+from quire.types.errors import CheckpointError, ConfigError, RequestError
+from quire.types.sampling import SamplingParams
+from tests.frontend.fake_client import TOKENIZER, text_model
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def write(folder: Path, value: Any) -> Path:
+    (folder / "generation_config.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
+    suggested = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "do_sample": True,
+        "min_p": None,
+        "eos_token_id": [1, 2],
+    }
+    defaults = load_generation_defaults(write(tmp_path, suggested))
+    assert defaults.params == SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
+    assert defaults.eos_token_ids == (1, 2)
+    assert not defaults.limits_tokens
+
+
+def test_a_suggested_length_is_kept_for_chats(tmp_path: Path) -> None:
+    defaults = load_generation_defaults(write(tmp_path, {"max_new_tokens": 99, "eos_token_id": 7}))
+    assert (defaults.params.max_tokens, defaults.eos_token_ids) == (99, (7,))
+    assert TextModel(TOKENIZER, defaults).chat_params().max_tokens == 99
+    assert text_model().chat_params().max_tokens is None
+
+
+def test_without_the_file_the_usual_defaults_hold(tmp_path: Path) -> None:
+    assert load_generation_defaults(tmp_path).params == SamplingParams()
+    assert load_generation_defaults(tmp_path / "model.gguf").params.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{", "truncated"), ({"temperature": -1}, "temperature"), ([1], "object"), ({"top_p": "x"}, "top_p")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: Any, named: str) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json") as refused:
+        load_generation_defaults(write(tmp_path, content))
+    assert named in str(refused.value)
+
+
+def test_a_template_is_a_file_or_text(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("from a file")
+    assert read_chat_template(str(file)) == "from a file"
+    assert read_chat_template("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"missing\.jinja"):
+        read_chat_template("missing.jinja")
+
+
+def test_which_template_is_used() -> None:
+    tokenizer = Tokenizer(TOKENIZER.backend, {}, (), {"default": "plain", "tool_use": "tools"})
+    text = TextModel(tokenizer)
+    assert text.render_chat(HELLO) == "plain"
+    assert text.render_chat(HELLO, tools=[{"name": "f"}]) == "tools"
+    assert text.render_chat(HELLO, chat_template="mine") == "mine"
+    assert TextModel(tokenizer, chat_template="configured").render_chat(HELLO) == "configured"
+    assert TextModel(None, chat_template="configured").render_chat(HELLO) == "configured"
+
+
+def test_a_model_without_a_template_says_what_to_do() -> None:
+    with pytest.raises(RequestError, match="generate"):
+        TextModel(Tokenizer(TOKENIZER.backend)).render_chat(HELLO)
+    with pytest.raises(RequestError, match="tokenizer"):
+        TextModel(None).render_chat(HELLO)
+
+
+def test_the_last_message_may_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "I am"}]
+    rendered = text_model().render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == "[user]Hello\n[assistant]I am"
+    with pytest.raises(RequestError, match="add_generation_prompt"):
+        text_model().render_chat(messages, continue_final_message=True)
+
+
+def test_templates_of_many_clients_do_not_pile_up() -> None:
+    text = text_model()
+    for index in range(100):
+        assert text.render_chat(HELLO, chat_template=f"template {index}") == f"template {index}"
+    assert len(text._compiled) <= 16
+
+
+@pytest.mark.parametrize(
+    "messages", ["Hello", {"role": "user"}, 5, [], ["Hello"], [{"content": "Hello"}], [{"role": 1}]]
+)
+def test_bad_messages_are_refused(messages: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        text_model().render_chat(messages)
+    assert refused.value.field == "messages"
+
+
+def test_what_a_conversation_is() -> None:
+    assert is_conversation(HELLO)
+    for other in ("Hi", [], [1, 2], ["Hi"], [{"prompt": "Hi"}], [HELLO], {"role": "user"}):
+        assert not is_conversation(other)
