@@ -15,6 +15,7 @@ from quire.layers.norm import ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.ops.rope import apply_rope
+from quire.types.errors import ConfigError
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin of a step; None: the layer rotates nothing
 
@@ -100,6 +101,11 @@ class FullWidthQKNorm(NoQKNorm):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
         super().__init__(config, ctx, num_heads)
+        if ctx.group.size > config.num_kv_heads:
+            raise ConfigError(
+                f"a norm over all {config.num_kv_heads} KV heads cannot be split over {ctx.group.size} ranks; "
+                f"use a tensor parallel size of at most {config.num_kv_heads}"
+            )
         kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": ctx.dtype, "group": ctx.group}
         self.q = ParallelRMSNorm(config.num_heads * config.head_dim, **kind)
         self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)

@@ -20,6 +20,7 @@ from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import model_class
 
 BLOCK_SIZE = 4
+BACKEND = TorchAttention()  # one for all: it probes each head size and dtype once
 MIN_TOKENS = 4  # rows a step is padded to
 
 
@@ -57,35 +58,38 @@ class PagedSequence:
     def __init__(self, model: CausalLM, max_len: int) -> None:
         self.model = model
         self.length = 0
-        self.backend = TorchAttention()
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
         for layer in model.attention_layers():
             spec = layer.spec
-            shape = self.backend.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-            layer.bind(self.backend, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
+            shape = BACKEND.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+            layer.bind(BACKEND, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
 
-    @torch.inference_mode()
-    def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Logits [len(tokens), vocab] of the next chunk."""
+    def inputs(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, ForwardBatch]:
+        """What a model's forward takes for the next chunk, padded to MIN_TOKENS."""
         count = len(tokens)
         positions = torch.arange(self.length, self.length + count)
         slots = self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        padding = max(0, MIN_TOKENS - count)
         self.length += count
+
+        def pad(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, (0, max(0, MIN_TOKENS - count)))
+
         attention = AttentionBatch(
             query_lens=[count],
             context_lens=[self.length],
             block_tables=self.table.unsqueeze(0),
-            slot_mapping=torch.nn.functional.pad(slots, (0, padding)),
+            slot_mapping=pad(slots),
             block_size=BLOCK_SIZE,
         )
-        hidden = self.model(
-            torch.nn.functional.pad(torch.tensor(tokens), (0, padding)),
-            torch.nn.functional.pad(positions, (0, padding)),
-            ForwardBatch(attention=[self.backend.prepare(attention)]),
-        )
-        return self.model.compute_logits(hidden)[:count]
+        batch = ForwardBatch(attention=[BACKEND.prepare(attention)])
+        return pad(torch.tensor(tokens)), pad(positions), batch
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [len(tokens), vocab] of the next chunk."""
+        hidden = self.model(*self.inputs(tokens))
+        return self.model.compute_logits(hidden)[: len(tokens)]
 
 
 def run_chunks(model: CausalLM, tokens: Sequence[int], sizes: Sequence[int]) -> Tensor:

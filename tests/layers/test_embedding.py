@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
+from quire.layers.linear import ColumnParallelLinear
+from quire.parallel.groups import ParallelGroup
+
+GENERATOR = torch.Generator().manual_seed(0)
+TABLE = torch.randn(24, 10, generator=GENERATOR)
+HIDDEN = torch.randn(4, 10, generator=GENERATOR)
+TOKENS = torch.tensor([3, 23, 0, 12, 11])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
+    total = torch.zeros(5, 10)
+    for rank in range(size):
+        layer = VocabParallelEmbedding(24, 10, dtype=torch.float32, group=ParallelGroup(rank, size))
+        layer.load("weight", None, TABLE)
+        assert layer.pieces("weight") == {None: (24, 10)}
+        total += layer(TOKENS)
+    assert torch.equal(total, TABLE[TOKENS])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_scales_then_caps_in_float32(tied: bool) -> None:
+    group = ParallelGroup()
+    embedding = VocabParallelEmbedding(24, 10, dtype=torch.bfloat16, group=group)
+    linear = ColumnParallelLinear(10, 24, bias=False, dtype=torch.bfloat16, group=group)
+    embedding.load("weight", None, TABLE)
+    linear.load("weight", None, TABLE)
+    projection = TiedProjection(embedding) if tied else linear
+    plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, group=group)(HIDDEN.bfloat16())
+    assert plain.dtype == torch.float32
+    assert plain.is_contiguous()
+    torch.testing.assert_close(plain, HIDDEN @ TABLE.t(), atol=0.1, rtol=0.02)
+    shaped = LMHead(projection, logit_divisor=2.0, logit_soft_cap=3.0, group=group)(HIDDEN.bfloat16())
+    torch.testing.assert_close(shaped, 3.0 * torch.tanh(plain / 2.0 / 3.0), atol=1e-5, rtol=0)
+
+
+def test_tied_head_holds_no_second_table() -> None:
+    embedding = VocabParallelEmbedding(24, 10, dtype=torch.float32, group=ParallelGroup())
+    head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
+    assert [id(parameter) for parameter in head.parameters()] == [id(embedding.weight)]

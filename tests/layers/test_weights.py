@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from quire.layers.weights import Destination, WeightMap
+
+MAP = WeightMap(
+    rename={"input_norm": "attn_norm", "q_norm": "qk_norm.q", "head": "head.projection"},
+    stack={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
+    ignore=("*.inv_freq",),
+)
+CASES = {
+    "model.layers.3.input_norm.weight": Destination("model.layers.3.attn_norm", "weight"),
+    "model.layers.3.attn.k_proj.bias": Destination("model.layers.3.attn.qkv_proj", "bias", "k_proj"),
+    "model.layers.3.attn.qkv_proj.weight": Destination("model.layers.3.attn.qkv_proj", "weight"),
+    "model.layers.3.q_norm.weight": Destination("model.layers.3.qk_norm.q", "weight"),
+    "head.weight": Destination("head.projection", "weight"),
+    "model.input_norm_2.weight": Destination("model.input_norm_2", "weight"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resolve_and_its_inverse(name: str) -> None:
+    assert MAP.resolve(name) == CASES[name]
+    assert MAP.checkpoint_name(CASES[name]) == name
+
+
+def test_ignored_names_have_no_destination() -> None:
+    assert MAP.resolve("model.rotary.inv_freq") is None
+    assert MAP.ignoring("head.*").resolve("head.weight") is None
+    assert MAP.resolve("head.weight") is not None, "ignoring makes a new map"

@@ -1,0 +1,77 @@
+"""The parts of the stack that later features stand on: layer ranges, captured states, embeddings as input, dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.loader.dummy import fill_dummy
+from quire.models.decoder import DecoderLM
+from quire.models.registry import ARCHITECTURES
+from tests.models.harness import PagedSequence, build
+from tests.models.zoo import SIZES
+
+TOKENS = [5, 250, 17, 33, 90, 2, 41]
+
+
+def make(architecture: str, dtype: torch.dtype = torch.float32, **keys: Any) -> DecoderLM:
+    config = {**SIZES, "architectures": [architecture], "head_dim": 16, "sliding_window": 8, **keys}
+    model = build(config, 64, dtype)
+    fill_dummy(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.mul_(200.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"]
+)
+def test_two_halves_of_the_stack_give_the_whole(architecture: str) -> None:
+    model = make(architecture, residual_multiplier=0.5, embedding_multiplier=2.0)
+    whole = PagedSequence(model, 16)
+    inputs = whole.inputs(TOKENS)
+    expected = model(*inputs)
+    PagedSequence(model, 16)  # fresh caches
+    ids, positions, batch = inputs
+    hidden, residual, early = model.model.run_layers(
+        model.model.embed(ids), None, positions, batch, last=2, capture={0, 2}
+    )
+    hidden, residual, late = model.model.run_layers(hidden, residual, positions, batch, first=2, capture={2, 4})
+    assert torch.equal(model.model.finish(hidden, residual), expected)
+    assert sorted(early) == [0, 2]
+    assert sorted(late) == [2, 4]
+    assert torch.equal(early[0], model.model.embed(ids))
+    assert torch.equal(early[2], late[2]), "the stream that leaves one part enters the next"
+    assert torch.equal(model.model.norm(late[4]), expected)
+
+
+def test_inputs_embeds_replace_the_tokens_and_are_not_written() -> None:
+    model = make("Gemma2ForCausalLM")
+    ids, positions, batch = PagedSequence(model, 16).inputs(TOKENS)
+    expected = model(ids, positions, batch)
+    embeds = model.model.embed(ids)
+    before = embeds.clone()
+    assert torch.equal(model(torch.zeros_like(ids), positions, batch, inputs_embeds=embeds), expected)
+    assert torch.equal(embeds, before)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_in_low_precision_close_to_float32(architecture: str, dtype: torch.dtype) -> None:
+    low, full = make(architecture, dtype), make(architecture)
+    assert {parameter.dtype for parameter in low.parameters()} == {dtype}
+    logits, expected = PagedSequence(low, 16).feed(TOKENS), PagedSequence(full, 16).feed(TOKENS)
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
+    difference = (logits - expected).norm() / expected.norm()
+    assert difference < (0.05 if dtype == torch.bfloat16 else 0.01)
+
+
+def test_layers_with_equal_rope_share_a_table() -> None:
+    assert len(make("LlamaForCausalLM").model.rotary) == 1
+    assert len(make("Gemma3ForCausalLM", sliding_window_pattern=2).model.rotary) == 2
+    assert len(make("SmolLM3ForCausalLM").model.rotary) == 1
+    assert len(make("SmolLM3ForCausalLM", no_rope_layers=[0, 0, 0, 0]).model.rotary) == 0

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.models.base import BuildContext
+from quire.models.registry import ARCHITECTURES, describe, model_class
+from quire.types.errors import ConfigError, ModelError, UnknownArchitectureError
+from tests.models.zoo import ARCHITECTURES as TINY
+from tests.models.zoo import SIZES
+
+
+def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
+    return {**SIZES, "architectures": [architecture], "head_dim": 16, **keys}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_line_resolves_builds_on_meta_and_is_described_without_building(architecture: str) -> None:
+    config = config_of(architecture, sliding_window=8)
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, BuildContext(dtype=torch.bfloat16, max_model_len=64))
+    description = describe(config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    specs = [layer.spec for layer in model.attention_layers()]
+    assert [(kv.num_kv_heads, kv.head_dim, kv.sliding_window) for kv in description.layers] == [
+        (spec.num_kv_heads, spec.head_dim, spec.sliding_window) for spec in specs
+    ]
+    assert [layer.layer_index for layer in model.attention_layers()] == [0, 1, 2, 3]
+    assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
+
+
+def test_the_zoo_has_every_architecture() -> None:
+    def stem(name: str) -> str:
+        return name.lower().removesuffix("forcausallm").removesuffix("config").removesuffix("text")
+
+    assert {stem(name) for name in ARCHITECTURES} == {stem(tiny.config) for tiny in TINY}
+
+
+def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UnknownArchitectureError, match=r"unknown architecture 'MambaForCausalLM'.*LlamaForCausalLM"):
+        model_class({"architectures": ["MambaForCausalLM"]})
+
+
+def test_a_config_without_architecture_is_refused() -> None:
+    with pytest.raises(ModelError, match='no "architectures"'):
+        model_class({"hidden_size": 64})
+
+
+def test_a_missing_key_is_named() -> None:
+    config = config_of("LlamaForCausalLM")
+    del config["intermediate_size"]
+    with pytest.raises(ModelError, match="no 'intermediate_size'"):
+        describe(config)
+
+
+def test_context_length_and_the_callers_choice() -> None:
+    scaled = config_of("Qwen2ForCausalLM", rope_scaling={"type": "yarn", "factor": 4.0})
+    assert describe(scaled).max_position_embeddings == describe(scaled).max_model_len == 256
+    assert describe(scaled, 32).max_model_len == 32
+    with pytest.raises(ConfigError, match="max_model_len must be at least 1, not 0"):
+        describe(scaled, 0)
+
+
+W = 8
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "windows"),
+    [
+        ("LlamaForCausalLM", {}, [None] * 4),
+        ("MistralForCausalLM", {}, [W] * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("Phi3ForCausalLM", {}, [W] * 4),
+        ("Qwen2ForCausalLM", {}, [None] * 4),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, [None, None, None, W]),
+        ("Gemma2ForCausalLM", {}, [W, None, W, None]),
+        ("Gemma3ForCausalLM", {}, [W] * 4),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [W, None, W, None]),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention", *["sliding_attention"] * 3]}, [None, W, W, W]),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0]}, [None, W, None, W]),
+    ],
+)
+def test_sliding_layers(architecture: str, keys: dict[str, Any], windows: list[int | None]) -> None:
+    description = describe(config_of(architecture, **{"sliding_window": W, **keys}))
+    assert [layer.sliding_window for layer in description.layers] == windows
+
+
+def test_unknown_layer_types_are_refused() -> None:
+    types = ["sliding_attention", "chunked_attention", "full_attention", "full_attention"]
+    with pytest.raises(ModelError, match="'chunked_attention'"):
+        describe(config_of("Gemma3ForCausalLM", sliding_window=8, layer_types=types))
+
+
+def test_an_encoder_gemma3_is_refused() -> None:
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        describe(config_of("Gemma3ForCausalLM", sliding_window=8, use_bidirectional_attention=True))

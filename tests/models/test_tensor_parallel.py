@@ -1,0 +1,88 @@
+"""Ranks in threads: a model split over a group gives the logits of the whole one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.loader.mapper import load_weights
+from quire.models.base import BuildContext
+from quire.models.registry import model_class
+from quire.parallel.collectives import Collectives
+from quire.parallel.groups import ParallelGroup
+from quire.types.errors import ConfigError
+from tests.models.harness import FolderCheckpoint, PagedSequence, load
+from tests.models.zoo import ARCHITECTURES, SIZES
+
+TOKENS = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+class ThreadCollectives(Collectives):
+    """Ranks are threads that meet at a barrier; `shared` holds what each one brings."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, shared: list[Tensor]) -> None:
+        self.rank, self.barrier, self.shared = rank, barrier, shared
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        self.shared[self.rank] = x
+        self.barrier.wait(timeout=30)
+        everyone = list(self.shared)
+        self.barrier.wait(timeout=30)
+        return everyone
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange(x)).sum(0)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchange(x), dim=dim)
+
+
+def logits_of_ranks(folder: Path, size: int) -> list[Tensor]:
+    barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
+
+    def run(rank: int) -> Tensor:
+        checkpoint = FolderCheckpoint(folder)
+        group = ParallelGroup(rank, size, ThreadCollectives(rank, barrier, shared))
+        ctx = BuildContext(dtype=torch.float32, max_model_len=64, group=group)
+        model = model_class(checkpoint.config).from_config(checkpoint.config, ctx)
+        load_weights(model, checkpoint)
+        sequence = PagedSequence(model, len(TOKENS))
+        return torch.cat((sequence.feed(TOKENS[:13]), sequence.feed(TOKENS[13:])))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+CASES = [
+    (name, size)
+    for name, sizes in {
+        "llama-tied-biases": (2, 4),  # four ranks share two KV heads
+        "qwen2": (2,),
+        "gemma2": (2,),
+        "phi3": (2,),
+        "olmo2": (2,),
+        "granite": (4,),
+    }.items()
+    for size in sizes
+]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_split_models_give_the_same_logits(name: str, size: int, tmp_path: Path) -> None:
+    next(tiny for tiny in ARCHITECTURES if tiny.name == name).make(tmp_path)
+    expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
+    for logits in logits_of_ranks(tmp_path, size):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_norm_over_all_kv_heads_needs_them_apart() -> None:
+    config: dict[str, Any] = {**SIZES, "architectures": ["Olmo2ForCausalLM"]}
+    ctx = BuildContext(dtype=torch.float32, max_model_len=64, group=ParallelGroup(0, 4))
+    with pytest.raises(ConfigError, match="at most 2"):
+        model_class(config).from_config(config, ctx)
