@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import msgspec
@@ -109,8 +109,8 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Complete a prompt, or answer a conversation, piece by piece. Closing the iterator aborts the request."""
+    ) -> Generator[RequestOutput, None, None]:
+        """Complete a prompt, or answer a conversation, piece by piece. Closing the generator aborts the request."""
         if is_conversation(prompt):
             params = sampling_params or self._text.chat_params()
             rendered = self._text.render_chat(prompt)
@@ -186,7 +186,7 @@ class LLM:
             raise batch_error(outputs, errors)
         return [output for output in outputs if output is not None]
 
-    def _stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
+    def _stream(self, request: PreparedRequest) -> Generator[RequestOutput, None, None]:
         request_id = self._submit(request)
         mailbox = self._mailboxes[request_id]
         try:

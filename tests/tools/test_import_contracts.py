@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,8 @@ def copy(tmp_path: Path) -> Path:
 def lint(root: Path) -> tuple[int, dict[str, str]]:
     """The exit code, and KEPT or BROKEN for each contract."""
     done = subprocess.run([sys.executable, "-c", LINT_IMPORTS], cwd=root, capture_output=True, text=True)
-    verdicts = {}
-    for line in done.stdout.splitlines():
-        name, _, verdict = line.rpartition(" ")
-        if name in CONTRACTS:
-            verdicts[name] = verdict
+    found = re.findall(r"^(.+) (KEPT|BROKEN)\b", done.stdout, flags=re.M)
+    verdicts = {name: verdict for name, verdict in found if name in CONTRACTS}
     return done.returncode, verdicts
 
 
