@@ -271,9 +271,9 @@ class OutputProcessor:
                     self._aborting.discard(output.request_id)
                 continue
             state, completion = entry
-            if output.error is not None:
+            if output.error is not None or output.finish_reason == "error":
                 touched.pop(state.request_id, None)
-                self._fail(state, completion, output.error, result)
+                self._fail(state, completion, output.error or "the engine gave no reason", result)
                 continue
             touched[state.request_id] = state
             self._add(state, completion, output, now, result)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class NullProgress(AbstractContextManager["NullProgress"]):
@@ -28,14 +30,19 @@ class NullProgress(AbstractContextManager["NullProgress"]):
 class TerminalProgress(NullProgress):
     """Finished requests, time left, and the rate of generated tokens."""
 
-    def __init__(self, total: int, console: Console) -> None:
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        """`console` is where to draw; stderr by default."""
+        # Imported when a bar is drawn: programs without a terminal need not wait for it.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._bar = Progress(
             TextColumn("Processed prompts"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[rate]:.1f} output tok/s"),
-            console=console,
+            console=console or Console(stderr=True),
         )
         self._task = self._bar.add_task("", total=total, rate=0.0)
         self._begin = time.monotonic()
@@ -59,9 +66,6 @@ class TerminalProgress(NullProgress):
         self._bar.stop()
 
 
-def make_progress(total: int, wanted: bool, console: Console | None = None) -> NullProgress:
+def make_progress(total: int, wanted: bool) -> NullProgress:
     """A bar where it is wanted and somebody can see it."""
-    if not wanted:
-        return NullProgress()
-    console = console or Console(stderr=True)
-    return TerminalProgress(total, console) if console.is_terminal else NullProgress()
+    return TerminalProgress(total) if wanted and sys.stderr.isatty() else NullProgress()

@@ -154,13 +154,8 @@ def read_chat_template(file_or_text: str) -> str:
 
 
 def is_conversation(value: object) -> TypeGuard[Sequence[Message]]:
-    """Whether this is a list of chat messages, as opposed to a prompt or a list of prompts."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, (str, bytes))
-        and len(value) > 0
-        and all(isinstance(message, Mapping) and "role" in message for message in value)
-    )
+    """Whether this is a list of chat messages, as opposed to a prompt or a list of conversations."""
+    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -179,7 +179,7 @@ def test_closing_a_stream_aborts_it() -> None:
     llm, fake = make("x" * 60)
     stream = llm.stream("Hello")
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert fake.aborted == ["0"]
     assert_idle(llm, fake)
 

@@ -109,5 +109,5 @@ def test_bad_messages_are_refused(messages: Any) -> None:
 
 def test_what_a_conversation_is() -> None:
     assert is_conversation(HELLO)
-    for other in ("Hi", [], [1, 2], ["Hi"], [{"prompt": "Hi"}], [HELLO], {"role": "user"}):
+    for other in ("Hi", [], [1, 2], ["Hi"], [HELLO], {"role": "user"}):
         assert not is_conversation(other)
