@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.linear import (
+    TRANSPOSE_ROWS,
     ColumnParallelLinear,
     Linear,
     MergedColumnParallelLinear,
@@ -36,6 +37,14 @@ def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> 
     assert layer.bias is not None
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("outputs", [TRANSPOSE_ROWS - 1, TRANSPOSE_ROWS, 2 * TRANSPOSE_ROWS + 3])
+def test_blocks_of_a_transposed_load_cover_every_row(outputs: int) -> None:
+    layer = ColumnParallelLinear(12, outputs, bias=False, dtype=F32, group=ParallelGroup())
+    weight = random(outputs, 12)
+    layer.load("weight", None, weight)
+    assert torch.equal(layer.weight, weight.t())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
