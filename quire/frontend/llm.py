@@ -55,6 +55,7 @@ class LLM:
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
         self._ids = map(str, itertools.count())
+        self._alive = True
 
     def generate(
         self,
@@ -247,11 +248,13 @@ class LLM:
             engine_ids += self._outputs.abort(request_id)[0]
         if engine_ids:
             self._client.abort(engine_ids)
-            if len(self._outputs) == 0:
-                self._pump()  # nobody else will: the engine is to free what they held now
+        # The engine runs only when it is asked for outputs. The last one out lets it free what was aborted.
+        while self._alive and len(self._outputs) == 0 and self._client.has_unfinished():
+            self._pump()
 
     def _end_all(self, reason: str) -> None:
         """No request will hear from the engine again: each ends with EngineDeadError."""
+        self._alive = False
         for request_id in self._outputs.clear()[0]:
             self._mailboxes[request_id].fail(EngineDeadError(reason))
 

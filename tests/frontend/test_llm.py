@@ -29,6 +29,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 def assert_idle(llm: LLM, fake: FakeClient) -> None:
     assert not llm._mailboxes
     assert len(llm._outputs) == 0
+    assert not llm._outputs._aborting
     assert not fake.has_unfinished()
 
 
@@ -89,6 +90,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
     (output,) = llm.generate("x", SamplingParams(stop=".", max_tokens=50))
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("one", ".")
     assert fake.aborted == ["0"]
+    assert_idle(llm, fake)
 
 
 def test_a_bad_request_in_a_batch_fails_alone() -> None:
@@ -246,6 +248,17 @@ def test_shutdown_ends_open_streams() -> None:
     assert fake.is_shut_down
     with pytest.raises(EngineDeadError, match="shut down"):
         next(stream)
+
+
+def test_a_dead_engine_is_not_asked_again() -> None:
+    llm, fake = make("x" * 60, dies_at_step=3)
+    stream = llm.stream("s")
+    next(stream)
+    with pytest.raises(EngineDeadError):
+        llm.generate("a")
+    steps = fake.num_steps
+    stream.close()
+    assert fake.num_steps == steps
 
 
 def test_small_services() -> None:
