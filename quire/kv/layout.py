@@ -44,15 +44,16 @@ class KVLayout:
     def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at its peak, computing at most `step_tokens` a step."""
         total = ceil_div(num_tokens, self.block_size)
-        return sum(min(total, self._window_blocks(group, step_tokens)) for group in self.groups)
-
-    def _window_blocks(self, group: KVGroup, step_tokens: int) -> int:
-        if group.window is None:
-            return 1 << 62
-        # A step reads the window-1 tokens before its first one; a span of n tokens that starts anywhere
-        # touches up to ceil((n - 1) / block_size) + 1 blocks.
-        span = group.window - 1 + step_tokens
-        return ceil_div(span - 1, self.block_size) + 1
+        num_blocks = 0
+        for group in self.groups:
+            if group.window is None:
+                num_blocks += total
+            else:
+                # A step reads the window-1 tokens before its first one; a span of n tokens that starts
+                # anywhere touches up to ceil((n - 1) / block_size) + 1 blocks.
+                span = group.window - 1 + step_tokens
+                num_blocks += min(total, ceil_div(span - 1, self.block_size) + 1)
+        return num_blocks
 
 
 def plan_layout(layers: Sequence[LayerKV], block_size: int) -> KVLayout:

@@ -10,8 +10,8 @@ from quire.types.request import FinishReason
 from quire.types.step import TokenLogprobs
 
 
-class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step added to one request."""
+class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step added to one request. It is never part of a cycle, so the garbage collector skips it."""
 
     request_id: str
     token_ids: list[int]

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from quire.kv.deltas import BlockDeltas
+from quire.kv.layout import LayerKV, plan_layout
+from quire.kv.manager import KVCacheManager, KVSequence
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+FULL = [LayerKV("full", None, 1)]
+MIXED = [LayerKV("full", None, 1), LayerKV("sliding", 6, 1), LayerKV("sliding", 6, 1)]
+
+
+def make(layers: list[LayerKV] = FULL, num_blocks: int = 40, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(plan_layout(layers, 4), num_blocks, caching)
+
+
+def request(token_ids: Iterable[int], **extra: Any) -> EngineRequest:
+    return EngineRequest(request_id="r", token_ids=list(token_ids), params=SamplingParams(), **extra)
+
+
+def start(kv: KVCacheManager, engine_request: EngineRequest) -> KVSequence:
+    """Begin a request and compute nothing yet; asserts that there was room."""
+    sequence = kv.open(engine_request)
+    hit = kv.find_prefix(sequence, engine_request.token_ids)
+    assert kv.start(sequence, hit, len(engine_request.token_ids), 0, BlockDeltas())
+    return sequence
+
+
+def run_once(kv: KVCacheManager, engine_request: EngineRequest) -> None:
+    """Compute a prompt and end it, leaving its blocks cached."""
+    sequence = start(kv, engine_request)
+    kv.store(sequence, engine_request.token_ids, len(engine_request.token_ids))
+    kv.free(sequence)
+
+
+def hit_length(kv: KVCacheManager, engine_request: EngineRequest) -> int:
+    return kv.find_prefix(kv.open(engine_request), engine_request.token_ids).num_tokens
+
+
+def ids(sequence: KVSequence, group: int = 0) -> list[int]:
+    return [block.id for block in sequence.tables[group]]
+
+
+def test_a_hit_never_covers_the_whole_prompt() -> None:
+    kv = make()
+    run_once(kv, request(range(8)))
+    assert hit_length(kv, request(range(8))) == 4
+    assert hit_length(kv, request(range(9))) == 8
+    assert hit_length(kv, request(range(4))) == 0
+    assert hit_length(kv, request([*range(4), *range(50, 60)])) == 4
+
+
+def test_other_salt_or_adapter_hits_nothing() -> None:
+    kv = make()
+    run_once(kv, request(range(8), cache_salt="a"))
+    assert hit_length(kv, request(range(9), cache_salt="a")) == 8
+    assert hit_length(kv, request(range(9))) == 0
+    assert hit_length(kv, request(range(9), cache_salt="a", adapter_id=1)) == 0
+
+
+def test_shared_blocks_are_counted_and_survive_one_owner() -> None:
+    kv = make()
+    first = start(kv, request(range(9)))
+    kv.store(first, list(range(9)), 9)
+    second = start(kv, request(range(9)))
+    assert ids(first)[:2] == ids(second)[:2]
+    assert ids(first)[2] != ids(second)[2]
+    kv.check_integrity([first, second])
+    kv.free(first)
+    kv.check_integrity([second])
+    kv.free(second)
+    assert kv.num_free_blocks == kv.num_blocks == 39
+
+
+def test_blocks_are_cached_only_once_computed() -> None:
+    kv = make()
+    sequence = start(kv, request(range(12)))
+    assert hit_length(kv, request(range(12))) == 0
+    assert kv.store(sequence, list(range(12)), 7) == 8
+    assert hit_length(kv, request(range(12))) == 4
+    kv.free(sequence)
+    assert hit_length(kv, request(range(12))) == 4
+
+
+def test_output_tokens_extend_the_chain() -> None:
+    kv = make()
+    sequence = start(kv, request(range(6)))
+    known = [*range(6), 70, 71, 72]
+    assert kv.allocate(sequence, 6, 9, 0, BlockDeltas())
+    kv.store(sequence, known, 8)
+    assert hit_length(kv, request([*range(6), 70, 71, 1])) == 8
+    assert hit_length(kv, request([*range(6), 70, 99, 1])) == 4
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    kv = make(MIXED, num_blocks=10)
+    deltas = BlockDeltas()
+    sequence = kv.open(request(range(30)))
+    assert not kv.start(sequence, kv.no_prefix(), 13, 0, deltas)
+    assert kv.num_free_blocks == 9
+    assert kv.start(sequence, kv.no_prefix(), 12, 0, deltas)
+    assert kv.num_free_blocks == 0
+    assert len(deltas.ids) == 9
+    assert not kv.allocate(sequence, 4, 13, 0, deltas)
+    assert len(deltas.ids) == 9
+    kv.check_integrity([sequence])
+
+
+def test_start_counts_free_hit_blocks_as_taken() -> None:
+    kv = make(num_blocks=6)
+    run_once(kv, request(range(12)))
+    sequence = kv.open(request(range(24)))
+    hit = kv.find_prefix(sequence, list(range(24)))
+    assert hit.num_tokens == 12
+    assert not kv.start(sequence, hit, 24, 0, BlockDeltas()), "3 revived and 3 new, but there are 5"
+    assert kv.fits_now(hit, 20, 20, 0)
+    assert not kv.fits_now(hit, 20, 20, 1)
+    assert kv.start(sequence, hit, 20, 0, BlockDeltas())
+    kv.check_integrity([sequence])
+
+
+def test_sliding_groups_give_back_what_fell_out_of_sight() -> None:
+    kv = make(MIXED)
+    sequence = start(kv, request(range(16)))
+    deltas = BlockDeltas()
+    assert kv.allocate(sequence, 16, 17, 5, deltas)
+    # The token at 16 sees 11..16: blocks 0 and 1 go, in both sliding groups.
+    assert [block.id == 0 for block in sequence.tables[1]] == [True, True, False, False, False]
+    nulled = [
+        (row, group, index)
+        for row, group, index, block in zip(deltas.rows, deltas.groups, deltas.indices, deltas.ids, strict=True)
+        if block == 0
+    ]
+    assert nulled == [(5, 1, 0), (5, 1, 1), (5, 2, 0), (5, 2, 1)]
+    assert all(ids(sequence))
+    kv.check_integrity([sequence])
+    assert kv.num_free_blocks == 39 - 5 - 3 - 3
+
+
+def test_sliding_hit_needs_only_its_window_and_all_groups() -> None:
+    kv = make(MIXED)
+    prompt = list(range(21))
+    run_once(kv, request(prompt))
+    sequence = kv.open(request(prompt))
+    hit = kv.find_prefix(sequence, prompt)
+    assert hit.num_tokens == 20
+    deltas = BlockDeltas()
+    assert kv.start(sequence, hit, 21, 3, deltas)
+    # The token at 20 sees 15..20: block 3 on.
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, True, True, True]
+    written = {(g, i) for g, i in zip(deltas.groups, deltas.indices, strict=True)}
+    assert written == {(g, i) for g in range(3) for i in range(6)}, "null entries are told to the worker too"
+    kv.check_integrity([sequence])
+
+
+def test_one_lost_sliding_block_shortens_the_hit() -> None:
+    kv = make(MIXED)
+    prompt = list(range(21))
+    sequence = start(kv, request(prompt))
+    kv.store(sequence, prompt, 21)
+    lost = sequence.tables[2][4]
+    kv.free(sequence)
+    kv._pool._forget(lost)
+    assert hit_length(kv, request(prompt)) == 16
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    kv = make(caching=False)
+    run_once(kv, request(range(8)))
+    assert hit_length(kv, request(range(9))) == 0
+
+
+def test_reset_forgets_unused_blocks() -> None:
+    kv = make()
+    run_once(kv, request(range(8)))
+    kv.reset_prefix_cache()
+    assert hit_length(kv, request(range(9))) == 0
+    assert kv.num_free_blocks == 39
+
+
+def test_eviction_takes_the_ends_of_prompts_first_in_every_group() -> None:
+    kv = make(MIXED, num_blocks=1 + 3 * 5)
+    prompt = list(range(17))
+    run_once(kv, request(prompt))
+    start(kv, request(range(100, 107)))  # 6 blocks: the 3 that held no full block, then one of each group
+    assert hit_length(kv, request(prompt)) == 12
+
+
+def test_can_ever_fit() -> None:
+    kv = make(num_blocks=4)
+    assert kv.can_ever_fit(12, 100)
+    assert not kv.can_ever_fit(13, 100)

@@ -1,0 +1,137 @@
+"""Drives a scheduler with a FakeExecutor: some steps in flight, integrity checked after every call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quire.kv.layout import LayerKV, plan_layout
+from quire.kv.manager import KVCacheManager
+from quire.sched.scheduler import Scheduler
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.step import StepPlan
+from tests.fakes import FakeExecutor, FakeStepError
+
+FULL = (LayerKV("full", None, 1),)
+
+
+def make_request(
+    name: str,
+    token_ids: Iterable[int],
+    max_tokens: int = 4,
+    params: SamplingParams | PoolingParams | None = None,
+    **extra: Any,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        token_ids=list(token_ids),
+        params=SamplingParams(max_tokens=None) if params is None else params,
+        max_tokens=max_tokens,
+        **extra,
+    )
+
+
+class Driver:
+    """The least an engine does: schedule up to `depth` steps, execute them in order, hand results back."""
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[LayerKV] = FULL,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        budget: int = 64,
+        threshold: int | None = None,
+        policy: str = "fcfs",
+        max_model_len: int = 64,
+        prefix_caching: bool = True,
+        depth: int = 1,
+    ) -> None:
+        layout = plan_layout(layers, block_size)
+        self.kv = KVCacheManager(layout, num_blocks, prefix_caching)
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=budget if threshold is None else threshold,
+            policy=policy,
+            max_model_len=max_model_len,
+            kv=self.kv,
+        )
+        self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
+        self.budget = budget
+        self.depth = depth
+        self.in_flight: deque[StepPlan] = deque()
+        self.plans: list[StepPlan] = []
+        self.outputs: dict[str, list[EngineOutput]] = {}
+
+    def add(self, *requests: EngineRequest) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.outputs[request.request_id] = []
+        self.scheduler.check_integrity()
+
+    def abort(self, *names: str) -> None:
+        self._collect(self.scheduler.abort(names))
+
+    def plan(self) -> StepPlan | None:
+        """Plan one step and put it in flight."""
+        schedulable = self.scheduler.has_schedulable
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is None:
+            return None
+        assert schedulable, "a step was planned though nothing was schedulable"
+        assert sum(plan.num_tokens) <= self.budget
+        self.in_flight.append(plan)
+        self.plans.append(plan)
+        return plan
+
+    def finish(self, *, fail: bool = False, apply_before_failing: bool = False) -> None:
+        """Execute the oldest step in flight and hand its result, or its failure, to the scheduler."""
+        plan = self.in_flight.popleft()
+        try:
+            result = self.executor.execute(plan, fail=fail, apply_before_failing=apply_before_failing)
+        except FakeStepError as error:
+            self.in_flight.clear()
+            if self.scheduler.is_retry(plan):
+                self._collect(self.scheduler.fail(plan, str(error)).outputs)
+            else:
+                self.scheduler.recover(plan)
+        else:
+            self._collect(self.scheduler.update(plan, result).outputs)
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        while len(self.in_flight) < self.depth and self.plan() is not None:
+            pass
+        assert self.in_flight, "unfinished requests, but nothing can be planned"
+        self.finish()
+
+    def run(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished:
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished, "no end in sight"
+        while self.in_flight:
+            self.finish()
+        assert self.kv.num_free_blocks == self.kv.num_blocks
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+    def ending(self, name: str) -> tuple[list[int], str | None, int | None]:
+        last = self.outputs[name][-1]
+        return self.tokens(name), last.finish_reason, last.stop_reason
+
+    def _collect(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            mine = self.outputs[output.request_id]
+            assert not (mine and mine[-1].finish_reason), "an output after the last one"
+            assert (output.num_cached_tokens >= 0) <= (not mine), "cached tokens are told once, first"
+            mine.append(output)
+        self.scheduler.check_integrity()
