@@ -89,7 +89,7 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template refused the messages: {error.message}", field="messages"
             ) from error
-        except jinja2.sandbox.SecurityError as error:
+        except jinja2.exceptions.SecurityError as error:
             raise TokenizerError(
                 f"the chat template does something unsafe at line {_line(error.__traceback__)}: {error.message}; "
                 "give another with chat_template"

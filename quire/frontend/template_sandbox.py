@@ -82,7 +82,7 @@ def render_within(template: jinja2.Template, variables: dict[str, Any], budget: 
 class GenerationTag(Extension):
     """`{% generation %}` marks what the model wrote; for inference its body is all that counts."""
 
-    tags = frozenset(("generation",))
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -102,7 +102,7 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         return self._filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
 
-    def _filter(self, node: nodes.Expr, name: str) -> nodes.Filter:
+    def _filter(self, node: nodes.Node, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -140,6 +140,13 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, str):
             _check_text_operation(function.__name__, function.__self__, [*args, *kwargs.values()])
         return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        # The sandbox has its own str.format, which `call` does not see as a method of str.
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_text_operation("format", value.__self__, [])
+        return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operator(operator, left, right)

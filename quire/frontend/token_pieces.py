@@ -43,8 +43,13 @@ class TokenPieces:
         self.pieces = PieceTable(lambda token_id: self._piece(token_id, self._middle))
         self.first_pieces = PieceTable(lambda token_id: self._piece(token_id, self._first))
 
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's spelling; any integer may be asked for, the library takes 32 bits only."""
+        token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        return token
+
     def _piece(self, token_id: int, function: PieceFn) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self.token(token_id)
         return b"" if token is None else function(token)
 
 

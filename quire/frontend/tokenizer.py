@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from quire.frontend.gguf_tokenizer import build_gguf_tokenizer
 from quire.frontend.token_pieces import PieceTable, TokenPieces
@@ -63,9 +63,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+        except TypeError as error:
+            # All the library says of a string that has no UTF-8 form is that it is no string.
+            position = next((index for index, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if position is None:
+                raise
             raise RequestError(
-                f"the text has a lone surrogate {text[error.start]!r} at position {error.start}; send valid Unicode",
+                f"the text has a lone surrogate {text[position]!r} at position {position}; send valid Unicode",
                 field="prompt",
             ) from error
         return ids
@@ -90,8 +94,7 @@ class Tokenizer:
 
     def convert_id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, or None if there is no such token."""
-        token: str | None = self.backend.id_to_token(token_id) if token_id >= 0 else None
-        return token
+        return self._pieces.token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds in the middle of a text; special tokens are spelled out."""
@@ -127,6 +130,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
+    """tokenizer.json decides which ends are added; add_bos_token and its like do not count beside it."""
     config = _read_json(folder / "tokenizer_config.json")
     names = {**_read_json(folder / "special_tokens_map.json"), **config}
     backend = _read_backend(folder)
@@ -139,12 +143,6 @@ def _load_folder(folder: Path) -> Tokenizer:
     extra = names.get("additional_special_tokens") or names.get("extra_special_tokens") or ()
     extra = list(extra.values()) if isinstance(extra, dict) else list(extra)
     _mark_special(backend, [*special_tokens.values(), *(_token_content(token) for token in extra)])
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        _set_bos_eos(
-            backend,
-            special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-            special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-        )
     return Tokenizer(backend, special_tokens, _configured_eos(folder), _read_chat_templates(folder, config))
 
 
@@ -199,12 +197,6 @@ def _mark_special(backend: tokenizers.Tokenizer, contents: Iterable[str | None])
     missing = dict.fromkeys(content for content in contents if content and content not in special)
     if missing:
         backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in missing])
-
-
-def _set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    single = [token for token in (bos, "$A", eos) if token is not None]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
 def _configured_eos(folder: Path) -> list[int]:

@@ -1,0 +1,260 @@
+"""Tokenizers rebuilt from GGUF metadata against tokenizer.json, SentencePiece and llama.cpp."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import xllamacpp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from quire.frontend.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from quire.loader.gguf_file import read_metadata
+from quire.loader.hub import resolve_model
+from quire.types.errors import TokenizerError
+from tests.frontend.text_helpers import (
+    BYTE,
+    BYTE_LEVEL_KINDS,
+    CONTROL,
+    NORMAL,
+    TEXTS,
+    USER_DEFINED,
+    byte_level,
+    byte_level_metadata,
+    llama_tokenizer,
+    sentencepiece_metadata,
+    sentencepiece_model,
+)
+
+
+@functools.cache
+def rebuilt(kind: str) -> Tokenizer:
+    return tokenizer_from_gguf(byte_level_metadata(byte_level(kind), kind))
+
+
+@functools.cache
+def rebuilt_llama(add_space_prefix: bool) -> Tokenizer:
+    return tokenizer_from_gguf(sentencepiece_metadata(sentencepiece_model(add_space_prefix), add_space_prefix))
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS)
+@given(text=TEXTS, add_special_tokens=st.booleans(), data=st.data())
+@settings(max_examples=60)
+def test_byte_level_equals_tokenizer_json(
+    kind: str, text: str, add_special_tokens: bool, data: st.DataObject
+) -> None:
+    original, ours = byte_level(kind), rebuilt(kind)
+    ids = original.encode(text, add_special_tokens=add_special_tokens).ids
+    assert ours.encode(text, add_special_tokens) == ids
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 2), max_size=12)) + ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == original.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+@given(text=TEXTS, add_special_tokens=st.booleans())
+@settings(max_examples=100)
+def test_sentencepiece_equals_tokenizer_json(add_space_prefix: bool, text: str, add_special_tokens: bool) -> None:
+    original, ours = llama_tokenizer(add_space_prefix), rebuilt_llama(add_space_prefix)
+    ids = original.encode(text, add_special_tokens=add_special_tokens).ids
+    assert ours.encode(text, add_special_tokens) == ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == original.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+@given(text=TEXTS.filter(lambda text: "<" not in text and "\0" not in text))
+@settings(max_examples=100)
+def test_sentencepiece_equals_sentencepiece(add_space_prefix: bool, text: str) -> None:
+    model, ours = sentencepiece_model(add_space_prefix), rebuilt_llama(add_space_prefix)
+    assert ours.encode(text, add_special_tokens=False) == model.encode(text)
+    assert ours.decode(model.encode(text)) == model.decode(model.encode(text))
+
+
+def test_wordpiece_equals_tokenizer_json() -> None:
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "fox", "##es", "run", "##ning", ",", "e", "##e"]
+    original = tokenizers.Tokenizer(
+        models.WordPiece({token: index for index, token in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
+    original.normalizer = normalizers.BertNormalizer(lowercase=True)
+    original.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    original.decoder = decoders.WordPiece(cleanup=False)
+    original.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    spelled = [
+        token if token.startswith("[") else token[2:] if token.startswith("##") else f"\u2581{token}"
+        for token in vocabulary
+    ]
+    ours = tokenizer_from_gguf(
+        {
+            "tokenizer.ggml.model": "bert",
+            "tokenizer.ggml.tokens": spelled,
+            "tokenizer.ggml.token_type": [CONTROL] * 4 + [NORMAL] * 8,
+            "tokenizer.ggml.cls_token_id": 2,
+            "tokenizer.ggml.seperator_token_id": 3,
+            "tokenizer.ggml.unknown_token_id": 1,
+        }
+    )
+    for text in ("The foxes, running", "É fox", "", "zzz the"):
+        ids = original.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == original.decode([token_id for token_id in ids if token_id > 3])
+
+
+def test_gemma4_uses_listed_merges_and_sentencepiece_spelling() -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["\u2581", "a", "b", "\n", "\n\n", "ab", "\u2581ab", "<turn|>"]
+    types = [CONTROL] * 4 + [BYTE] * 256 + [NORMAL] * 7 + [CONTROL]
+    ours = tokenizer_from_gguf(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.merges": ["\n \n", "a b", "\u2581 ab"],
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.unknown_token_id": 3,
+        }
+    )
+    ids = ours.encode("ab ab\n\n\u00e9<turn|>")
+    spelled = [ours.convert_id_to_token(token_id) for token_id in ids]
+    assert spelled == ["<bos>", "ab", "\u2581ab", "\n\n", "<0xC3>", "<0xA9>", "<turn|>"]
+    assert ours.decode(ids) == "ab ab\n\n\u00e9"
+    assert ours.eos_token_ids == (1, len(tokens) - 1)
+
+
+def test_token_types_templates_and_ends() -> None:
+    metadata = byte_level_metadata(byte_level("smollm"), "smollm")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<|eot_id|>", ""]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], CONTROL, NORMAL]
+    metadata["tokenizer.ggml.add_bos_token"] = True
+    metadata["tokenizer.ggml.add_eos_token"] = True
+    metadata["tokenizer.chat_template"] = "plain"
+    metadata["tokenizer.chat_template.tool_use"] = "tools"
+    ours = tokenizer_from_gguf(metadata)
+    end, begin = ours.eos_token_id, ours.bos_token_id
+    assert ours.chat_templates == {"default": "plain", "tool_use": "tools"}
+    assert ours.eos_token_ids == (end, size)
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "<|end|>"}
+    assert ours.is_special(size)
+    assert not ours.is_special(metadata["tokenizer.ggml.tokens"].index("<tool>"))
+    assert ours.encode("") == [begin, end]
+    assert ours.convert_id_to_token(size + 1) == f"[EMPTY_{size + 1}]"
+
+
+def test_harmony_does_not_end_with_a_message() -> None:
+    metadata = byte_level_metadata(byte_level("gpt-4o"), "gpt-4o")
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<|return|>", "<|call|>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], CONTROL, CONTROL]
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.eos_token_id"] = size - 2
+    assert tokenizer_from_gguf(metadata).eos_token_ids == (size - 2, size - 1)
+
+
+def test_phi3_control_tokens_swallow_space() -> None:
+    metadata = sentencepiece_metadata(sentencepiece_model()) | {"general.architecture": "phi3"}
+    ours = tokenizer_from_gguf(metadata)
+    assert ours.encode("<|end|>\n \nThe") == ours.encode("<|end|>The")
+    assert ours.encode("<s>\nThe") != ours.encode("<s>The")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.pre": "martian"}, "'martian'.*known:.*llama-bpe.*qwen2"),
+        ({"tokenizer.ggml.model": "t5"}, "'t5'; known: gpt2, llama"),
+        ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.tokens": []}, "no tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "1 entries for"),
+        ({"tokenizer.ggml.merges": ["abc"]}, "'abc', not a pair"),
+        ({"tokenizer.ggml.merges": ["nothere either"]}, "do not fit"),
+        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' twice"),
+    ],
+)
+def test_bad_metadata_is_named(change: dict[str, Any], message: str) -> None:
+    metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2") | change
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer_from_gguf(metadata)
+
+
+DIVERSE_TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    " leading and trailing ",
+    "The capital of France is Paris.\n\nWhat about 12345 or 3.14159?",
+    "<|im_start|>user\nWhat's up?<|im_end|>\n<|im_start|>assistant\n",
+    "don't I'LL we've she'd They're IT'S",
+    "tabs\tand\r\nnewlines\n\n\n   and    spaces   ",
+    "Grüße, Καλημέρα, Привет, 你好\uff0c世界。 こんにちは 안녕하세요 สวัสดี مرحبا नमस्ते",
+    "emoji 😀👍🏽👩‍👩‍👧 flags 🇨🇭 zero\u200bwidth e\u0301 \u00a0nbsp \u3000ideographic",
+    "def f(x):\n    return {k: v**2 for k, v in x.items() if k != '_'}  # comment\n",
+    "½ ² Ⅷ ٣٤٥ १२३ ①",
+    "<file_sep><reponame>a/b<gh_stars>10 <|endoftext|>",
+    "\x00\x01\x7f control \ufffd\ufeff",
+    "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2_path() -> Path:
+    return Path(resolve_model("smollm2").path)
+
+
+def test_the_default_model_tokenizes_as_llama_cpp_does(smollm2_path: Path) -> None:
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(smollm2_path)
+    parameters.n_ctx = 64
+    parameters.warmup = False
+    parameters.cpuparams.n_threads = 1
+    parameters.verbosity = -1
+    parameters.hostnames = ["127.0.0.1"]
+    parameters.port = 0
+    server = xllamacpp.Server(parameters)
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            server.listening_address + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    ours = load_tokenizer(smollm2_path)
+    for text in DIVERSE_TEXTS:
+        theirs = post("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        assert ours.encode(text) == theirs, repr(text)
+        assert ours.decode(theirs, skip_special_tokens=False) == text
+        assert post("/detokenize", {"tokens": theirs})["content"] == text
+
+
+def test_the_default_model_starts_fast(smollm2_path: Path) -> None:
+    metadata = read_metadata(smollm2_path)
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        ours = tokenizer_from_gguf(metadata)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.3
+    assert ours.vocab_size == 49152
+    assert ours.eos_token_id == 2
+    assert "<|im_start|>" in ours.chat_templates["default"]
+
+
+def test_user_defined_tokens_are_found_in_text_and_shown() -> None:
+    ours = rebuilt("gpt-2")
+    [token_id] = ours.encode("<tool>")
+    metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2")
+    assert metadata["tokenizer.ggml.token_type"][token_id] == USER_DEFINED
+    assert ours.decode([token_id]) == "<tool>"
