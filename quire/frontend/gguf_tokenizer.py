@@ -191,7 +191,7 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     add_space = bool(vocabulary.setting("add_space_prefix", True))
     steps: list[normalizers.Normalizer] = []
     if vocabulary.setting("remove_extra_whitespaces", False):
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if add_space:
         steps.append(normalizers.Prepend(_SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])

@@ -79,6 +79,44 @@ def test_sentencepiece_equals_sentencepiece(add_space_prefix: bool, text: str) -
     assert ours.decode(model.encode(text)) == model.decode(model.encode(text))
 
 
+SPACED_TEXTS = st.text("ab  \n.", max_size=30)
+
+
+@functools.cache
+def with_extra_whitespace_removed() -> Tokenizer:
+    metadata = sentencepiece_metadata(sentencepiece_model(remove_extra_whitespaces=True), added=False)
+    return tokenizer_from_gguf(metadata | {"tokenizer.ggml.remove_extra_whitespaces": True})
+
+
+@given(text=SPACED_TEXTS)
+@settings(max_examples=100)
+def test_extra_whitespace_is_removed_where_the_file_says_so(text: str) -> None:
+    model = sentencepiece_model(remove_extra_whitespaces=True)
+    assert with_extra_whitespace_removed().encode(text, add_special_tokens=False) == model.encode(text)
+
+
+GEMMA_SYMBOLS = ("\u2581\u2581", "\u2581\u2581\u2581", "\n", "\n\n", "<b>")
+
+
+@functools.cache
+def with_user_defined_symbols() -> Tokenizer:
+    metadata = sentencepiece_metadata(sentencepiece_model(False, False, GEMMA_SYMBOLS), False, added=False)
+    for index, token in enumerate(metadata["tokenizer.ggml.tokens"]):
+        if token in GEMMA_SYMBOLS:  # converters write these tokens as the text they stand for
+            metadata["tokenizer.ggml.tokens"][index] = token.replace("\u2581", " ")
+            metadata["tokenizer.ggml.token_type"][index] = USER_DEFINED
+    return tokenizer_from_gguf(metadata)
+
+
+@given(text=st.lists(st.sampled_from(["a", "b", " ", "  ", "\n", "<b>", "the"]), max_size=20).map("".join))
+@settings(max_examples=100)
+def test_user_defined_symbols_come_before_merging(text: str) -> None:
+    model = sentencepiece_model(False, False, GEMMA_SYMBOLS)
+    ids = model.encode(text)
+    assert with_user_defined_symbols().encode(text, add_special_tokens=False) == ids
+    assert with_user_defined_symbols().decode(ids) == text
+
+
 def test_wordpiece_equals_tokenizer_json() -> None:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "fox", "##es", "run", "##ning", ",", "e", "##e"]
     original = tokenizers.Tokenizer(

@@ -119,7 +119,9 @@ def byte_level_metadata(backend: tokenizers.Tokenizer, kind: str) -> dict[str, A
 
 
 @functools.cache
-def sentencepiece_model(add_dummy_prefix: bool = True) -> sentencepiece.SentencePieceProcessor:
+def sentencepiece_model(
+    add_dummy_prefix: bool = True, remove_extra_whitespaces: bool = False, user_defined: tuple[str, ...] = ()
+) -> sentencepiece.SentencePieceProcessor:
     """A Llama-like SentencePiece model: BPE, byte fallback, no normalization, digits apart."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -132,7 +134,8 @@ def sentencepiece_model(add_dummy_prefix: bool = True) -> sentencepiece.Sentence
         split_digits=True,
         allow_whitespace_only_pieces=True,
         normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        remove_extra_whitespaces=remove_extra_whitespaces,
+        user_defined_symbols=list(user_defined),
         add_dummy_prefix=add_dummy_prefix,
         minloglevel=2,
     )
