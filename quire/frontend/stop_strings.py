@@ -7,17 +7,8 @@ shortest wins, because it is complete first. The result does not depend on how t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from quire.types.errors import RequestError
-
-
-class TextCutter(Protocol):
-    """What the output processor needs: text in, text that may be shown out."""
-
-    def add(self, delta: str) -> tuple[str, str | None]: ...
-
-    def flush(self) -> tuple[str, str | None]: ...
 
 
 class PassThrough:
@@ -93,5 +84,5 @@ class StopStringMatcher:
         return text[: start + len(stop)] if self._include_in_output else text[:start]
 
 
-def make_stop_matcher(stops: Sequence[str], include_in_output: bool = False) -> TextCutter:
+def make_stop_matcher(stops: Sequence[str], include_in_output: bool = False) -> StopStringMatcher | PassThrough:
     return StopStringMatcher(stops, include_in_output) if stops else PassThrough()
