@@ -104,15 +104,15 @@ def warm_admission(num_requests: int, num_steps: int, *, shared: bool) -> list[T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="steps per case; admission takes a tenth of it")
+    parser.add_argument("--steps", type=int, default=1000, help="steps per case")
     parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON to this file")
     arguments = parser.parse_args()
     steps = arguments.steps
     cases = {
         "decode, 256 requests": (0.8, lambda: steady_decode(256, steps)),
         "decode, 1024 requests": (3.0, lambda: steady_decode(1024, steps)),
-        "admit 256 cached 1k prompts, all different": (25.0, lambda: warm_admission(256, steps // 10, shared=False)),
-        "admit 256 cached 1k prompts, all equal": (25.0, lambda: warm_admission(256, steps // 10, shared=True)),
+        "admit 256 cached 1k prompts, all different": (25.0, lambda: warm_admission(256, steps, shared=False)),
+        "admit 256 cached 1k prompts, all equal": (25.0, lambda: warm_admission(256, steps, shared=True)),
     }
     results = {}
     print(f"{'step':<44}{'median ms':>10}{'CPU ms':>9}{'p99 ms':>9}{'limit ms':>10}")

@@ -181,6 +181,18 @@ def test_reset_forgets_unused_blocks() -> None:
     assert kv.num_free_blocks == 39
 
 
+def test_a_sequence_that_starts_again_is_cached_again() -> None:
+    kv = make()
+    prompt = list(range(9))
+    sequence = start(kv, request(prompt))
+    kv.store(sequence, prompt, 8)
+    kv.free(sequence)
+    kv.reset_prefix_cache()
+    assert kv.start(sequence, kv.no_prefix(), 9, 0, BlockDeltas())
+    kv.store(sequence, prompt, 8)
+    assert hit_length(kv, request(prompt)) == 8
+
+
 def test_eviction_takes_the_ends_of_prompts_first_in_every_group() -> None:
     kv = make(MIXED, num_blocks=1 + 3 * 5)
     prompt = list(range(17))

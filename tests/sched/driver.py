@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
+from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
@@ -76,6 +77,13 @@ class Driver:
 
     def abort(self, *names: str) -> None:
         self._collect(self.scheduler.abort(names))
+
+    def preempt_last(self) -> None:
+        """Preempt as if blocks had run out."""
+        state = self.scheduler._state
+        if state.running and not state.retries:
+            preempt(state, state.running[-1])
+        self.scheduler.check_integrity()
 
     def plan(self) -> StepPlan | None:
         """Plan one step and put it in flight."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -70,19 +69,11 @@ def requests(draw: st.DrawFn, name: str) -> EngineRequest:
     )
 
 
-def actions(draw: st.DrawFn) -> Iterator[str]:
-    """A mix of actions: mostly planning and finishing steps."""
-    kinds = ["plan"] * 5 + ["finish"] * 5 + ["add"] * 3 + ["abort", "fail", "reset"]
-    yield from draw(st.lists(st.sampled_from(kinds), min_size=5, max_size=60))
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> list[str]:
-    return list(actions(draw))
+ACTIONS = ["plan"] * 5 + ["finish"] * 5 + ["add"] * 3 + ["preempt", "abort", "fail", "reset"]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(driver=drivers(), trace=traces(), data=st.data())
+@given(driver=drivers(), trace=st.lists(st.sampled_from(ACTIONS), min_size=5, max_size=60), data=st.data())
 def test_every_trace_gives_what_each_request_gives_alone(
     driver: Driver, trace: list[str], data: st.DataObject
 ) -> None:
@@ -106,6 +97,8 @@ def test_every_trace_gives_what_each_request_gives_alone(
             driver.finish(fail=True, apply_before_failing=data.draw(st.booleans()))
         elif action == "abort" and added:
             driver.abort(data.draw(st.sampled_from(sorted(added))), "unknown")
+        elif action == "preempt":
+            driver.preempt_last()
         elif action == "reset":
             driver.scheduler.reset_prefix_cache()
     driver.run()
