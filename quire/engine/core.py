@@ -36,7 +36,7 @@ class EngineCore:
         return self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_unfinished()
+        return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
@@ -46,6 +46,8 @@ class EngineCore:
                 break
             self._in_flight.append((plan, self.executor.execute(plan)))
         if not self._in_flight:
+            if self.scheduler.has_unfinished:
+                raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
             return EngineOutputs([])
         plan, future = self._in_flight.popleft()
         try:
@@ -59,8 +61,11 @@ class EngineCore:
         logger.error("step %d with %d requests failed", plan.step_id, len(plan.rows), exc_info=error)
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
-        self._in_flight.clear()
-        return self.scheduler.recover(plan, f"{type(error).__name__}: {error}")
+        self._in_flight.clear()  # planned on top of the failed step
+        if self.scheduler.is_retry(plan):
+            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        self.scheduler.recover(plan)
+        return EngineOutputs([])
 
     def shutdown(self) -> None:
         self.executor.shutdown()

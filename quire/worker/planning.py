@@ -16,8 +16,8 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
 from quire.layers.linear import Linear
-from quire.loader.config_file import load_config
 from quire.loader.hub import ModelSource, resolve_model
+from quire.loader.model_config import load_config
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
 from quire.parallel.groups import ParallelGroup

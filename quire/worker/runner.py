@@ -13,7 +13,7 @@ from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.sampler import Sampler, SampleOutput
+from quire.worker.sampling.sampler import SampleOutput, Sampler
 
 
 class Runner:
@@ -62,14 +62,15 @@ class Runner:
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> SampleOutput:
         last = [batch.starts[i] + plan.num_tokens[i] - 1 for i in batch.sample_indices]
         row_list = [plan.rows[i] for i in batch.sample_indices]
-        rows = SampleRows(torch.tensor(row_list, device=hidden.device), row_list)
+        longest = max(self.rows.host_num_tokens[row] for row in row_list)
+        rows = SampleRows(torch.tensor(row_list, device=hidden.device), row_list, longest)
         logits = self.head(hidden, torch.tensor(last, device=hidden.device))
         output = self.sampler.sample(logits, rows, self.rows)
         self.rows.append(rows.rows, output.token_ids, row_list)
         return output
 
     def _write(self, result: StepResult, indices: list[int], output: SampleOutput) -> None:
-        for index, token in zip(indices, output.token_ids.tolist(), strict=True):
+        for index, token in zip(indices, output.tokens(), strict=True):
             result.token_ids[index] = [token]
         for position, logprobs in output.logprobs().items():
             result.logprobs[indices[position]] = [logprobs]

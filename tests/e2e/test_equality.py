@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.types.sampling import SamplingParams
+from quire.worker.planning import plan_memory
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model, run_alone
 
 MODELS = {
@@ -36,7 +38,7 @@ def reference(model: Path) -> EngineCore:
 Case = tuple[list[int], SamplingParams]
 
 
-def make_cases(count: int, seed: int, longest: int = 100) -> list[Case]:
+def make_cases(count: int, seed: int, longest: int = 100, outputs: int = 40) -> list[Case]:
     """Random prompts, half of them greedy and half sampled with a seed, all with logprobs."""
     rng = random.Random(seed)
     cases = []
@@ -46,7 +48,10 @@ def make_cases(count: int, seed: int, longest: int = 100) -> list[Case]:
         sampled |= rng.choice([{}, {"top_k": 20}, {"top_p": 0.9}, {"repetition_penalty": 1.3}])
         greedy = {"temperature": 0.0, "seed": 0}
         params = SamplingParams(
-            **(greedy if index % 2 else sampled), max_tokens=rng.randint(1, 40), logprobs=3, ignore_eos=index % 3 == 0
+            **(greedy if index % 2 else sampled),
+            max_tokens=rng.randint(outputs // 2, outputs),
+            logprobs=3,
+            ignore_eos=index % 3 == 0,
         )
         cases.append((prompt, params))
     return cases
@@ -72,7 +77,7 @@ def assert_same(found: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
-@pytest.mark.parametrize("batch", [2, 7, 16])
+@pytest.mark.parametrize("batch", [2, 16])
 def test_in_a_batch_with_random_arrivals(
     model: Path, reference: EngineCore, batch: int, steps_in_flight: int
 ) -> None:
@@ -81,7 +86,7 @@ def test_in_a_batch_with_random_arrivals(
     assert_same(run_with_arrivals(core, cases, seed=batch), answers_alone(reference, cases))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 16, 33, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 33, 64])
 def test_in_chunks(model: Path, reference: EngineCore, chunk: int) -> None:
     cases = make_cases(4, seed=chunk)
     core = make_engine(model, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4))
@@ -90,9 +95,9 @@ def test_in_chunks(model: Path, reference: EngineCore, chunk: int) -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_with_forced_preemption(model: Path, reference: EngineCore, steps_in_flight: int) -> None:
-    cases = make_cases(10, seed=5)
-    layout = reference.scheduler.kv.layout
-    blocks = layout.blocks_for(140, 64) + 4
+    cases = make_cases(8, seed=5, longest=20, outputs=90)  # they fit when they start, and not when they have grown
+    layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
+    blocks = layout.blocks_for(140, 64) + 2
     core = make_engine(
         model,
         kv_cache_memory=blocks * layout.page_bytes,
@@ -110,7 +115,7 @@ def test_on_full_partial_and_evicted_prefix_hits(model: Path, reference: EngineC
     base = [rng.randrange(3, VOCAB) for _ in range(96)]
     tail = [rng.randrange(3, VOCAB) for _ in range(30)]
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=2)
-    layout = reference.scheduler.kv.layout
+    layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
     core = make_engine(
         model,
         kv_cache_memory=(layout.blocks_for(200, 128) + 6) * layout.page_bytes,
