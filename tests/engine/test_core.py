@@ -1,0 +1,128 @@
+"""The core: pipelines steps, contains failing ones, and never stops because of one request."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.kv.layout import LayerKV, plan_layout
+from quire.kv.manager import KVCacheManager
+from quire.sched.scheduler import Scheduler
+from quire.types.errors import EngineDeadError
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan, StepResult
+from quire.worker.executor import Executor
+from tests.fakes import FakeExecutor, FakeStepError, generate_alone
+
+MAX_LEN = 64
+
+
+class Device(Executor):
+    """The checking fake as an executor; steps with a poisoned request raise."""
+
+    def __init__(self, fake: FakeExecutor) -> None:
+        self.fake = fake
+        self.sticky = False
+        self.unread = 0
+        self.num_planned_ahead = 0
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        self.unread += 1
+        self.num_planned_ahead = max(self.num_planned_ahead, self.unread)
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self.fake.execute(plan))
+        except FakeStepError as error:
+            future.set_exception(error)
+        return future
+
+    def is_sticky(self, error: Exception) -> bool:
+        return self.sticky
+
+    def shutdown(self) -> None:
+        self.unread = 0
+
+
+def make_core(steps_in_flight: int = 1) -> tuple[EngineCore, Device]:
+    layout = plan_layout([LayerKV("full", None, 4)] * 2, 4)
+    kv = KVCacheManager(layout, 65, True)
+    scheduler = Scheduler(
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        long_prefill_token_threshold=16,
+        policy="fcfs",
+        max_model_len=MAX_LEN,
+        kv=kv,
+    )
+    device = Device(FakeExecutor(layout, 65, 8))
+    return EngineCore(scheduler, device, steps_in_flight), device
+
+
+def request(name: str, length: int = 5, max_tokens: int = 8) -> EngineRequest:
+    token_ids = [hash((name, i)) % 40 for i in range(length)]
+    return EngineRequest(
+        request_id=name, token_ids=token_ids, params=SamplingParams(max_tokens=max_tokens), max_tokens=max_tokens
+    )
+
+
+def run(core: EngineCore, device: Device) -> dict[str, EngineOutput]:
+    """Step to the end; each request's tokens joined, with its last output's reason and error."""
+    joined: dict[str, EngineOutput] = {}
+    while core.has_work():
+        for output in core.step().outputs:
+            device.unread = 0
+            before = joined.get(output.request_id)
+            output.token_ids = [*(before.token_ids if before else []), *output.token_ids]
+            joined[output.request_id] = output
+        core.scheduler.check_integrity()
+    return joined
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_plans_ahead_as_far_as_it_may_and_answers_the_same(depth: int) -> None:
+    core, device = make_core(depth)
+    requests = [request(str(i), 3 + 4 * i, 5 + i) for i in range(6)]
+    for r in requests:
+        assert core.add_request(r) == []
+    outputs = run(core, device)
+    for r in requests:
+        assert outputs[r.request_id].token_ids == generate_alone(r, MAX_LEN)[0]
+    assert device.num_planned_ahead >= min(depth, 2)
+    assert core.scheduler.stats().num_free_blocks == core.scheduler.stats().num_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_failing_step_ends_only_the_culprit(depth: int) -> None:
+    core, device = make_core(depth)
+    requests = [request(str(i)) for i in range(4)]
+    for r in requests:
+        core.add_request(r)
+    device.fake.poisoned = frozenset({"2"})
+    outputs = run(core, device)
+    assert outputs["2"].finish_reason == "error"
+    assert outputs["2"].error == "FakeStepError: failed after the KV was written"
+    for name in ("0", "1", "3"):
+        assert outputs[name].token_ids == generate_alone(requests[int(name)], MAX_LEN)[0]
+        assert outputs[name].finish_reason == "length"
+    assert core.scheduler.stats().num_free_blocks == core.scheduler.stats().num_blocks
+
+
+def test_a_lost_device_ends_the_engine() -> None:
+    core, device = make_core()
+    core.add_request(request("0"))
+    device.fake.poisoned, device.sticky = frozenset({"0"}), True
+    with pytest.raises(EngineDeadError, match=r"failed after.*restart"):
+        core.step()
+
+
+def test_a_request_that_can_never_run_is_answered_at_once() -> None:
+    core, _ = make_core()
+    (answer,) = core.add_request(request("long", length=MAX_LEN))
+    assert answer.finish_reason == "error"
+    assert answer.error is not None
+    assert "max_model_len" in answer.error
+    assert not core.has_work()
