@@ -12,6 +12,7 @@ from quire.config.args import (
     engine_settings_from,
     sampling_params_from,
 )
+from quire.types.errors import RequestError
 
 # A command that is used in scripts should say the same thing twice.
 DEFAULTS = {"temperature": 0.0, "max_tokens": None}
@@ -41,11 +42,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompt(argument: str | None) -> str:
-    if argument is not None and argument != "-":
-        return argument
-    if sys.stdin.isatty():
-        print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
-    return sys.stdin.read().strip()
+    prompt = argument
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
+        prompt = sys.stdin.read().strip()
+    if not prompt:
+        raise RequestError("the prompt is empty; give a text as the argument or on stdin", "prompt")
+    return prompt
 
 
 def messages(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -71,6 +71,20 @@ def test_bad_sampling_values_fail_before_a_model_is_loaded(
     assert llms == []
 
 
+@pytest.mark.parametrize(("arguments", "stdin"), [([""], "unread"), ([], " \n")])
+def test_an_empty_prompt_is_refused_before_a_model_is_loaded(
+    llms: list[FakeLLM],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    stdin: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert main(["run", *arguments]) == 1
+    assert capsys.readouterr().err == "error: the prompt is empty; give a text as the argument or on stdin\n"
+    assert llms == []
+
+
 def test_a_terminal_gets_a_line_of_statistics(
     llms: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
