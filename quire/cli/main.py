@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
     "fit": "say what memory a model needs here, without loading it",
+    "verify": "compare a model with transformers, op by op",
 }
 
 

@@ -88,7 +88,7 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
     assert "--max-model-len" in help_text
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["chat", "--help"], ["fit", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)])
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from quire.cli.main import main\n"
