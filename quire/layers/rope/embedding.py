@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.rope.registry import ROPE_TYPES
 from quire.ops.rope import gather_rotation
+from quire.platform.host import HOST
 
 
 class RotaryEmbedding(nn.Module):
@@ -17,9 +18,12 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeParameters, max_model_len: int, dtype: torch.dtype) -> None:
         super().__init__()
-        frequencies, factor = ROPE_TYPES.get(rope.rope_type)(rope, max_model_len)
-        angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
-        self.register_buffer("cos_sin", torch.cat((angles.cos(), angles.sin()), dim=-1) * factor, persistent=False)
+        device = torch.get_default_device()
+        with HOST:
+            frequencies, factor = ROPE_TYPES.get(rope.rope_type)(rope, max_model_len)
+            angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        self.register_buffer("cos_sin", table.to(device), persistent=False)
         self._dtype = dtype
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
