@@ -10,27 +10,31 @@ from quire.sched.state import SchedulerState, StepDraft
 def plan_running(state: SchedulerState, step: StepDraft) -> None:
     """Plan running requests in order. The common case, one token that its blocks have room for, is written out."""
     add_request, add_count = step.requests.append, step.num_tokens.append
+    budget = step.budget
     num_behind = len(state.running)
     for request in state.running:
         num_behind -= 1
-        if step.budget == 0:
-            return
         num_tokens = request.num_tokens
         if num_tokens >= request.max_tokens_total:
             continue
+        if budget == 0:
+            break
         start = request.num_computed_tokens
         if num_tokens - start > 1:
+            step.budget = budget
             count = share_of_step(state, step, num_tokens - start, num_behind)
             if not plan_tokens(state, step, request, count):
-                return
+                break
+            budget = step.budget
         else:
             if start >= request.capacity and not make_room(state, request, num_tokens, step):
-                return
+                break
             request.num_computed_tokens = num_tokens
             request.num_tokens = num_tokens + 1
             add_request(request)
             add_count(1)
-            step.budget -= 1
+            budget -= 1
+    step.budget = budget
 
 
 def plan_tokens(state: SchedulerState, step: StepDraft, request: Request, count: int) -> bool:

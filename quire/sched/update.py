@@ -26,8 +26,10 @@ def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> l
     )  # row indices that need more than the common case
     emit = outputs.append
     store = state.kv.store
-    for index, (request, tokens) in enumerate(zip(step.requests, result.token_ids, strict=True)):
-        if request.steady and len(tokens) == 1 and index not in special:
+    index = -1
+    for request, tokens in zip(step.requests, result.token_ids, strict=True):
+        index += 1
+        if request.steady and len(tokens) == 1 and (not special or index not in special):
             # The common case of apply_tokens() and _apply_row(), written out: one token for a running request.
             token = tokens[0]
             known = request.token_ids

@@ -3,6 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from quire.kv.deltas import BlockDeltas
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager, KVSequence
@@ -156,15 +159,23 @@ def test_sliding_hit_needs_only_its_window_and_all_groups() -> None:
     kv.check_integrity([sequence])
 
 
-def test_one_lost_sliding_block_shortens_the_hit() -> None:
+@given(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9))))
+def test_a_hit_is_the_longest_that_all_groups_can_serve(lost: set[tuple[int, int]]) -> None:
     kv = make(MIXED)
-    prompt = list(range(21))
+    prompt = list(range(41))
     sequence = start(kv, request(prompt))
-    kv.store(sequence, prompt, 21)
-    lost = sequence.tables[2][4]
+    kv.store(sequence, prompt, 41)
+    blocks = [list(table) for table in sequence.tables]
     kv.free(sequence)
-    kv._pool._forget(lost)
-    assert hit_length(kv, request(prompt)) == 16
+    for group, index in lost:
+        kv._pool._forget(blocks[group][index])
+
+    def usable(count: int) -> bool:
+        first_visible = max(0, 4 * count - 5) // 4
+        needed = {(0, i) for i in range(count)} | {(g, i) for g in (1, 2) for i in range(first_visible, count)}
+        return not needed & lost
+
+    assert hit_length(kv, request(prompt)) == 4 * max(count for count in range(11) if usable(count))
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
