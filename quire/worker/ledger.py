@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from quire.kv.layout import KVLayout
 from quire.types.errors import MemoryPlanError
-from quire.utils.units import format_bytes
+from quire.utils.units import exact_bytes, format_bytes
 
-# Blocks below this many tokens are not worth serving with; the refusal names the memory that is missing.
+# The shortest context worth serving with, unless the user asks for a shorter one.
 MIN_CONTEXT = 128
+# Suggested sizes are rounded to this where that changes nothing.
+ROUND_TO = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,19 @@ def make_ledger(
     demand: MemoryDemand, supply: int, kv_memory: int | None, default_kv_memory: int, max_model_len: int | None
 ) -> MemoryLedger:
     """Decide KV memory and context length; raise MemoryPlanError with the cheapest fix if something cannot be."""
-    left = supply - demand.fixed
-    wanted = kv_memory if kv_memory is not None else max(0, default_kv_memory)
-    if kv_memory is None and max_model_len is not None:
-        wanted = max(wanted, demand.kv_bytes(max_model_len))
-    longest = demand.longest(wanted)
+    shortest = min(MIN_CONTEXT, demand.trained_len) if max_model_len is None else max_model_len
+    _check_length(demand, shortest, kv_memory, max_model_len)
+    wanted = max(default_kv_memory, demand.kv_bytes(shortest)) if kv_memory is None else kv_memory
+    if wanted > supply - demand.fixed:
+        raise _does_not_fit(demand, supply, wanted, shortest, kv_memory, max_model_len)
+    length, reason = demand.longest(wanted), "what the model was trained for"
     if max_model_len is not None:
-        _check_length(demand, max_model_len, longest, kv_memory)
         length, reason = max_model_len, "set by the user"
-    elif longest == demand.trained_len:
-        length, reason = longest, "what the model was trained for"
-    else:
-        length = longest
+    elif length < demand.trained_len:
         reason = f"the KV memory holds no longer request; the model was trained for {demand.trained_len}"
-    if wanted > left or length < min(MIN_CONTEXT, demand.trained_len):
-        raise _does_not_fit(demand, supply, wanted, max(length, min(MIN_CONTEXT, demand.trained_len)))
-    # More blocks than all rows can fill at once would never be used.
-    useful = demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes)
-    num_blocks = (
-        min(wanted // demand.layout.page_bytes, useful) if kv_memory is None else wanted // (demand.layout.page_bytes)
-    )
+    num_blocks = wanted // demand.layout.page_bytes
+    if kv_memory is None:  # more blocks than all rows can fill at once would never be used
+        num_blocks = min(num_blocks, demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes))
     tokens = num_blocks * demand.layout.block_size // len(demand.layout.groups)
     return MemoryLedger(
         entries=(
@@ -112,31 +107,45 @@ def make_ledger(
     )
 
 
-def _check_length(demand: MemoryDemand, max_model_len: int, longest: int, kv_memory: int | None) -> None:
-    if max_model_len > demand.trained_len:
+def _check_length(demand: MemoryDemand, shortest: int, kv_memory: int | None, max_model_len: int | None) -> None:
+    """Refuse what cannot be on a machine of any size."""
+    if shortest > demand.trained_len:
         raise MemoryPlanError(
-            f"max_model_len is {max_model_len} but the model was trained for {demand.trained_len} tokens; "
-            f"set --max-model-len to {demand.trained_len} or less"
+            f"max_model_len is {shortest} but the model was trained for {demand.trained_len} tokens; "
+            f"set --max-model-len {demand.trained_len} or less"
         )
-    if kv_memory is not None and max_model_len > longest:
-        needed = format_bytes(demand.kv_bytes(max_model_len))
-        raise MemoryPlanError(
-            f"one request of {max_model_len} tokens needs {needed} of KV blocks but kv_cache_memory is "
-            f"{format_bytes(kv_memory)}; set --max-model-len {longest} or --kv-cache-memory {needed}"
-        )
-
-
-def _does_not_fit(demand: MemoryDemand, supply: int, wanted: int, length: int) -> MemoryPlanError:
-    need = (
-        f"weights {format_bytes(demand.weights)}, rows and workspace {format_bytes(demand.rows + demand.workspace)}, "
-        f"KV blocks {format_bytes(max(wanted, demand.kv_bytes(length)))}"
+    needed = demand.kv_bytes(shortest)
+    if kv_memory is None or kv_memory >= needed:
+        return
+    longest = demand.longest(kv_memory)
+    shorten = f"--max-model-len {longest} or " if max_model_len is not None and longest > 0 else ""
+    raise MemoryPlanError(
+        f"kv_cache_memory is {format_bytes(kv_memory)} but one request of {shortest} tokens needs "
+        f"{format_bytes(needed)} of KV blocks; set {shorten}--kv-cache-memory {exact_bytes(_rounded_up(needed))}"
     )
-    left = supply - demand.fixed
-    shorter = demand.longest(max(0, left))
-    if shorter >= min(MIN_CONTEXT, demand.trained_len):
-        fix = f"set --kv-cache-memory {format_bytes(left // (1 << 20) * (1 << 20))} --max-model-len {shorter}"
+
+
+def _does_not_fit(
+    demand: MemoryDemand, supply: int, wanted: int, shortest: int, kv_memory: int | None, max_model_len: int | None
+) -> MemoryPlanError:
+    left, needed = max(0, supply - demand.fixed), demand.kv_bytes(shortest)
+    rounded = left // ROUND_TO * ROUND_TO
+    if left >= needed:  # so the user asked for more KV memory than that
+        fix = f"set --kv-cache-memory {exact_bytes(rounded if rounded >= needed else left)}"
+    elif max_model_len is not None and demand.longest(left) > 0:
+        given = rounded if demand.longest(rounded) > 0 else left
+        lower_kv = "" if kv_memory is None else f"--kv-cache-memory {exact_bytes(given)} "
+        fix = f"set {lower_kv}--max-model-len {demand.longest(given)}"
     elif demand.weights < supply:
-        fix = "lower --max-num-batched-tokens or --max-num-seqs, or free some memory"
+        fix = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or free some memory"
     else:
         fix = "use a smaller model or --dtype bfloat16, or a machine with more memory"
-    return MemoryPlanError(f"not enough memory: needed {need}; available {format_bytes(supply)}; {fix}")
+    return MemoryPlanError(
+        f"not enough memory: needed {format_bytes(demand.fixed + wanted)} (weights {format_bytes(demand.weights)}, "
+        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}); "
+        f"available {format_bytes(supply)}; {fix}"
+    )
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_TO) * ROUND_TO

@@ -1,0 +1,162 @@
+"""The ledger: never more than there is, always room for one longest request, and a refusal whose fix works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.config.args import parse_bytes
+from quire.kv.layout import LayerKV, plan_layout
+from quire.types.errors import MemoryPlanError
+from quire.worker.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_ledger
+
+MIB = 1 << 20
+LLAMA = plan_layout([LayerKV("full", None, 1024)] * 4, block_size=16)  # 64 KiB a block, 16 tokens
+GEMMA = plan_layout([LayerKV("sliding", 32, 512)] * 5 + [LayerKV("full", None, 512)], block_size=16)
+
+
+def make_demand(**changes: object) -> MemoryDemand:
+    values: dict[str, object] = {
+        "weights": 100 * MIB,
+        "weights_note": "25 M parameters in float32",
+        "rows": 1 * MIB,
+        "workspace": 9 * MIB,
+        "layout": LLAMA,
+        "trained_len": 2048,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 4,
+    }
+    return MemoryDemand(**{**values, **changes})  # type: ignore[arg-type]  # any field may be replaced
+
+
+def plan(demand: MemoryDemand, supply: int, kv: int | None = None, length: int | None = None) -> MemoryLedger:
+    return make_ledger(demand, supply, kv, (supply - demand.fixed) // 4, length)
+
+
+def test_everything_fits() -> None:
+    ledger = plan(make_demand(), 1000 * MIB)
+    assert ledger.max_model_len == 2048
+    assert ledger.max_model_len_reason == "what the model was trained for"
+    assert [entry.name for entry in ledger.entries] == ["weights", "KV blocks", "rows", "workspace"]
+    assert ledger.num_kv_blocks == 4 * (2048 // 16 + 1), "four requests of full length and no more"
+    assert "100MiB  25 M parameters" in ledger.format()
+    assert "of 1000MiB available" in ledger.format()
+    assert ledger.format().endswith("max_model_len = 2048 (what the model was trained for)")
+
+
+def test_a_small_default_shortens_the_context_and_says_so() -> None:
+    ledger = plan(make_demand(), 126 * MIB)  # a quarter of the 16 MiB left: 64 blocks, one of them null
+    assert ledger.max_model_len == 63 * 16
+    assert "trained for 2048" in ledger.max_model_len_reason
+
+
+def test_the_default_grows_to_the_shortest_context_worth_serving() -> None:
+    demand = make_demand()
+    ledger = plan(demand, demand.fixed + demand.kv_bytes(MIN_CONTEXT))
+    assert ledger.max_model_len == MIN_CONTEXT
+
+
+def test_a_context_the_user_sets_may_be_shorter_than_that() -> None:
+    demand = make_demand()
+    ledger = plan(demand, demand.fixed + demand.kv_bytes(20), length=20)
+    assert (ledger.max_model_len, ledger.max_model_len_reason) == (20, "set by the user")
+
+
+def test_memory_that_the_user_sets_is_taken_as_it_is() -> None:
+    assert plan(make_demand(), 1000 * MIB, kv=500 * MIB).num_kv_blocks == 500 * 16
+
+
+def test_a_context_longer_than_trained() -> None:
+    with pytest.raises(MemoryPlanError, match=r"max_model_len is 4096 .* trained for 2048 .*--max-model-len 2048"):
+        plan(make_demand(), 1000 * MIB, length=4096)
+
+
+def test_kv_memory_too_small_for_the_context() -> None:
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"kv_cache_memory is 4MiB but one request of 2048 tokens needs 8\.062MiB of KV blocks; "
+        r"set --max-model-len 1008 or --kv-cache-memory 9MiB",
+    ):
+        plan(make_demand(), 1000 * MIB, kv=4 * MIB, length=2048)
+
+
+def test_kv_memory_too_small_for_anything() -> None:
+    with pytest.raises(MemoryPlanError, match=r"is 1000B but .* 128 tokens .*; set --kv-cache-memory 1MiB$"):
+        plan(make_demand(), 1000 * MIB, kv=1000)
+
+
+def test_more_kv_memory_than_there_is() -> None:
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"needed 310MiB \(weights 100MiB, rows and workspace 10MiB, KV blocks 200MiB\); "
+        r"available 150\.5MiB; set --kv-cache-memory 40MiB$",
+    ):
+        plan(make_demand(), 150 * MIB + MIB // 2, kv=200 * MIB)
+
+
+def test_too_long_a_context_for_the_memory() -> None:
+    with pytest.raises(MemoryPlanError, match=r"available 114MiB; set --max-model-len 1008$"):
+        plan(make_demand(), 114 * MIB, length=2048)
+
+
+@pytest.mark.parametrize(("supply", "fix"), [(105, "--max-num-batched-tokens"), (99, "a smaller model or --dtype")])
+def test_no_room_for_any_context(supply: int, fix: str) -> None:
+    with pytest.raises(MemoryPlanError, match=fix):
+        plan(make_demand(), supply * MIB)
+
+
+DEMANDS = st.builds(
+    make_demand,
+    weights=st.integers(1, 100 * MIB),
+    rows=st.integers(0, MIB),
+    workspace=st.integers(0, 10 * MIB),
+    layout=st.sampled_from([LLAMA, GEMMA]),
+    trained_len=st.integers(1, 5000),
+    max_num_batched_tokens=st.integers(1, 300),
+    max_num_seqs=st.integers(1, 20),
+)
+
+
+def apply_fix(message: str, kv: int | None, length: int | None) -> tuple[int | None, int | None]:
+    """What a user does who follows the message: the first of two alternatives."""
+    fix = message.rpartition(";")[2].partition(" or --")[0]
+    settings = dict(re.findall(r"--(kv-cache-memory|max-model-len) (\d\w*)", fix))
+    assume(settings)  # the others ask for another model or machine
+    if "kv-cache-memory" in settings:
+        kv = parse_bytes(settings["kv-cache-memory"])
+    return kv, int(settings.get("max-model-len", 0)) or length
+
+
+@given(
+    demand=DEMANDS,
+    more=st.integers(-MIB, 40 * MIB),
+    kv=st.none() | st.integers(1, 50 * MIB),
+    length=st.none() | st.integers(1, 5000),
+)
+def test_the_suggested_fix_works(demand: MemoryDemand, more: int, kv: int | None, length: int | None) -> None:
+    supply = demand.fixed + more
+    ledger: MemoryLedger | None = None
+    for _ in range(4):  # too long for the model, KV memory too small for it, too much for the machine
+        try:
+            ledger = plan(demand, supply, kv, length)
+            break
+        except MemoryPlanError as error:
+            kv, length = apply_fix(str(error), kv, length)
+    assert ledger is not None, "the fixes lead in a circle"
+    assert ledger.total <= supply
+    assert 1 <= ledger.max_model_len <= demand.trained_len
+    assert length is None or ledger.max_model_len == length
+    assert ledger.num_kv_blocks > demand.layout.blocks_for(ledger.max_model_len, demand.max_num_batched_tokens)
+
+
+@given(demand=DEMANDS, more=st.integers(0, 40 * MIB))
+def test_without_settings_only_a_lack_of_memory_is_refused(demand: MemoryDemand, more: int) -> None:
+    enough = more >= demand.kv_bytes(min(MIN_CONTEXT, demand.trained_len))
+    if enough:
+        assert plan(demand, demand.fixed + more).total <= demand.fixed + more
+    else:
+        with pytest.raises(MemoryPlanError, match="not enough memory"):
+            plan(demand, demand.fixed + more)
