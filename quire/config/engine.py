@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
 from quire.types.errors import ConfigError
@@ -23,7 +27,9 @@ class EngineConfig:
         left = dict(settings)
         for group in fields(cls):
             group_type = GROUP_TYPES[group.name]
-            mine = {f.name: left.pop(f.name) for f in fields(group_type) if f.name in left}
+            mine = {
+                f.name: _checked(group_type, f.name, left.pop(f.name)) for f in fields(group_type) if f.name in left
+            }
             groups[group.name] = group_type(**mine)
         if left:
             known = sorted(f.name for t in GROUP_TYPES.values() for f in fields(t))
@@ -39,6 +45,24 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
 }
+
+
+def _checked(group_type: type[Any], name: str, value: Any) -> Any:
+    """The value, if it is of the setting's type; a path may stand for its text."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    hint = get_type_hints(group_type)[name]
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name} is {value!r} but must be {_describe(hint)}") from error
+
+
+def _describe(hint: Any) -> str:
+    """A type in words: "one of 'fcfs', 'priority'", "int or None"."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
 
 
 def check(config: EngineConfig) -> None:

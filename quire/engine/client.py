@@ -66,6 +66,7 @@ class InProcClient(EngineClient):
         self._thread: threading.Thread | None = None
         self._outputs: asyncio.Queue[EngineOutputs | EngineError] | None = None
         self._dead: EngineError | None = None
+        self._is_shut_down = False
 
     def add_request(self, request: EngineRequest) -> None:
         self._check_alive()
@@ -102,6 +103,9 @@ class InProcClient(EngineClient):
         return outputs
 
     def shutdown(self) -> None:
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         self._dead = self._dead or EngineDeadError("the engine was shut down")
         self._loop.stop()
         if self._thread is not None and self._thread is not threading.current_thread():

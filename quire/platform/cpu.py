@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from quire.platform.base import Event, NullEvent, Platform
+
+NO_LIMIT = 1 << 62
 
 
 class CpuPlatform(Platform):
@@ -56,11 +59,35 @@ def _free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_headroom() -> int:
-    """What a container may still take; a huge number outside of one."""
+def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """What the containers around this process leave it; a huge number outside of one."""
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            maximum = limit.read().strip()
-            return 1 << 62 if maximum == "max" else max(0, int(maximum) - int(used.read()))
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return NO_LIMIT
+    headroom = NO_LIMIT
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2: one tree for everything
+            files, tree = ("memory.max", "memory.current", "inactive_file"), root
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tree = root / "memory"
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not there; the tree's top then is the container.
+        here = tree / path.lstrip("/")
+        for folder in (folder for folder in (here, *here.parents) if folder.is_relative_to(tree)):
+            headroom = min(headroom, _headroom_of(folder, *files))
+    return headroom
+
+
+def _headroom_of(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> int:
+    """Limit minus usage, where cached file pages that can be dropped at once do not count as used."""
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        usage = int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        return 1 << 62
+        return NO_LIMIT
+    return NO_LIMIT if limit == "max" else max(0, int(limit) - usage + int(stat.get(cache_key, 0)))

@@ -1,0 +1,58 @@
+"""EngineConfig: flat settings find their group, and a wrong one is named before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.types.errors import ConfigError
+
+
+def test_settings_find_their_groups() -> None:
+    config = EngineConfig.from_flat(model="m", block_size=32, max_num_seqs=3, num_threads=2, policy="priority")
+    assert (config.model.model, config.cache.block_size) == ("m", 32)
+    assert (config.scheduler.max_num_seqs, config.scheduler.policy) == (3, "priority")
+    assert config.device.num_threads == 2
+    assert EngineConfig.from_flat() == EngineConfig()
+
+
+def test_a_path_is_as_good_as_its_text() -> None:
+    assert EngineConfig.from_flat(model=Path("/a/model")).model.model == "/a/model"
+
+
+def test_an_unknown_setting_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'max_len'; known: .*max_model_len") as info:
+        EngineConfig.from_flat(max_len=3, zzz=1)
+    assert "zzz" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_model_len", 0, "at least 1"),
+        ("max_num_seqs", -1, "at least 1"),
+        ("max_num_batched_tokens", 0, "at least 1"),
+        ("long_prefill_token_threshold", 0, "at least 1"),
+        ("kv_cache_memory", 0, "at least 1"),
+        ("steps_in_flight", 0, "at least 1"),
+        ("num_threads", 0, "at least 1"),
+        ("block_size", 0, "at least 1"),
+        ("block_size", 24, "a power of two up to 128"),
+        ("block_size", 256, "a power of two up to 128"),
+        ("max_model_len", "2k", "int or None"),
+        ("max_model_len", 20.5, "int or None"),
+        ("kv_cache_memory", "2GiB", "int or None"),
+        ("enable_prefix_caching", "no", "bool"),
+        ("model", None, "str"),
+        ("dtype", "float64", "one of 'auto', 'float32', 'bfloat16', 'float16'"),
+        ("load_format", "pickle", "one of 'auto', 'safetensors', 'gguf', 'dummy'"),
+        ("policy", "lifo", "one of 'fcfs', 'priority'"),
+        ("device", "abacus", "one of 'auto', 'cpu'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r} but must be {expected}"):
+        EngineConfig.from_flat(**{name: value})

@@ -1,0 +1,26 @@
+"""Platforms by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.platform.base import Platform
+from quire.platform.registry import PLATFORMS, get_platform
+from quire.types.errors import UnknownNameError
+
+
+def test_auto_finds_a_platform() -> None:
+    assert get_platform("auto").name == "cpu"
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_every_platform_is_complete(name: str) -> None:
+    platform = get_platform(name)
+    assert platform.name == name
+    declared = Platform.__annotations__
+    assert [field for field in declared if not hasattr(platform, field)] == []
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(UnknownNameError, match="unknown device 'abacus'; known: cpu"):
+        get_platform("abacus")
