@@ -102,3 +102,19 @@ class GenerationError(EngineError):
     def __init__(self, request_id: str, message: str) -> None:
         super().__init__(f"request {request_id} failed: {message}")
         self.request_id = request_id
+
+
+class BenchmarkError(QuireError):
+    """A benchmark cannot be run, or measured nothing."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine takes no requests now; trying again after `retry_after` seconds may work."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(EngineUnavailableError):
+    """Too many requests wait already."""
