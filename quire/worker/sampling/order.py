@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # tokens per block when looking for the first maximum
+_CHUNK = 1 << 17  # tokens at a time in a radix select: its int64 temporaries should stay in a core's cache
 
 
 def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +53,15 @@ def keep_prefix(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     """Which tokens are in the shortest prefix of the order whose weights add up to `needed`: bool [m, n].
 
     Weights [m, n] and needed [m] are int64, so sums are exact in any order of addition. A radix select: three
-    passes over the digits of the sort key find the last kept value, a running sum cuts among its equals. This is
-    several times faster than sorting a vocabulary.
+    passes over the digits of the sort key find the last kept value, a running sum cuts among its equals. It is
+    faster than sorting a vocabulary, and indifferent to ties.
     """
+    lines = max(1, _CHUNK // logits.shape[1])
+    parts = zip(torch.split(logits, lines), torch.split(weights, lines), torch.split(needed, lines), strict=True)
+    return torch.cat([_keep_prefix(*part) for part in parts])
+
+
+def _keep_prefix(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     ranks = 0x7FFFFFFF - _sortable(logits).to(torch.int64)  # [0, 2^32), smaller is earlier
     needed = needed.unsqueeze(1)
     last = torch.zeros_like(needed)

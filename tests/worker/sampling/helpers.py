@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.sampler import Sampler, SampleOutput
+from quire.worker.sampling.sampler import SampleOutput, Sampler
 from tests.worker.sampling.reference import Row
 
 MAX_ROWS = 12

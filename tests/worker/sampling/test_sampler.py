@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.types.sampling import PoolingParams
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.sampler import Sampler, SampleOutput
+from quire.worker.sampling.sampler import SampleOutput, Sampler
 from tests.worker.sampling import reference
 from tests.worker.sampling.helpers import CPU, MAX_ROWS, Rows, make_logits, make_row, rows_of, run, start_of
 from tests.worker.sampling.reference import Row
