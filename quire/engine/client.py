@@ -129,7 +129,7 @@ class InProcClient(EngineClient):
             try:
                 while self._loop.wait():
                     result = self._loop.run_once()
-                    if result.outputs:
+                    if result.outputs or result.stats is not None:
                         emit(result)
             except Exception as error:  # the thread's end must reach whoever waits for outputs
                 logger.error("the engine loop died", exc_info=error)

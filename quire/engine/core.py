@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -40,21 +41,25 @@ class EngineCore:
 
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
+        begin = time.monotonic()
         while len(self._in_flight) < self._depth:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(begin)
             if plan is None:
                 break
             self._in_flight.append((plan, self.executor.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
-            return EngineOutputs([])
+            return EngineOutputs([], self.scheduler.stats())
         plan, future = self._in_flight.popleft()
         try:
             result = future.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
             return self._contain(plan, error)
-        return self.scheduler.update(plan, result)
+        outputs = self.scheduler.update(plan, result)
+        if outputs.stats is not None:
+            outputs.stats.step_time = time.monotonic() - begin
+        return outputs
 
     def _contain(self, plan: StepPlan, error: Exception) -> EngineOutputs:
         """A step failed: retry each of its requests alone, so that only the culprit fails."""
@@ -65,7 +70,7 @@ class EngineCore:
         if self.scheduler.is_retry(plan):
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         self.scheduler.recover(plan)
-        return EngineOutputs([])
+        return EngineOutputs([], self.scheduler.stats())
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -78,6 +78,7 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
     request.store_above = 0
     if request.num_cached_tokens < 0:
         request.num_cached_tokens = num_cached
+        request.queue_time = max(0.0, step.now - request.engine_request.arrival_time)
         if may_reuse_prefix:
             state.prefix_queries += request.num_prompt_tokens
             state.prefix_hits += num_cached

@@ -64,10 +64,10 @@ class Scheduler:
             state.forget_finished(ended)
         return outputs
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step, or None if there is nothing to compute now."""
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing to compute now. `now` is on the clock of arrival times."""
         state = self._state
-        step = StepDraft(state.limits.max_num_batched_tokens)
+        step = StepDraft(state.limits.max_num_batched_tokens, now)
         if state.retries:
             plan_retry(state, step)
         else:

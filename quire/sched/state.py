@@ -32,10 +32,11 @@ class Chunk:
 class StepDraft:
     """A step while it is being planned."""
 
-    __slots__ = ("budget", "chunks", "deltas", "num_tokens", "preempted", "requests", "retry", "starts")
+    __slots__ = ("budget", "chunks", "deltas", "now", "num_tokens", "preempted", "requests", "retry", "starts")
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
+        self.now = now
         self.requests: list[Request] = []
         self.num_tokens: list[int] = []  # parallel to requests
         self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk

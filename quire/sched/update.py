@@ -101,13 +101,14 @@ def first_output(
     error: str | None = None,
     pooled: list[float] | None = None,
 ) -> EngineOutput:
-    """An output that tells the number of cached tokens if none before it has."""
+    """An output that tells the number of cached tokens and the queue time if none before it has."""
     output = EngineOutput(
         request.request_id, token_ids, finish_reason, prompt_logprobs=prompt_logprobs, error=error, pooled=pooled
     )
     if not request.reported:
         request.reported = True
         output.num_cached_tokens = request.num_cached_tokens
+        output.queue_time = request.queue_time
     return output
 
 

@@ -22,6 +22,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_cached_tokens: int = -1  # sent with the first output: prompt tokens found in the prefix cache
     error: str | None = None
     pooled: list[float] | None = None
+    queue_time: float = -1.0  # sent with the first output: seconds from arrival until it was first planned
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -35,6 +36,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_queries: int = 0  # tokens looked up since start
     prefix_hits: int = 0  # tokens found since start
     step_tokens: int = 0  # tokens computed in this step
+    step_time: float = 0.0  # seconds this step took; 0 when no step was finished
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=True):
@@ -75,6 +77,7 @@ class RequestMetrics:
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
+    queue_time: float | None = None  # seconds from arrival until the engine first planned it
 
 
 @dataclass(slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 
 from quire.engine.core import EngineCore
@@ -126,3 +128,27 @@ def test_a_request_that_can_never_run_is_answered_at_once() -> None:
     assert answer.error is not None
     assert "max_model_len" in answer.error
     assert not core.has_work()
+
+
+def test_every_step_tells_how_long_it_took_and_the_first_output_how_long_it_waited() -> None:
+    core, _ = make_core()
+    arrival = time.monotonic()
+    core.add_request(msgspec.structs.replace(request("a", length=40, max_tokens=2), arrival_time=arrival))
+    told = []
+    while core.has_work():
+        done = core.step()
+        assert done.stats is not None
+        assert 0 < done.stats.step_time <= time.monotonic() - arrival
+        told += [output.queue_time for output in done.outputs]
+    assert 0 <= told[0] <= time.monotonic() - arrival
+    assert told[1:] == [-1.0]
+
+
+def test_stats_come_also_when_an_abort_leaves_nothing_to_do() -> None:
+    core, _ = make_core()
+    core.add_request(request("a"))
+    core.step()
+    core.abort(["a"])
+    stats = core.step().stats
+    assert stats is not None
+    assert (stats.num_running, stats.num_free_blocks, stats.step_time) == (0, stats.num_blocks, 0.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.types.errors import RequestError
@@ -99,3 +100,21 @@ def test_row_start_carries_what_the_worker_needs() -> None:
     assert (start.params, start.seed, start.eos_token_ids, start.adapter_id) == (params, 77, (9,), 3)
     driver.step()
     assert start.token_ids == [4, 5], "a plan does not change after it is made"
+
+
+def test_queue_time_runs_from_arrival_to_the_first_admission_only() -> None:
+    driver = Driver(max_num_seqs=1)
+    scheduler = driver.scheduler
+    first, second = (
+        msgspec.structs.replace(make_request(name, [1, 2], 2), arrival_time=10.0) for name in ("first", "second")
+    )
+    driver.add(first, second)
+    clock = 10.5
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule(clock)
+        assert plan is not None
+        driver.in_flight.append(plan)
+        driver.finish()
+        clock += 1
+    told = {name: [output.queue_time for output in driver.outputs[name]] for name in ("first", "second")}
+    assert told == {"first": [0.5, -1.0], "second": [2.5, -1.0]}
