@@ -47,10 +47,14 @@ def row_ladder(min_rows: int, max_rows: int) -> list[int]:
 def all_rows_equal(run: Callable[[Tensor], Tensor], row: Tensor, sizes: Sequence[int]) -> bool:
     """Whether `run` maps `row` to the same bits at every position of every batch size."""
     reference = run(row.expand(sizes[0], -1).contiguous())[0]
-    return all(
-        bool((run(row.expand(size, -1).contiguous()) == reference).all())
-        for size in (sizes[0], *reversed(sizes[1:]))
-    )
+    # Broken weights make columns that are equal to nothing; they must not cost the others their recipe.
+    finite = None if bool(reference.isfinite().all()) else reference.isfinite().nonzero().flatten()
+
+    def agrees(size: int) -> bool:
+        equal = run(row.expand(size, -1).contiguous()) == reference
+        return bool((equal if finite is None else equal[:, finite]).all())
+
+    return all(agrees(size) for size in (sizes[0], *reversed(sizes[1:])))
 
 
 def find_recipe(product: Callable[[Tensor, int | None], Tensor], row: Tensor, max_rows: int) -> MatmulRecipe:
