@@ -37,6 +37,8 @@ class PreparedRequest:
     prompt: str | None
     params: SamplingParams
     children: tuple[EngineRequest, ...]
+    trace_headers: Mapping[str, str] | None = None
+    """The caller's trace context: traceparent, tracestate."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -83,6 +85,7 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         add_special_tokens: bool = True,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, before the engine hears of it."""
         params = self.default_params if params is None else params
@@ -97,6 +100,7 @@ class InputProcessor:
             prompt=text,
             params=params,
             children=self._fan_out(request_id, token_ids, params, priority, cache_salt),
+            trace_headers=trace_headers,
         )
 
     def _fan_out(

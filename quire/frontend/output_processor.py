@@ -14,6 +14,7 @@ from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.logprobs import LogprobsDecoder
 from quire.frontend.stop_strings import StopStringMatcher
+from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, Observer, RequestEnd, TokenEvent
 from quire.types.errors import GenerationError, RequestError
 from quire.types.outputs import (
     CompletionOutput,
@@ -54,7 +55,9 @@ class CompletionState:
         "cumulative_logprob",
         "engine_id",
         "finish_reason",
+        "first_token_time",
         "index",
+        "last_token_time",
         "num_tokens",
         "stop_reason",
     )
@@ -68,6 +71,8 @@ class CompletionState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
         self.changed = False
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._logprobs: list[LogprobsAtPosition] | None = None if params.logprobs is None else []
@@ -176,16 +181,20 @@ class RequestState:
         "metrics",
         "num_cached_tokens",
         "num_unfinished",
+        "params",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "trace_headers",
     )
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, decoder: LogprobsDecoder) -> None:
         self.request_id = request.request_id
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids
+        self.params = request.params
+        self.trace_headers = request.trace_headers
         self.kind = request.params.output_kind
         self.completions = [CompletionState(request, i, tokenizer, decoder) for i in range(len(request.children))]
         self.num_unfinished = len(self.completions)
@@ -216,6 +225,25 @@ class RequestState:
             self.num_cached_tokens,
         )
 
+    def summary(self, now: float, error: str | None) -> RequestEnd:
+        """How it went. What has not finished ends with an error."""
+        return RequestEnd(
+            self.request_id,
+            self.params,
+            len(self.prompt_token_ids),
+            tuple(
+                CompletionEnd(c.finish_reason or "error", c.num_tokens, c.first_token_time, c.last_token_time)
+                for c in self.completions
+            ),
+            self.metrics.arrival_time,
+            now,
+            self.metrics.first_token_time,
+            self.metrics.queue_time,
+            self.num_cached_tokens,
+            error,
+            self.trace_headers,
+        )
+
     def _take_prompt_logprobs(self, delta: bool, finished: bool) -> list[LogprobsAtPosition | None] | None:
         logprobs = self.prompt_logprobs
         if logprobs is None:
@@ -232,8 +260,9 @@ class RequestState:
 class OutputProcessor:
     """The requests in progress, by the ids that the engine knows their completions by."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, observer: Observer = NULL_OBSERVER) -> None:
         self._tokenizer = tokenizer
+        self._observer = observer
         self._decoder = LogprobsDecoder(None if tokenizer is None else tokenizer.token_text)
         self._requests: dict[str, RequestState] = {}
         self._completions: dict[str, tuple[RequestState, CompletionState]] = {}
@@ -262,6 +291,7 @@ class OutputProcessor:
     def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
         """Take in outputs of one step. Outputs of requests that are gone (aborted, stopped) are dropped."""
         result = ProcessedOutputs()
+        event = TokenEvent()
         touched: dict[str, RequestState] = {}
         now = time.monotonic()
         for output in outputs:
@@ -276,11 +306,13 @@ class OutputProcessor:
                 self._fail(state, completion, output.error or "the engine gave no reason", result)
                 continue
             touched[state.request_id] = state
-            self._add(state, completion, output, now, result)
+            self._add(state, completion, output, now, result, event)
         for state in touched.values():
             taken = state.take()
             if taken is not None:
                 result.outputs.append(taken)
+        if event.num_generation_tokens:
+            self._observer.on_tokens(event)
         return result
 
     def abort(self, request_id: str) -> tuple[list[str], RequestOutput | None]:
@@ -294,15 +326,15 @@ class OutputProcessor:
             if completion.finish_reason is None:
                 completion.finish("abort")
         state.num_unfinished = 0
-        state.metrics.finished_time = time.monotonic()
-        self._forget(state)
+        self._end(state, time.monotonic())
         return ids, state.take()
 
-    def clear(self) -> tuple[list[str], list[str]]:
+    def clear(self, error: str = "the engine is gone") -> tuple[list[str], list[str]]:
         """Forget everything: the ids of the requests that were in progress, and their engine ids to abort."""
         requests, engine_ids = list(self._requests), list(self._completions)
-        self._requests.clear()
-        self._completions.clear()
+        now = time.monotonic()
+        for state in list(self._requests.values()):
+            self._end(state, now, error)
         self._aborting.clear()
         return requests, engine_ids
 
@@ -313,14 +345,17 @@ class OutputProcessor:
         output: EngineOutput,
         now: float,
         result: ProcessedOutputs,
+        event: TokenEvent,
     ) -> None:
         if output.num_cached_tokens >= 0 and state.num_cached_tokens is None:
             state.num_cached_tokens = output.num_cached_tokens
+            state.metrics.queue_time = output.queue_time if output.queue_time >= 0 else None
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             state.prompt_logprobs.extend(map(self._decoder.decode, output.prompt_logprobs))
-        if output.token_ids and state.metrics.first_token_time is None:
-            state.metrics.first_token_time = now
+        before = completion.num_tokens
         completion.add(output)
+        if completion.num_tokens > before:
+            _count(state, completion, completion.num_tokens - before, now, event)
         if completion.finish_reason is None:
             return
         del self._completions[completion.engine_id]
@@ -329,17 +364,39 @@ class OutputProcessor:
             result.aborts.append(completion.engine_id)
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
-            state.metrics.finished_time = now
-            self._forget(state)
+            self._end(state, now)
 
     def _fail(self, state: RequestState, completion: CompletionState, error: str, result: ProcessedOutputs) -> None:
         siblings = [i for i in state.unfinished_ids() if i != completion.engine_id]
         self._aborting.update(siblings)
         result.aborts += siblings
         result.failures.append(GenerationError(state.request_id, error))
-        self._forget(state)
+        for other in state.completions:
+            if other.finish_reason is None:
+                other.finish_reason = "error" if other is completion else "abort"
+        self._end(state, time.monotonic(), error)
 
-    def _forget(self, state: RequestState) -> None:
+    def _end(self, state: RequestState, now: float, error: str | None = None) -> None:
+        """Forget a request and tell how it went."""
+        state.metrics.finished_time = now
         del self._requests[state.request_id]
         for completion in state.completions:
             self._completions.pop(completion.engine_id, None)
+        self._observer.on_request_end(state.summary(now, error))
+
+
+def _count(state: RequestState, completion: CompletionState, num_tokens: int, now: float, event: TokenEvent) -> None:
+    """Note that a completion got tokens. Runs once per completion and step."""
+    event.num_generation_tokens += num_tokens
+    last = completion.last_token_time
+    completion.last_token_time = now
+    if last is not None:
+        latency = (now - last) / num_tokens
+        event.token_latencies[latency] = event.token_latencies.get(latency, 0) + 1
+        return
+    completion.first_token_time = now
+    if state.metrics.first_token_time is None:
+        state.metrics.first_token_time = now
+        event.first_token_latencies.append(now - state.metrics.arrival_time)
+        event.num_prompt_tokens += len(state.prompt_token_ids)
+        event.num_cached_tokens += state.num_cached_tokens or 0

@@ -1,0 +1,155 @@
+"""Every metric: its name, meaning, labels and buckets. docs/metrics.md is generated from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "quire:"
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Every metric has the label model_name; `labels` are those besides it."""
+
+    name: str  # without the prefix; a counter's as it is scraped, with _total
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _decades(first_power: int, last_power: int, digits: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(round(digit * 10.0**power, 10) for power in range(first_power, last_power + 1) for digit in digits)
+
+
+# Wide enough for a laptop and for a large machine; finer where a service level is likely to be set.
+_PER_TOKEN = _decades(-3, 0, (1, 2, 3, 5, 7))
+_LATENCY = _decades(-3, 2, (1, 2, 3, 5, 7))
+_STEP = _decades(-4, 0, (1, 2, 5))
+_TOKENS = _decades(0, 5, (1, 2, 5))
+_STEP_TOKENS = tuple(2.0**power for power in range(15))
+
+NUM_RUNNING = Metric("num_requests_running", "gauge", "Completions that the engine computes now.")
+NUM_WAITING = Metric("num_requests_waiting", "gauge", "Completions that wait in the engine's queue.")
+KV_USAGE = Metric("kv_cache_usage_perc", "gauge", "Share of KV blocks in use; 1 is all of them.")
+ENGINE_UP = Metric("engine_up", "gauge", "1 while an engine serves, 0 while there is none.")
+CACHE_INFO = Metric(
+    "cache_config_info",
+    "gauge",
+    "Always 1; the labels tell how the engine was set up.",
+    ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs"),
+)
+PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token.")
+CACHED_TOKENS = Metric(
+    "prompt_tokens_cached_total", "counter", "Those of prompt_tokens_total that the prefix cache had already."
+)
+GENERATION_TOKENS = Metric(
+    "generation_tokens_total", "counter", "Tokens generated, as usage.completion_tokens counts."
+)
+PREFIX_QUERIES = Metric(
+    "prefix_cache_queries_total", "counter", "Prompt tokens that the engine looked up in the prefix cache."
+)
+PREFIX_HITS = Metric("prefix_cache_hits_total", "counter", "Prompt tokens that the engine found in the prefix cache.")
+PREEMPTIONS = Metric(
+    "num_preemptions_total", "counter", "Times that a running completion was put back because KV blocks ran out."
+)
+SUCCESS = Metric(
+    "request_success_total",
+    "counter",
+    "Completions that ended, by reason: stop, length, abort (the client left or aborted) or error. A request has n.",
+    ("finished_reason",),
+)
+ENGINE_RESTARTS = Metric("engine_restarts_total", "counter", "Engines started in place of one that died.")
+STEP_TIME = Metric("step_time_seconds", "histogram", "Time of one step: planning, computing, sampling.", (), _STEP)
+STEP_TOKENS = Metric("iteration_tokens_total", "histogram", "Tokens computed in one step.", (), _STEP_TOKENS)
+FIRST_TOKEN = Metric(
+    "time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", (), _LATENCY
+)
+INTER_TOKEN = Metric(
+    "inter_token_latency_seconds",
+    "histogram",
+    "Between two outputs of a completion, divided by the number of tokens in the later one.",
+    (),
+    _PER_TOKEN,
+)
+PER_OUTPUT_TOKEN = Metric(
+    "request_time_per_output_token_seconds",
+    "histogram",
+    "A completion's mean time per token after the first. Only completions that ended by stop or length.",
+    (),
+    _PER_TOKEN,
+)
+E2E = Metric(
+    "e2e_request_latency_seconds",
+    "histogram",
+    "From a request's arrival to its last token. Only requests whose completions all ended by stop or length, as with"
+    " the three parts of this time below.",
+    (),
+    _LATENCY,
+)
+QUEUE_TIME = Metric(
+    "request_queue_time_seconds",
+    "histogram",
+    "From arrival until the engine first planned the request.",
+    (),
+    _LATENCY,
+)
+PREFILL_TIME = Metric(
+    "request_prefill_time_seconds", "histogram", "From when it was first planned to its first token.", (), _LATENCY
+)
+DECODE_TIME = Metric("request_decode_time_seconds", "histogram", "From the first token to the last.", (), _LATENCY)
+REQUEST_PROMPT_TOKENS = Metric(
+    "request_prompt_tokens", "histogram", "Prompt tokens of a request, however it ended.", (), _TOKENS
+)
+REQUEST_GENERATION_TOKENS = Metric(
+    "request_generation_tokens", "histogram", "Tokens of a completion, however it ended.", (), _TOKENS
+)
+HTTP_REQUESTS = Metric(
+    "http_requests_total",
+    "counter",
+    "HTTP calls answered. Paths that match no route count as route none.",
+    ("method", "route", "status"),
+)
+HTTP_TIME = Metric(
+    "http_request_duration_seconds",
+    "histogram",
+    "From an HTTP call's headers to the last byte of its answer.",
+    ("route",),
+    _LATENCY,
+)
+
+METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+def reference_markdown() -> str:
+    """docs/metrics.md."""
+    parts = [
+        "# Metrics",
+        "",
+        "`GET /metrics` speaks Prometheus' text format, and OpenMetrics to those who ask for it. Names follow vLLM's"
+        " after the prefix, so a dashboard made for it needs little but another prefix;"
+        " [grafana/quire.json](grafana/quire.json) is one to import. Every metric has the label `model_name`, the"
+        " first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
+        "",
+        "*This page is generated from `quire/metrics/catalog.py` by `tools/gen_docs.py`.*",
+    ]
+    for kind, title in (("gauge", "Now"), ("counter", "Since the start"), ("histogram", "Distributions")):
+        rows = [metric for metric in METRICS if metric.kind == kind]
+        parts += ["", f"## {title}", "", "| metric | labels | meaning |", "|---|---|---|"]
+        parts += [
+            f"| `{PREFIX}{m.name}` | {', '.join(f'`{label}`' for label in m.labels)} | {m.help} |" for m in rows
+        ]
+    parts += ["", "## Buckets", "", "Upper bounds; the last one is always `+Inf`.", ""]
+    by_buckets: dict[tuple[float, ...], list[str]] = {}
+    for metric in METRICS:
+        if metric.buckets:
+            by_buckets.setdefault(metric.buckets, []).append(f"`{metric.name}`")
+    parts += [f"- {', '.join(names)}: {_listed(buckets)}" for buckets, names in by_buckets.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _listed(buckets: tuple[float, ...]) -> str:
+    return " ".join(f"{bound:.10g}" for bound in buckets)
