@@ -47,14 +47,16 @@ class AttentionBackend(ABC):
     name: str
 
     @abstractmethod
-    def cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
+    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, keys and values together."""
 
     @abstractmethod
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         """Most memory that `forward` takes beside its arguments and result."""
+
+    @abstractmethod
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:

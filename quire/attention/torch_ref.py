@@ -37,6 +37,7 @@ class _Unit:
 @dataclass(slots=True)
 class TorchMetadata(AttentionMetadata):
     batch: AttentionBatch
+    slots: Tensor  # [num_tokens] int64, without padding
     # Layers of one group ask for the same units; built by the first of them.
     units: dict[tuple[int | None, int, int], list[_Unit]] = field(default_factory=dict)
 
@@ -47,9 +48,7 @@ class TorchAttention(AttentionBackend):
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}
 
-    def cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
+    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         # Heads first: gathering a row's blocks then gives [heads, keys, dim] without another copy.
         return (2, num_kv_heads, num_blocks, block_size, head_dim)
 
@@ -58,8 +57,12 @@ class TorchAttention(AttentionBackend):
         one_row = keys * (2 * spec.num_kv_heads * spec.head_dim + 3 * spec.num_heads * 16) * itemsize
         return max(4 * WORKSPACE_BYTES, one_row)
 
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        cache[:, :, block_ids] = cache[:, :, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
     def prepare(self, batch: AttentionBatch) -> TorchMetadata:
-        return TorchMetadata(batch)
+        # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
+        return TorchMetadata(batch, batch.slot_mapping[: sum(batch.query_lens)])
 
     def forward(
         self,
@@ -73,8 +76,9 @@ class TorchAttention(AttentionBackend):
         assert isinstance(metadata, TorchMetadata)
         batch = metadata.batch
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
-        flat[0].index_copy_(1, batch.slot_mapping, key.transpose(0, 1))
-        flat[1].index_copy_(1, batch.slot_mapping, value.transpose(0, 1))
+        slots, num_tokens = metadata.slots, metadata.slots.shape[0]
+        flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))
+        flat[1].index_copy_(1, slots, value[:num_tokens].transpose(0, 1))
         plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
         units = metadata.units.get(plan_key)
         if units is None:
@@ -102,9 +106,7 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
             queries = min(QUERY_TILE, num_queries - start)
             position = context - num_queries + start
             last_tile = (position + queries - 1) // KEY_TILE + 1
-            first_tile = (
-                0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
-            )
+            first_tile = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
             # Lengths are rounded up to a power of two, so that a batch of mixed lengths makes few units; what
             # is added is masked, and adds zeros.
             width = 1 << (last_tile - first_tile - 1).bit_length()
@@ -138,8 +140,13 @@ def _make_unit(
         mask |= key_positions <= query_positions[:, :, None] - spec.sliding_window
     first_block, num_blocks = first_key // batch.block_size, num_keys // batch.block_size
     tables = batch.block_tables.index_select(0, rows)[:, first_block : first_block + num_blocks]
-    # Past the end of the table every key is masked; the null block stands in.
     tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
+    # The null block stands in for blocks that no query sees: they may belong to others by now, and hold anything.
+    blocks = torch.arange(first_block, first_block + num_blocks, device=device)
+    unseen = blocks > (positions[:, None] + num_queries - 1) // batch.block_size
+    if spec.sliding_window is not None:
+        unseen |= blocks < (positions[:, None] - spec.sliding_window + 1).clamp_min(0) // batch.block_size
+    tables = tables.masked_fill(unseen, 0)
     return _Unit(
         tokens=(tokens[:, None] + offsets).flatten(),
         block_ids=tables.flatten(),
@@ -182,9 +189,7 @@ def _probe(head_dim: int, dtype: torch.dtype) -> int:
     query, weight = probe_row(head_dim, dtype, seed=2), probe_row(KEY_TILE, dtype, seed=3).abs()
 
     def scores(x: Tensor) -> Tensor:
-        return torch.bmm(
-            x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous().transpose(1, 2)
-        )[1]
+        return torch.bmm(x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous().transpose(1, 2))[1]
 
     def outputs(x: Tensor) -> Tensor:
         out = x.new_zeros(2, x.shape[0], head_dim)

@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.models.base import CausalLM
 from quire.types.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
+from quire.worker.containment import MESSAGE, Containment
 from quire.worker.input_batch import InputBatch, InputBuilder
 from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -34,6 +35,7 @@ class Runner:
         self.head = head
         self.sampler = sampler
         self.prompt_logprobs = prompt_logprobs
+        self.containment = Containment(model.attention_layers(), tables)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -45,6 +47,10 @@ class Runner:
         result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=prompt_logprobs)
         if batch.sample_indices:
             self._write(result, batch.sample_indices, self._sample(plan, batch, hidden))
+        for index in self.containment.broken_rows(plan, batch, hidden):
+            result.errors[index] = MESSAGE
+        for index in result.errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
         return result
 
     def _apply(self, plan: StepPlan) -> None:

@@ -1,0 +1,102 @@
+"""A request whose numbers break fails alone: neither its batch nor whoever gets its blocks later is spoiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.core import EngineCore
+from quire.types.sampling import SamplingParams
+from quire.worker.containment import MESSAGE
+from quire.worker.inproc import InProcExecutor
+from tests.e2e.tiny import Answer, Driver, make_engine, make_model, run_alone
+
+BAD = 7  # the token whose embedding is NaN
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
+GOOD_PROMPT = list(range(20, 60))
+BAD_PROMPT = [*range(60, 80), BAD, *range(80, 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    return make_model(folder, "qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=2)
+
+
+def make_broken(model: Path, **settings: Any) -> EngineCore:
+    core = make_engine(model, enable_prefix_caching=False, **settings)
+    runner = runner_of(core)
+    runner.model.get_parameter("model.embed_tokens.weight").data[[0, BAD]] = torch.nan  # 0 is also the padding
+    return core
+
+
+def runner_of(core: EngineCore) -> Any:
+    assert isinstance(core.executor, InProcExecutor)
+    return core.executor._worker.runner
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Answer:
+    return run_alone(make_engine(model), GOOD_PROMPT, PARAMS)
+
+
+def assert_finite(core: EngineCore) -> None:
+    for layer in runner_of(core).model.attention_layers():
+        assert layer.cache.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [512, 8])
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_only_the_broken_request_fails(model: Path, expected: Answer, chunk: int, steps_in_flight: int) -> None:
+    core = make_broken(model, max_num_batched_tokens=chunk, max_num_seqs=4, steps_in_flight=steps_in_flight)
+    driver = Driver(core)
+    for index in range(4):
+        driver.add(f"good {index}", GOOD_PROMPT, PARAMS)
+        driver.add(f"bad {index}", BAD_PROMPT, PARAMS)
+    answers = driver.finish()
+    for index in range(4):
+        assert answers[f"bad {index}"].finish_reason == "error"
+        assert answers[f"bad {index}"].error == MESSAGE
+        assert answers[f"good {index}"].content() == expected.content()
+    assert_finite(core)
+
+
+def test_a_prompt_fails_in_its_first_broken_chunk(model: Path) -> None:
+    core = make_broken(model, max_num_batched_tokens=8, max_num_seqs=2)
+    driver = Driver(core)
+    driver.add("bad", [BAD, *range(20, 200)], PARAMS)
+    driver.step()
+    assert driver.answers["bad"].error == MESSAGE
+    assert not core.has_work()
+
+
+def test_blocks_of_a_broken_request_serve_the_next_one(model: Path, expected: Answer) -> None:
+    core = make_broken(model, max_model_len=64, kv_cache_memory=400_000)
+    for _ in range(3):
+        assert run_alone(core, BAD_PROMPT, PARAMS).error == MESSAGE
+        assert run_alone(core, GOOD_PROMPT, PARAMS).content() == expected.content()
+    assert_finite(core)
+
+
+def test_a_token_that_breaks_while_generating(model: Path, expected: Answer) -> None:
+    """The prompt is fine; what is sampled is not."""
+    core = make_broken(model)
+    forced = SamplingParams(temperature=0.0, max_tokens=6, allowed_token_ids=[BAD])
+    answer = run_alone(core, GOOD_PROMPT, forced)
+    assert (answer.token_ids, answer.finish_reason) == ([BAD], "error")
+    assert answer.error is not None
+    assert "NaN" in answer.error
+    assert_finite(core)
+    assert run_alone(core, GOOD_PROMPT, PARAMS).content() == expected.content()
+
+
+def test_weights_that_are_all_broken(model: Path) -> None:
+    core = make_engine(model)
+    runner_of(core).model.get_parameter("model.layers.1.mlp.down_proj.weight").data.fill_(torch.inf)
+    for _ in range(2):
+        assert run_alone(core, GOOD_PROMPT, PARAMS).error == MESSAGE
+    assert not core.has_work()
+    assert_finite(core)
