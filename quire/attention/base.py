@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,50 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
 
+class HeadNorm(NamedTuple):
+    """RMS norm of each query and key head, before the rotation."""
+
+    q_weight: Tensor  # [head_dim]
+    k_weight: Tensor  # [head_dim]
+    eps: float
+    weight_offset: float
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The rows of one step as one KV group sees them.
 
     Tokens of a row are contiguous and rows are in batch order; the token dimension may be padded at the end.
-    Padding tokens have slot < block_size (block 0, the null block) and belong to no row.
+    Padding tokens have slot < block_size (block 0, the null block) and belong to no row. The host's lists and the
+    device's tensors say the same; a step that runs as a graph has only the latter.
     """
 
     query_lens: list[int]  # [num_rows] tokens of each row in this step
     context_lens: list[int]  # [num_rows] KV length of each row after this step
-    block_tables: Tensor  # [num_rows, max_blocks] int32
+    tables: Tensor  # [max_rows, max_blocks] int32, block ids of every row there is
+    rows: Tensor  # [num_rows] int64, which lines of `tables` these are
+    contexts: Tensor  # [num_rows] int32, context_lens
+    query_starts: Tensor  # [num_rows + 1] int32, index of each row's first token
     slot_mapping: Tensor  # [num_tokens_padded] int64: block_id * block_size + offset
     block_size: int
+
+
+def make_batch(
+    query_lens: list[int], context_lens: list[int], block_tables: Tensor, slot_mapping: Tensor, block_size: int
+) -> AttentionBatch:
+    """A batch whose rows are the lines of `block_tables` [num_rows, max_blocks]."""
+    device = block_tables.device
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    return AttentionBatch(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        tables=block_tables,
+        rows=torch.arange(len(query_lens), device=device),
+        contexts=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        query_starts=starts,
+        slot_mapping=slot_mapping,
+        block_size=block_size,
+    )
 
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque
@@ -52,7 +87,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
-        """Most memory that `forward` takes beside its arguments and result."""
+        """Most memory that attention takes beside its arguments and result."""
 
     @abstractmethod
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
@@ -63,17 +98,20 @@ class AttentionBackend(ABC):
         """Once per step and KV group. Does not sync the device."""
 
     @abstractmethod
-    def forward(
+    def write(
         self,
         spec: AttentionSpec,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        qkv: Tensor,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Write key and value into the cache, then attend.
+        """Norm and rotate query and key heads, and write keys and values into the cache. Mutates `cache` only.
 
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
-        Returns [num_tokens, num_heads * head_dim]; padding tokens give zeros. Mutates `cache` only.
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Returns the queries [num_tokens, heads, dim].
         """
+
+    @abstractmethod
+    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """query: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]; padding is undefined."""

@@ -6,5 +6,7 @@ from quire.attention.base import AttentionBackend
 from quire.utils.registry import Registry
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
-    "attention backend", "quire.attention", {"torch_ref": "torch_ref:TorchAttention"}
+    "attention backend",
+    "quire.attention",
+    {"torch_ref": "torch_ref:TorchAttention", "triton": "triton:TritonAttention"},
 )

@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionSpec
+from quire.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorm,
+    Rotation,
+)
 from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
+from quire.ops.qkv import split_qkv
 from quire.ops.soft_cap import soft_cap
 
 KEY_TILE = 128  # a multiple of every block size
@@ -64,25 +72,30 @@ class TorchAttention(AttentionBackend):
         # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
         return TorchMetadata(batch, batch.slot_mapping[: sum(batch.query_lens)])
 
-    def forward(
+    def write(
         self,
         spec: AttentionSpec,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        qkv: Tensor,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
-        batch = metadata.batch
+        norm = head_norm or (None, None, 0.0, 0.0)
+        query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation)
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
         flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))
         flat[1].index_copy_(1, slots, value[:num_tokens].transpose(0, 1))
+        return query
+
+    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert isinstance(metadata, TorchMetadata)
         plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
         units = metadata.units.get(plan_key)
         if units is None:
-            units = metadata.units[plan_key] = list(_plan_units(batch, spec, query.element_size()))
+            units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, query.element_size()))
         scaled = query * spec.scale
         out = query.new_zeros(query.shape[0], spec.num_heads * spec.head_dim)
         min_rows = self._find_min_rows(spec.head_dim, query.dtype)
@@ -130,7 +143,7 @@ def _make_unit(
     num_keys: int,
     members: list[tuple[int, int, int]],
 ) -> _Unit:
-    device = batch.block_tables.device
+    device = batch.tables.device
     rows, tokens, positions = torch.tensor(members, device=device).unbind(1)
     offsets = torch.arange(num_queries, device=device)
     query_positions = positions[:, None] + offsets  # [rows, queries]
@@ -139,7 +152,7 @@ def _make_unit(
     if spec.sliding_window is not None:
         mask |= key_positions <= query_positions[:, :, None] - spec.sliding_window
     first_block, num_blocks = first_key // batch.block_size, num_keys // batch.block_size
-    tables = batch.block_tables.index_select(0, rows)[:, first_block : first_block + num_blocks]
+    tables = batch.tables.index_select(0, batch.rows[rows])[:, first_block : first_block + num_blocks]
     tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
     # The null block stands in for blocks that no query sees: they may belong to others by now, and hold anything.
     blocks = torch.arange(first_block, first_block + num_blocks, device=device)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-DeviceName = Literal["auto", "cpu"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_MODEL = "smollm2"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Attention(nn.Module):
         self.cache = cache
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """q: [n, num_heads, head_dim]; k, v: [n, num_kv_heads, head_dim] -> [n, num_heads * head_dim]."""
-        return self.backend.forward(self.spec, q, k, v, self.cache, batch.attention[self.group])
+    def forward(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n, num_heads * head_dim]."""
+        metadata = batch.attention[self.group]
+        q = self.backend.write(self.spec, qkv, head_norm, rotation, self.cache, metadata)
+        return self.backend.attend(self.spec, q, self.cache, metadata)

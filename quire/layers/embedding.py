@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.weights import WeightedLayer, empty_parameter
+from quire.ops.base import Target
 from quire.ops.embedding import embed, embed_range
-from quire.ops.linear import DIRECT, linear_transposed
+from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED
 from quire.ops.soft_cap import soft_cap
 from quire.parallel.groups import ParallelGroup
 
@@ -16,11 +16,11 @@ from quire.parallel.groups import ParallelGroup
 class VocabParallelEmbedding(WeightedLayer):
     """A [vocab, hidden] table; each rank holds a range of tokens and the ranks' rows are summed."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, group: ParallelGroup) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, target: Target, group: ParallelGroup) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.first_token, self.num_tokens = group.slice_of(vocab_size, "vocabulary")
-        self.weight = empty_parameter(self.num_tokens, hidden_size, dtype=dtype)
+        self.weight = empty_parameter(self.num_tokens, hidden_size, dtype=target.dtype)
         self._group = group
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -40,17 +40,18 @@ class VocabParallelEmbedding(WeightedLayer):
 class TiedProjection(nn.Module):
     """hidden @ table^T over the embedding's own storage, so that the table exists once."""
 
-    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding, target: Target) -> None:
         super().__init__()
         self.embedding = embedding
+        self._product = LINEAR_TRANSPOSED.bind(target)
         self.recipe = DIRECT  # how to call the product batch-invariantly; set by the self-check at start
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear_transposed(hidden, self.embedding.weight, self.recipe)
+        return self._product(hidden, self.embedding.weight, None, self.recipe)
 
 
 class LMHead(nn.Module):
-    """Logits in float32 over the whole vocabulary: projection, then scale, then soft cap."""
+    """Logits over the whole vocabulary, in the model's dtype: projection, then scale, then soft cap."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class LMHead(nn.Module):
         self._group = group
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [m, hidden] -> [m, vocab] float32."""
-        logits = self._group.collectives.all_gather(self.projection(hidden), dim=-1).float()
+        """hidden: [m, hidden] -> [m, vocab]."""
+        logits = self._group.collectives.all_gather(self.projection(hidden), dim=-1)
         if self.logit_divisor is not None:
             logits = logits / self.logit_divisor
         if self.logit_soft_cap is not None:

@@ -1,20 +1,18 @@
-"""Linear layers, whole or sharded over a parallel group. Weights are stored [in_features, out_features]."""
+"""Linear layers, whole or sharded over a parallel group. The platform's product says how weights are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.layers.weights import WeightedLayer, empty_parameter
-from quire.ops.invariance import MatmulRecipe
-from quire.ops.linear import DIRECT, linear
+from quire.ops.base import Target
+from quire.ops.linear import DIRECT, choose_product
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
-
-LinearOp = Callable[[Tensor, Tensor, Tensor | None, MatmulRecipe], Tensor]
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
 TRANSPOSE_ROWS = 64
@@ -31,7 +29,7 @@ class Piece:
 
 
 class Linear(WeightedLayer):
-    """y = x @ weight + bias, built from pieces side by side. [in, out] is the fast layout for few rows on a CPU.
+    """y = x @ weight + bias, built from pieces side by side. Weights are [in, out], or [out, in] if `transposed`.
 
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
     """
@@ -42,7 +40,7 @@ class Linear(WeightedLayer):
         pieces: Sequence[Piece],
         *,
         bias: bool,
-        dtype: torch.dtype,
+        target: Target,
         in_slice: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
@@ -50,17 +48,18 @@ class Linear(WeightedLayer):
         self.in_start, self.in_features = in_slice or (0, in_features)
         self.out_features = sum(piece.size for piece in pieces)
         self.recipe = DIRECT  # how to call the product batch-invariantly; set by the self-check at start
-        self.weight = empty_parameter(self.in_features, self.out_features, dtype=dtype)
-        self.bias = empty_parameter(self.out_features, dtype=dtype) if bias else None
+        self._product, self.transposed = choose_product(target)
+        shape = (self.out_features, self.in_features) if self.transposed else (self.in_features, self.out_features)
+        self.weight = empty_parameter(*shape, dtype=target.dtype)
+        self.bias = empty_parameter(self.out_features, dtype=target.dtype) if bias else None
         self._pieces = tuple(pieces)
-        self._op: LinearOp = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, in_features] -> [n, out_features]."""
         return self._matmul(x)
 
     def _matmul(self, x: Tensor) -> Tensor:
-        return self._op(x, self.weight, self.bias, self.recipe)
+        return self._product(x, self.weight, self.bias, self.recipe)
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         tail = (self.full_in_features,) if parameter == "weight" else ()
@@ -77,11 +76,15 @@ class Linear(WeightedLayer):
 
     def _write(self, parameter: str, column: int, rows: Tensor) -> None:
         """rows: [outputs, full_in_features] or [outputs]."""
-        target = self.get_parameter(parameter).data[..., column : column + rows.shape[0]]
+        whole = self.get_parameter(parameter).data
         if parameter != "weight":
-            target.copy_(rows)
+            whole[column : column + rows.shape[0]].copy_(rows)
             return
         rows = rows[:, self.in_start : self.in_start + self.in_features]
+        if self.transposed:
+            whole[column : column + rows.shape[0]].copy_(rows)
+            return
+        target = whole[:, column : column + rows.shape[0]]
         for start in range(0, rows.shape[0], TRANSPOSE_ROWS):
             block = slice(start, start + TRANSPOSE_ROWS)
             target[:, block].copy_(rows[block].to(target.dtype).t())
@@ -91,20 +94,20 @@ class ColumnParallelLinear(Linear):
     """Each rank holds a slice of the outputs and returns that slice."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, group: ParallelGroup
+        self, in_features: int, out_features: int, *, bias: bool, target: Target, group: ParallelGroup
     ) -> None:
         piece = Piece(None, out_features, *group.slice_of(out_features, "output features"))
-        super().__init__(in_features, (piece,), bias=bias, dtype=dtype)
+        super().__init__(in_features, (piece,), bias=bias, target=target)
 
 
 class MergedColumnParallelLinear(Linear):
     """Several column-parallel matrices with the same input, multiplied at once."""
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, int], *, bias: bool, dtype: torch.dtype, group: ParallelGroup
+        self, in_features: int, outputs: Mapping[str, int], *, bias: bool, target: Target, group: ParallelGroup
     ) -> None:
         pieces = [Piece(name, size, *group.slice_of(size, name)) for name, size in outputs.items()]
-        super().__init__(in_features, pieces, bias=bias, dtype=dtype)
+        super().__init__(in_features, pieces, bias=bias, target=target)
 
 
 class QKVParallelLinear(Linear):
@@ -121,7 +124,7 @@ class QKVParallelLinear(Linear):
         head_dim: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
+        target: Target,
         group: ParallelGroup,
     ) -> None:
         first_head, self.num_heads = group.slice_of(num_heads, "attention heads")
@@ -134,18 +137,18 @@ class QKVParallelLinear(Linear):
         query = (num_heads * head_dim, first_head * head_dim, self.num_heads * head_dim)
         key_value = (num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         pieces = (Piece("q_proj", *query), Piece("k_proj", *key_value), Piece("v_proj", *key_value))
-        super().__init__(in_features, pieces, bias=bias, dtype=dtype)
+        super().__init__(in_features, pieces, bias=bias, target=target)
 
 
 class RowParallelLinear(Linear):
     """Each rank holds a slice of the inputs; the ranks' results are summed."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, group: ParallelGroup
+        self, in_features: int, out_features: int, *, bias: bool, target: Target, group: ParallelGroup
     ) -> None:
         in_slice = group.slice_of(in_features, "input features")
         piece = Piece(None, out_features, 0, out_features)
-        super().__init__(in_features, (piece,), bias=bias, dtype=dtype, in_slice=in_slice)
+        super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
         self._group = group
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.layers.weights import WeightedLayer, empty_parameter
-from quire.ops.norm import rms_norm
+from quire.ops.base import Target
+from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 from quire.parallel.groups import ParallelGroup
 
 
 class RMSNorm(WeightedLayer):
     """x / rms(x) * (weight_offset + weight) over the last dimension. Gemma stores weights around 0: offset 1."""
 
-    def __init__(self, width: int, *, eps: float, dtype: torch.dtype, weight_offset: float = 0.0) -> None:
+    def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
         self.weight_offset = weight_offset
-        self.weight = empty_parameter(width, dtype=dtype)
+        self.weight = empty_parameter(width, dtype=target.dtype)
+        self._norm = RMS_NORM.bind(target)
+        self._add_norm = ADD_RMS_NORM.bind(target)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.weight_offset)
+        return self._norm(x, self.weight, self.eps, self.weight_offset)
+
+    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
+        if residual is None:
+            return self(hidden), hidden
+        return self._add_norm(hidden, residual, self.weight, self.eps, self.weight_offset)
 
 
 class ParallelRMSNorm(RMSNorm):
     """A norm over features that are split over the ranks: gathers them, normalizes, keeps this rank's slice."""
 
-    def __init__(self, width: int, *, eps: float, dtype: torch.dtype, group: ParallelGroup) -> None:
-        super().__init__(width, eps=eps, dtype=dtype)
+    def __init__(self, width: int, *, eps: float, target: Target, group: ParallelGroup) -> None:
+        super().__init__(width, eps=eps, target=target)
         self._group = group
         self._start, self._size = group.slice_of(width, "norm width")
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self._group.collectives.all_gather(x, dim=-1)
-        normed = rms_norm(whole, self.weight, self.eps)
+        normed = self._norm(whole, self.weight, self.eps, self.weight_offset)
         return normed[..., self._start : self._start + self._size]

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import LMHead
 from quire.layers.weights import MappedModule
+from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 
 
@@ -22,6 +23,11 @@ class BuildContext:
     dtype: torch.dtype
     max_model_len: int
     group: ParallelGroup = field(default_factory=ParallelGroup)
+    platform: str = "cpu"  # whose implementations of ops are bound
+
+    @property
+    def target(self) -> Target:
+        return Target(self.platform, self.dtype)
 
 
 class CausalLM(MappedModule):
@@ -45,7 +51,7 @@ class CausalLM(MappedModule):
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] -> [m, vocab] float32."""
+        """[m, hidden] -> [m, vocab] in the model's dtype."""
 
     @abstractmethod
     def attention_layers(self) -> list[Attention]:

@@ -7,21 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionSpec
+from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
-from quire.ops.rope import apply_rope
 from quire.types.errors import ConfigError
-
-Rotation = tuple[Tensor, Tensor] | None  # cos and sin of a step; None: the layer rotates nothing
 
 
 class AttentionBlock(nn.Module):
-    """qkv projection, optional q/k norm and rotation, attention, output projection."""
+    """qkv projection, attention with its q/k norm and rotation, output projection."""
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
@@ -31,24 +28,22 @@ class AttentionBlock(nn.Module):
             config.num_kv_heads,
             config.head_dim,
             bias=config.qkv_bias,
-            dtype=ctx.dtype,
+            target=ctx.target,
             group=ctx.group,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
             config.hidden_size,
             bias=config.o_bias,
-            dtype=ctx.dtype,
+            target=ctx.target,
             group=ctx.group,
         )
-        self.head_dim = config.head_dim
-        self.num_heads = [self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads]
-        self.qk_width = sum(self.num_heads) * config.head_dim
-        self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, self.num_heads)
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, num_heads, num_kv_heads)
         self.attention = Attention(
             AttentionSpec(
-                num_heads=self.qkv_proj.num_heads,
-                num_kv_heads=self.qkv_proj.num_kv_heads,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 head_dim=config.head_dim,
                 scale=config.attention_scale,
                 sliding_window=config.sliding_windows[layer],
@@ -58,61 +53,54 @@ class AttentionBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        qkv: Tensor = self.qkv_proj(hidden)
-        # Query and key heads stay together until both are rotated: half as many small ops.
-        qk = self.qk_norm(qkv[:, : self.qk_width])
-        v = qkv[:, self.qk_width :].view(qkv.shape[0], -1, self.head_dim)
-        if rotation is not None:
-            qk = apply_rope(qk, *rotation)
-        q, k = qk[:, : self.num_heads[0]], qk[:, self.num_heads[0] :]
-        out: Tensor = self.o_proj(self.attention(q, k, v, batch))
+        qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
+        out: Tensor = self.o_proj(self.attention(qkv, head_norm, rotation, batch))
         return out
 
 
 class NoQKNorm(nn.Module):
-    """Cuts query and key features [n, width] into heads [n, num_heads + num_kv_heads, head_dim]; no parameters."""
+    """Query and key features are used as they are."""
 
-    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.num_heads = num_heads
 
-    def forward(self, qk: Tensor) -> Tensor:
-        return qk.view(qk.shape[0], -1, self.head_dim)
+    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+        """(qkv, what attention is to do to each head before the rotation)."""
+        return qkv, None
 
 
 class PerHeadQKNorm(NoQKNorm):
     """Each head is normalized by itself; all query heads share a weight, and so do all key heads."""
 
-    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
-        super().__init__(config, ctx, num_heads)
-        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": ctx.dtype}
-        self.q = RMSNorm(config.head_dim, weight_offset=config.norm_weight_offset, **kind)
-        self.k = RMSNorm(config.head_dim, weight_offset=config.norm_weight_offset, **kind)
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__(config, ctx, num_heads, num_kv_heads)
+        kind: dict[str, Any] = {"eps": config.norm_eps, "weight_offset": config.norm_weight_offset}
+        self.q = RMSNorm(config.head_dim, target=ctx.target, **kind)
+        self.k = RMSNorm(config.head_dim, target=ctx.target, **kind)
+        self._norm = HeadNorm(self.q.weight, self.k.weight, config.norm_eps, config.norm_weight_offset)
 
-    def forward(self, qk: Tensor) -> Tensor:
-        heads = super().forward(qk)
-        q, k = self.q(heads[:, : self.num_heads[0]]), self.k(heads[:, self.num_heads[0] :])
-        return torch.cat((q, k), dim=1)
+    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+        return qkv, self._norm
 
 
 class FullWidthQKNorm(NoQKNorm):
     """All query heads are normalized together, and so are all key heads."""
 
-    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: list[int]) -> None:
-        super().__init__(config, ctx, num_heads)
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__(config, ctx, num_heads, num_kv_heads)
         if ctx.group.size > config.num_kv_heads:
             raise ConfigError(
                 f"a norm over all {config.num_kv_heads} KV heads cannot be split over {ctx.group.size} ranks; "
                 f"use a tensor parallel size of at most {config.num_kv_heads}"
             )
-        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": ctx.dtype, "group": ctx.group}
+        kind: dict[str, Any] = {"eps": config.norm_eps, "target": ctx.target, "group": ctx.group}
         self.q = ParallelRMSNorm(config.num_heads * config.head_dim, **kind)
         self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)
+        self._widths = [num_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim]
 
-    def forward(self, qk: Tensor) -> Tensor:
-        q_width = self.num_heads[0] * self.head_dim
-        return super().forward(torch.cat((self.q(qk[:, :q_width]), self.k(qk[:, q_width:])), dim=-1))
+    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+        q, k, v = qkv.split(self._widths, dim=-1)
+        return torch.cat((self.q(q), self.k(k), v), dim=-1), None
 
 
 QK_NORMS: dict[str, type[NoQKNorm]] = {"none": NoQKNorm, "head": PerHeadQKNorm, "full": FullWidthQKNorm}
@@ -128,13 +116,13 @@ class GatedMLP(nn.Module):
             config.hidden_size,
             {"gate_proj": width, "up_proj": width},
             bias=config.mlp_bias,
-            dtype=ctx.dtype,
+            target=ctx.target,
             group=ctx.group,
         )
         self.down_proj = RowParallelLinear(
-            width, config.hidden_size, bias=config.mlp_bias, dtype=ctx.dtype, group=ctx.group
+            width, config.hidden_size, bias=config.mlp_bias, target=ctx.target, group=ctx.group
         )
-        self._activation = gated_activation(config.activation)
+        self._activation = gated_activation(config.activation, ctx.target)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_up_proj(hidden)))
@@ -147,16 +135,16 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
 
-        def norm(present: bool) -> nn.Module:
-            if not present:
-                return nn.Identity()
+        def norm() -> RMSNorm:
             return RMSNorm(
-                config.hidden_size, eps=config.norm_eps, dtype=ctx.dtype, weight_offset=config.norm_weight_offset
+                config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
             )
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
-        self.attn_norm, self.attn_post_norm = norm(pre), norm(post)
-        self.mlp_norm, self.mlp_post_norm = norm(pre), norm(post)
+        self.attn_norm = norm() if pre else NoNorm()
+        self.attn_post_norm = norm() if post else nn.Identity()
+        self.mlp_norm = norm() if pre else NoNorm()
+        self.mlp_post_norm = norm() if post else nn.Identity()
         self.self_attn = AttentionBlock(config, ctx, layer)
         self.mlp = GatedMLP(config, ctx)
         self._multiplier = config.residual_multiplier
@@ -165,14 +153,23 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """`hidden` is what the layer before added last; it is merged into `residual` here."""
-        residual = merge_residual(hidden, residual, self._multiplier)
-        hidden = self.attn_post_norm(self.self_attn(self.attn_norm(residual), rotation, batch))
-        residual = merge_residual(hidden, residual, self._multiplier)
-        return self.mlp_post_norm(self.mlp(self.mlp_norm(residual))), residual
+        normed, residual = self.attn_norm.merge(hidden, residual)
+        hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch)))
+        normed, residual = self.mlp_norm.merge(hidden, residual)
+        return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self._multiplier is None else hidden * self._multiplier
 
 
-def merge_residual(hidden: Tensor, residual: Tensor | None, multiplier: float | None) -> Tensor:
+class NoNorm(nn.Module):
+    """Stands where a norm would merge the residual stream, and only merges."""
+
+    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = merge_residual(hidden, residual)
+        return total, total
+
+
+def merge_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:
     """The residual stream after `hidden` is added; before the first layer it is `hidden` itself."""
-    if residual is None:
-        return hidden
-    return residual + hidden if multiplier is None else residual + hidden * multiplier
+    return hidden if residual is None else residual + hidden

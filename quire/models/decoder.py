@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from quire.attention.base import Rotation
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear
@@ -17,7 +18,7 @@ from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM
-from quire.models.blocks import DecoderLayer, Rotation, merge_residual
+from quire.models.blocks import DecoderLayer, merge_residual
 from quire.models.config import DecoderConfig
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -42,16 +43,15 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, dtype=ctx.dtype, group=ctx.group
+            config.vocab_size, config.hidden_size, target=ctx.target, group=ctx.group
         )
         self.embedding_scale: Tensor | None
         scale = None if config.embedding_scale is None else torch.tensor(config.embedding_scale, dtype=ctx.dtype)
         self.register_buffer("embedding_scale", scale, persistent=False)
         self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, dtype=ctx.dtype, weight_offset=config.norm_weight_offset
+            config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
         )
-        self._multiplier = config.residual_multiplier
         tables: dict[RopeParameters | None, int] = {None: -1}
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
@@ -86,16 +86,16 @@ class Decoder(nn.Module):
         captured: dict[int, Tensor] = {}
         for index in range(first, last):
             if index in capture:
-                captured[index] = merge_residual(hidden, residual, self._multiplier)
+                captured[index] = merge_residual(hidden, residual)
             rotation = rotations[self._rotary_of_layer[index]]
             hidden, residual = self.layers[index](hidden, residual, rotation, batch)
         if last in capture:
-            captured[last] = merge_residual(hidden, residual, self._multiplier)
+            captured[last] = merge_residual(hidden, residual)
         return hidden, residual, captured
 
     def finish(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The final norm of the residual stream."""
-        normed: Tensor = self.norm(merge_residual(hidden, residual, self._multiplier))
+        normed, _ = self.norm.merge(hidden, residual)
         return normed
 
 
@@ -110,11 +110,11 @@ class DecoderLM(CausalLM):
         self.model = Decoder(config, ctx)
         projection: TiedProjection | ColumnParallelLinear
         if config.tied_embeddings:
-            projection = TiedProjection(self.model.embed_tokens)
+            projection = TiedProjection(self.model.embed_tokens, ctx.target)
             self.weight_map = self.weight_map.ignoring("lm_head.weight")
         else:
             projection = ColumnParallelLinear(
-                config.hidden_size, config.vocab_size, bias=False, dtype=ctx.dtype, group=ctx.group
+                config.hidden_size, config.vocab_size, bias=False, target=ctx.target, group=ctx.group
             )
             self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))
         self.lm_head = LMHead(

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from quire.ops.base import Implementation, Op
+
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 
@@ -30,3 +32,19 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows, width = 4 + seed % 13, 2 * (3 + seed % 37)
     return (torch.randn(rows, width, generator=generator) * 8.0,)
+
+
+SILU_AND_MUL = Op(
+    "silu_and_mul",
+    silu_and_mul,
+    generate_inputs,
+    1e-5,
+    (Implementation("triton", "triton.activation:silu_and_mul", ("cuda",)),),
+)
+GELU_TANH_AND_MUL = Op(
+    "gelu_tanh_and_mul",
+    gelu_tanh_and_mul,
+    generate_inputs,
+    1e-5,
+    (Implementation("triton", "triton.activation:gelu_tanh_and_mul", ("cuda",)),),
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.ops.base import Implementation, Op
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x / rms(x) * (weight_offset + weight) over the last dimension, computed in float32.
@@ -19,8 +21,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     return (wide * inverse_rms).mul_(scale).to(x.dtype)
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(the norm of x + residual, x + residual); both [n, width]."""
+    total = residual + x
+    return rms_norm(total, weight, eps, weight_offset), total
+
+
 def generate_inputs(seed: int) -> tuple[Tensor, Tensor, float]:
     generator = torch.Generator().manual_seed(seed)
     rows, width = 4 + seed % 13, 16 * (1 + seed % 7)
     x = torch.randn(rows, width, generator=generator)
     return x, torch.randn(width, generator=generator), 1e-6
+
+
+def generate_add_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    x, weight, eps = generate_inputs(seed)
+    return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, eps, float(seed % 2)
+
+
+RMS_NORM = Op(
+    "rms_norm", rms_norm, generate_inputs, 1e-5, (Implementation("triton", "triton.norm:rms_norm", ("cuda",)),)
+)
+ADD_RMS_NORM = Op(
+    "add_rms_norm",
+    add_rms_norm,
+    generate_add_inputs,
+    1e-5,
+    (Implementation("triton", "triton.norm:add_rms_norm", ("cuda",)),),
+)

@@ -37,6 +37,9 @@ class Platform(ABC):
     default_max_num_batched_tokens: int
     default_steps_in_flight: int
     default_attention_backend: str
+    asynchronous: bool  # whether work goes on after the call that started it
+    batch_invariant: bool  # whether a self-check makes products independent of the batch
+    graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed
 
     @abstractmethod
     def start(self, num_threads: int | None) -> None:

@@ -21,6 +21,9 @@ class CpuPlatform(Platform):
     default_max_num_batched_tokens = 512
     default_steps_in_flight = 1
     default_attention_backend = "torch_ref"
+    asynchronous = False
+    batch_invariant = True
+    graph_sizes = ()
 
     def start(self, num_threads: int | None) -> None:
         if num_threads is not None:

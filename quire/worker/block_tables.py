@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.platform.transfer import upload
 from quire.types.step import StepPlan
 
 
@@ -16,18 +17,16 @@ class BlockTables:
         self.num_groups = num_groups
         # One spare block: a step in flight may run past the end of a request that has just finished.
         max_blocks = -(-max_model_len // block_size) + 1
-        self.tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
+        # And one spare row, see RequestRows.
+        self.tables = torch.zeros(num_groups, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
         if not plan.block_ids:
             return
-        packed = torch.tensor([plan.block_groups, plan.block_rows, plan.block_indices, plan.block_ids])
-        groups, rows, indices, ids = packed.to(self.tables.device, non_blocking=True).unbind(0)
+        columns = (plan.block_groups, plan.block_rows, plan.block_indices, plan.block_ids)
+        packed = upload([x for column in columns for x in column], self.tables.device, torch.int64)
+        groups, rows, indices, ids = packed.view(4, -1).unbind(0)
         self.tables[groups, rows, indices] = ids.to(torch.int32)
-
-    def of_rows(self, group: int, rows: Tensor, max_context: int) -> Tensor:
-        """[num_rows, blocks] of the batch, as wide as its longest context."""
-        return self.tables[group, :, : -(-max_context // self.block_size)].index_select(0, rows)
 
     def slots(self, group: int, token_rows: Tensor, positions: Tensor) -> Tensor:
         """Where each token's key and value go: block_id * block_size + offset. [num_tokens] int64"""

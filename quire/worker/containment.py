@@ -10,11 +10,27 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention
+from quire.platform.transfer import Download
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 
 MESSAGE = "the model produced NaN or infinite values; the weights or the dtype are unsuitable"
+
+
+class BrokenRows:
+    def __init__(self, finite: Download | None, num_tokens: list[int]) -> None:
+        self._finite = finite
+        self._num_tokens = num_tokens
+
+    def indices(self) -> list[int]:
+        """Indices into the plan's rows. Waits for the step."""
+        if self._finite is None:
+            return []
+        finite = self._finite.get()
+        if bool(finite.all()):
+            return []
+        return [index for index, part in enumerate(finite.split(self._num_tokens)) if not bool(part.all())]
 
 
 class Containment:
@@ -23,19 +39,15 @@ class Containment:
         self._layers = list({id(layer.cache): layer for layer in layers}.values())
         self._tables = tables
 
-    def broken_rows(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> list[int]:
-        """Indices into the plan's rows of those with a token that is not finite. Syncs, in steps with a prompt.
+    def find(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> BrokenRows:
+        """Which rows have a token that is not finite. Does not sync.
 
         Where each row has one token and samples, the sampler finds it out from the logits.
         """
         total = sum(plan.num_tokens)
         if total == len(batch.sample_indices):
-            return []
-        finite = hidden[:total].isfinite().all(-1)
-        if bool(finite.all()):
-            return []
-        parts = finite.cpu().split(plan.num_tokens)
-        return [index for index, part in enumerate(parts) if not bool(part.all())]
+            return BrokenRows(None, [])
+        return BrokenRows(Download(hidden[:total].isfinite().all(-1)), plan.num_tokens)
 
     def heal(self, row: int, num_computed_tokens: int) -> None:
         """Replace what is not finite in the blocks of a row by zeros; blocks shared with others are finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
+from quire.attention.base import make_batch
 from quire.config.engine import EngineConfig
 from quire.layers.attention import ForwardBatch
 from quire.worker.planning import plan_engine
@@ -31,7 +31,7 @@ class DirectModel:
         attention = []
         for group in range(num_groups):
             table = 1 + group * blocks + torch.arange(blocks, device=device)
-            batch = AttentionBatch(
+            batch = make_batch(
                 query_lens=[count],
                 context_lens=[count],
                 block_tables=table[None].to(torch.int32),

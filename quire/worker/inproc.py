@@ -6,7 +6,29 @@ from concurrent.futures import Future
 
 from quire.types.step import StepPlan, StepResult
 from quire.worker.executor import Executor
+from quire.worker.runner import Finish
 from quire.worker.worker import Worker
+
+
+class StepFuture(Future[StepResult]):
+    """A step that the device may still be computing: asking for the result waits for it."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__()
+        self._finish: Finish | None = finish
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self.wait()
+        return super().result(timeout)
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        finish, self._finish = self._finish, None
+        try:
+            self.set_result(finish())
+        except Exception as error:  # a failing step is the engine's to contain, whatever it was
+            self.set_exception(error)
 
 
 class InProcExecutor(Executor):
@@ -14,12 +36,15 @@ class InProcExecutor(Executor):
         self._worker = worker
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
         try:
-            future.set_result(self._worker.execute(plan))
+            future = StepFuture(self._worker.execute(plan))
+            if not self._worker.platform.asynchronous:
+                future.wait()
+            return future
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            future.set_exception(error)
-        return future
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
 
     def is_sticky(self, error: Exception) -> bool:
         return self._worker.platform.is_sticky(error)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.layers.attention import ForwardBatch
+from quire.platform.transfer import upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
@@ -24,6 +25,9 @@ class InputBatch:
     forward: ForwardBatch
     starts: list[int]  # [num_rows] index of each row's first token
     sample_indices: list[int]  # index into the plan's rows of those that sample in this step
+    sample_rows: list[int]  # [m] the rows themselves
+    sample_rows_tensor: Tensor  # [m] int64
+    last_tokens: Tensor  # [m] int64, each one's last token in the step
 
 
 class InputBuilder:
@@ -41,13 +45,12 @@ class InputBuilder:
         self._device = device
 
     def padded_size(self, num_tokens: int) -> int:
-        return self._ladder[bisect_left(self._ladder, num_tokens)]
+        return self._ladder[bisect_left(self._ladder, num_tokens)] if self._ladder else num_tokens
 
     def build(self, plan: StepPlan) -> InputBatch:
-        state, device = self._rows, self._device
-        computed = state.host_num_computed
+        state, tables = self._rows, self._tables
+        computed, known = state.host_num_computed, state.host_num_tokens
         contexts = [computed[row] + count for row, count in zip(plan.rows, plan.num_tokens, strict=True)]
-        known = state.host_num_tokens
         sample_indices = [
             index for index, (row, end) in enumerate(zip(plan.rows, contexts, strict=True)) if end == known[row]
         ]
@@ -55,28 +58,38 @@ class InputBuilder:
         for count in plan.num_tokens:
             starts.append(total)
             total += count
-        rows = torch.tensor(plan.rows, device=device)
-        counts = torch.tensor(plan.num_tokens, device=device)
-        if total == len(plan.rows):
+        last = [starts[index] + plan.num_tokens[index] - 1 for index in sample_indices]
+        sample_rows = [plan.rows[index] for index in sample_indices]
+        n = len(plan.rows)
+        packed = upload(
+            [*plan.rows, *plan.num_tokens, *starts, total, *contexts, *last, *sample_rows], self._device, torch.int64
+        )
+        rows, counts, query_starts, context_tensor, last_tokens, sampled = packed.split(
+            [n, n, n + 1, n, len(last), len(last)]
+        )
+        if total == n:
             token_rows, positions = rows, state.num_computed[rows]
         else:
             token_rows = rows.repeat_interleave(counts, output_size=total)
-            first = state.num_computed[rows] - torch.tensor(starts, device=device)
-            positions = torch.arange(total, device=device) + first.repeat_interleave(counts, output_size=total)
+            first = state.num_computed[rows] - query_starts[:-1]
+            positions = torch.arange(total, device=self._device) + first.repeat_interleave(counts, output_size=total)
         padding = self.padded_size(total) - total
         pad = torch.nn.functional.pad
-        max_context = max(contexts)
+        contexts_32, starts_32 = context_tensor.to(torch.int32), query_starts.to(torch.int32)
         attention = [
             self._backend.prepare(
                 AttentionBatch(
                     query_lens=plan.num_tokens,
                     context_lens=contexts,
-                    block_tables=self._tables.of_rows(group, rows, max_context),
-                    slot_mapping=pad(self._tables.slots(group, token_rows, positions), (0, padding)),
-                    block_size=self._tables.block_size,
+                    tables=tables.tables[group],
+                    rows=rows,
+                    contexts=contexts_32,
+                    query_starts=starts_32,
+                    slot_mapping=pad(tables.slots(group, token_rows, positions), (0, padding)),
+                    block_size=tables.block_size,
                 )
             )
-            for group in range(self._tables.num_groups)
+            for group in range(tables.num_groups)
         ]
         return InputBatch(
             rows=rows,
@@ -86,4 +99,7 @@ class InputBuilder:
             forward=ForwardBatch(attention=attention),
             starts=starts,
             sample_indices=sample_indices,
+            sample_rows=sample_rows,
+            sample_rows_tensor=sampled,
+            last_tokens=last_tokens,
         )

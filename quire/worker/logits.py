@@ -17,11 +17,11 @@ class LogitsHead:
 
     @property
     def max_rows(self) -> int:
-        return self._ladder[-1]
+        return self._ladder[-1] if self._ladder else 256
 
     def __call__(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits of hidden[indices]: [len(indices), vocab] float32. At most `max_rows` indices."""
         count = indices.shape[0]
-        padding = self._ladder[bisect_left(self._ladder, count)] - count
+        padding = self._ladder[bisect_left(self._ladder, count)] - count if self._ladder else 0
         chosen = hidden.index_select(0, torch.nn.functional.pad(indices, (0, padding)))
         return self._model.compute_logits(chosen)[:count]

@@ -20,7 +20,6 @@ from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.model_config import load_config
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
-from quire.parallel.groups import ParallelGroup
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
 from quire.worker.ledger import MemoryDemand, MemoryLedger, make_ledger
@@ -41,7 +40,7 @@ class EnginePlan:
 
     @property
     def context(self) -> BuildContext:
-        return BuildContext(dtype=self.dtype, max_model_len=self.ledger.max_model_len, group=ParallelGroup())
+        return BuildContext(dtype=self.dtype, max_model_len=self.ledger.max_model_len, platform=self.platform.name)
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -53,7 +52,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     settings = resolve(config, _defaults(platform))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
-    demand = _demand(config, model_config, description, settings, dtype, backend)
+    demand = _demand(config, model_config, description, settings, dtype, backend, platform.name)
     supply = platform.available_memory()
     ledger = make_ledger(
         demand,
@@ -99,11 +98,12 @@ def _demand(
     settings: ResolvedConfig,
     dtype: torch.dtype,
     backend: AttentionBackend,
+    platform: str,
 ) -> MemoryDemand:
     length = config.model.max_model_len or description.max_position_embeddings
     with torch.device("meta"):
         model = model_class(model_config).from_config(
-            model_config, BuildContext(dtype=dtype, max_model_len=length, group=ParallelGroup())
+            model_config, BuildContext(dtype=dtype, max_model_len=length, platform=platform)
         )
     tensors = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     num_parameters = sum({id(p): p.numel() for p in model.parameters()}.values())

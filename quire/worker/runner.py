@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,15 @@ from quire.models.base import CausalLM
 from quire.types.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.containment import MESSAGE, Containment
+from quire.worker.graphs import ForwardGraphs, StepGraphs
 from quire.worker.input_batch import InputBatch, InputBuilder
 from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
 from quire.worker.sampling.sampler import SampleOutput, Sampler
+
+Finish = Callable[[], StepResult]
 
 
 class Runner:
@@ -27,6 +32,8 @@ class Runner:
         head: LogitsHead,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
+        graphs: StepGraphs,
+        mixed_graphs: ForwardGraphs,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -35,23 +42,47 @@ class Runner:
         self.head = head
         self.sampler = sampler
         self.prompt_logprobs = prompt_logprobs
+        self.graphs = graphs
+        self.mixed_graphs = mixed_graphs
         self.containment = Containment(model.attention_layers(), tables)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Finish:
+        """Start a step; what is returned waits for it and builds its result."""
         self._apply(plan)
+        if self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
+            return self._replay(plan)
         batch = self.inputs.build(plan)
-        hidden = self.model(batch.input_ids, batch.positions, batch.forward)
+        hidden = self.mixed_graphs.run(batch)
+        if hidden is None:
+            hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)
         self.rows.advance(batch.rows, batch.counts, plan.rows, plan.num_tokens)
-        result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=prompt_logprobs)
-        if batch.sample_indices:
-            self._write(result, batch.sample_indices, self._sample(plan, batch, hidden))
-        for index in self.containment.broken_rows(plan, batch, hidden):
-            result.errors[index] = MESSAGE
-        for index in result.errors:
-            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
-        return result
+        sampled = self._sample(batch, hidden) if batch.sample_indices else None
+        broken = self.containment.find(plan, batch, hidden)
+
+        def finish() -> StepResult:
+            result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=prompt_logprobs)
+            if sampled is not None:
+                self._write(result, batch.sample_indices, sampled)
+            for index in broken.indices():
+                result.errors[index] = MESSAGE
+            for index in result.errors:
+                self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+            return result
+
+        return finish
+
+    def _replay(self, plan: StepPlan) -> Finish:
+        arriving = self.graphs.run(plan)
+        self.rows.advance_host(plan.rows)
+
+        def finish() -> StepResult:
+            tokens, broken = arriving.get()[:, : len(plan.rows)].tolist()
+            errors = {index: MESSAGE for index, flag in enumerate(broken) if flag} if any(broken) else {}
+            return StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
+
+        return finish
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -62,17 +93,16 @@ class Runner:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
+        self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)
 
-    def _sample(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> SampleOutput:
-        last = [batch.starts[i] + plan.num_tokens[i] - 1 for i in batch.sample_indices]
-        row_list = [plan.rows[i] for i in batch.sample_indices]
-        longest = max(self.rows.host_num_tokens[row] for row in row_list)
-        rows = SampleRows(torch.tensor(row_list, device=hidden.device), row_list, longest)
-        logits = self.head(hidden, torch.tensor(last, device=hidden.device))
-        output = self.sampler.sample(logits, rows, self.rows)
-        self.rows.append(rows.rows, output.token_ids, row_list)
+    def _sample(self, batch: InputBatch, hidden: Tensor) -> SampleOutput:
+        longest = max(self.rows.host_num_tokens[row] for row in batch.sample_rows)
+        rows = SampleRows(batch.sample_rows_tensor, batch.sample_rows, longest)
+        output = self.sampler.sample(self.head(hidden, batch.last_tokens), rows, self.rows)
+        self.rows.append(rows.rows, output.token_ids, batch.sample_rows)
+        output.send()
         return output
 
     def _write(self, result: StepResult, indices: list[int], output: SampleOutput) -> None:

@@ -31,7 +31,7 @@ def _find(layer: Linear | TiedProjection, max_rows: int) -> MatmulRecipe:
     def product(x: Tensor, k_chunk: int | None) -> Tensor:
         recipe = MatmulRecipe(min_rows=1, k_chunk=k_chunk)
         if isinstance(layer, TiedProjection):
-            return linear_transposed(x, layer.embedding.weight, recipe)
+            return linear_transposed(x, layer.embedding.weight, None, recipe)
         return linear(x, layer.weight, layer.bias, recipe)
 
     weight = layer.embedding.weight if isinstance(layer, TiedProjection) else layer.weight

@@ -13,16 +13,17 @@ from quire.loader.mapper import load_weights
 from quire.loader.open import open_checkpoint
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.utils.units import format_bytes
 from quire.worker.block_tables import BlockTables
+from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, StepGraphs
 from quire.worker.input_batch import InputBuilder
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
-from quire.worker.runner import Runner
+from quire.worker.runner import Finish, Runner
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.selfcheck import make_invariant
 
@@ -42,7 +43,9 @@ class Worker:
         model = load_model(plan, config)
         loaded = time.perf_counter()
         settings = plan.settings
-        ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
+        ladders: tuple[list[int], list[int]] = ([], [])
+        if self.platform.batch_invariant:
+            ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
         checked = time.perf_counter()
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
         logger.info(
@@ -57,7 +60,7 @@ class Worker:
             plan.ledger.max_model_len,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Finish:
         return self.runner.execute(plan)
 
     def shutdown(self) -> None:
@@ -86,6 +89,7 @@ def build_runner(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
     head = LogitsHead(model, sample_ladder)
+    graphs, mixed_graphs = make_graphs(plan, model, rows, tables)
     return Runner(
         model=model,
         rows=rows,
@@ -94,6 +98,25 @@ def build_runner(
         head=head,
         sampler=Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device),
         prompt_logprobs=PromptLogprobs(rows, head),
+        graphs=graphs,
+        mixed_graphs=mixed_graphs,
+    )
+
+
+def make_graphs(
+    plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables
+) -> tuple[StepGraphs, ForwardGraphs]:
+    sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
+    if not sizes or plan.backend.name != "triton":
+        return NoGraphs(), NoForwardGraphs()
+    # These need Triton, which a CPU does without.
+    from quire.worker.decode_graphs import DecodeGraphs
+    from quire.worker.mixed_graphs import MixedGraphs
+
+    length = plan.ledger.max_model_len
+    return (
+        DecodeGraphs(model, rows, tables, plan.backend, sizes, length),
+        MixedGraphs(model, rows, tables, plan.backend, length),
     )
 
 

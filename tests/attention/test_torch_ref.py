@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, AttentionSpec
+from quire.attention.base import AttentionSpec, make_batch
 from quire.attention.torch_ref import TorchAttention
 
 BLOCK = 16
@@ -55,12 +55,9 @@ class Sequences:
         spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
         positions = [torch.arange(s.start, s.stop) for s in spans.values()]
         slots = torch.cat(
-            [
-                self.tables[r, p // BLOCK].long() * BLOCK + p % BLOCK
-                for r, p in zip(rows, positions, strict=True)
-            ]
+            [self.tables[r, p // BLOCK].long() * BLOCK + p % BLOCK for r, p in zip(rows, positions, strict=True)]
         )
-        batch = AttentionBatch(
+        batch = make_batch(
             query_lens=[counts[r] for r in rows],
             context_lens=[spans[r].stop for r in rows],
             block_tables=self.tables[rows],
@@ -71,7 +68,10 @@ class Sequences:
             torch.cat([*(t[r][spans[r]] for r in rows), torch.ones(3, *t[0].shape[1:])])
             for t in (self.q, self.k, self.v)
         )
-        out = self.backend.forward(self.spec, q, k, v, self.cache, self.backend.prepare(batch))
+        metadata = self.backend.prepare(batch)
+        qkv = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
+        q = self.backend.write(self.spec, qkv, None, None, self.cache, metadata)
+        out = self.backend.attend(self.spec, q, self.cache, metadata)
         assert not out[-3:].any()
         start = 0
         for row in rows:

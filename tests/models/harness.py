@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
+from quire.attention.base import make_batch
 from quire.attention.torch_ref import TorchAttention
 from quire.layers.attention import ForwardBatch
 from quire.loader.checkpoint import Checkpoint, TensorInfo
@@ -75,7 +75,7 @@ class PagedSequence:
         def pad(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (0, max(0, MIN_TOKENS - count)))
 
-        attention = AttentionBatch(
+        attention = make_batch(
             query_lens=[count],
             context_lens=[self.length],
             block_tables=self.table.unsqueeze(0),

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.allowed_tokens import AllowedTokens
@@ -69,14 +70,22 @@ class SampleOutput:
         lines = zip(self.places, integers, floats, self.counts, strict=True)
         return {place: token_logprobs(*line) for place, *line in lines}
 
+    def send(self) -> None:
+        """Start the copy to the host, so that it is there when asked for. Does not wait."""
+        self._arriving  # noqa: B018  computed once, on first use
+
     @cached_property
-    def _fetched(self) -> list[Tensor]:
+    def _arriving(self) -> tuple[Download, list[torch.Size]]:
         parts = [self.token_ids.to(torch.int32), self.status]
         if self.batch_logprobs is not None:
             parts += [self.batch_logprobs.integers(), self.batch_logprobs.floats().view(torch.int32)]
-        host = torch.cat([part.flatten() for part in parts]).cpu()
-        pieces = torch.split(host, [part.numel() for part in parts])
-        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        return Download(torch.cat([part.flatten() for part in parts])), [part.shape for part in parts]
+
+    @cached_property
+    def _fetched(self) -> list[Tensor]:
+        download, shapes = self._arriving
+        pieces = torch.split(download.get(), [shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 class Sampler:
@@ -97,6 +106,7 @@ class Sampler:
         self._greedy = ActiveRows()
         self._few_candidates = ActiveRows()
         self._whole_vocabulary = ActiveRows()
+        self._plain: set[int] = set()
 
     def add_request(self, row: int, start: RowStart) -> None:
         """Stage a request's parameters. Host only."""
@@ -108,6 +118,8 @@ class Sampler:
         self._logprobs.add_request(row, start)
         if sampling_params(start).greedy:
             self._greedy.add(row)
+            if _is_plain(start.params):
+                self._plain.add(row)
         elif self._top_k_top_p.has_few_candidates(row):
             self._few_candidates.add(row)
         else:
@@ -117,8 +129,13 @@ class Sampler:
         for feature in self._features:
             feature.remove_request(row)
         self._logprobs.remove_request(row)
+        self._plain.discard(row)
         for group in (self._greedy, self._few_candidates, self._whole_vocabulary):
             group.discard(row)
+
+    def all_plain(self, row_list: list[int]) -> bool:
+        """Whether all these rows take the likeliest token and ask for nothing else."""
+        return self._plain.issuperset(row_list)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
@@ -164,6 +181,20 @@ class Sampler:
         scaled = self._temperature.apply(logits, rows, state)
         scaled = self._min_p.apply(scaled, rows, state)
         return scaled, state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether nothing shapes the logits and no log-probabilities are wanted."""
+    shaping = (
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty - 1.0,
+        params.min_tokens,
+        params.logit_bias,
+        params.allowed_token_ids,
+        params.bad_words_token_ids,
+    )
+    return not any(shaping) and params.logprobs is None
 
 
 def _status(raw_best: Tensor, best: Tensor) -> Tensor:

@@ -1,0 +1,213 @@
+"""The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
+
+    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b] [--rows decode batch prefill throughput] [--out FILE]
+
+vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
+uniform, every repeat has fresh prompts, and the best of the repeats counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from report import environment
+
+from quire.config.engine import EngineConfig
+from quire.engine.client import make_inproc_client
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+# (model, row) -> (vLLM 0.24, floor, reach at least); times in ms, rates in tokens/s.
+TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
+    ("qwen3-0.6b", "decode batch 1, ms"): (1.598, 0.28, 0.85),
+    ("llama-8b", "decode batch 1, ms"): (4.886, 3.49, 4.35),
+    ("qwen3-0.6b", "decode batch 16, tok/s"): (7545, 20800, 10000),
+    ("qwen3-0.6b", "decode batch 64, tok/s"): (16889, 28500, 19000),
+    ("qwen3-0.6b", "decode batch 256, tok/s"): (23245, 31400, 25000),
+    ("llama-8b", "decode batch 16, tok/s"): (2839, 3950, 3050),
+    ("llama-8b", "decode batch 64, tok/s"): (8209, 11150, 8600),
+    ("llama-8b", "decode batch 256, tok/s"): (13770, 20500, 14300),
+    ("llama-8b", "prefill 1k, ms"): (27.5, 18.7, 26),
+    ("llama-8b", "prefill 8k, ms"): (209.5, 167, 209),
+    ("qwen3-0.6b", "prefill 1k, ms"): (15.2, 1.5, 8),
+    ("qwen3-0.6b", "prefill 8k, ms"): (33.7, 18, 30),
+    ("qwen3-0.6b", "TTFT 32 tokens, ms"): (8.7, None, 5),
+    ("llama-8b", "TTFT 32 tokens, ms"): (9.5, None, 7.5),
+    ("qwen3-0.6b", "8k prefix hit, ms"): (9.7, None, 6),
+    ("llama-8b", "8k prefix hit, ms"): (17.8, None, 9),
+    ("qwen3-0.6b", "512 x (512 in, 256 out), tok/s"): (29559, None, 35000),
+    ("llama-8b", "512 x (512 in, 256 out), tok/s"): (9717, None, 10500),
+    ("qwen3-0.6b", "256 mixed, tok/s"): (24651, None, 29000),
+    ("llama-8b", "256 mixed, tok/s"): (10368, None, 11300),
+}
+
+
+class Bench:
+    """One engine on dummy weights, driven with token ids."""
+
+    def __init__(self, model: str, seed: int = 0) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        started = time.perf_counter()
+        folder = Path(tempfile.mkdtemp())
+        config = {"max_position_embeddings": 40960, "hidden_act": "silu", "eos_token_id": 2, **SHAPES[model]}
+        (folder / "config.json").write_text(json.dumps(config))
+        self.client = make_inproc_client(
+            EngineConfig.from_flat(model=str(folder), load_format="dummy", max_model_len=16384, max_num_seqs=256)
+        )
+        self.ready = time.perf_counter() - started
+        self._count = 0
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.random.randrange(10, 100000) for _ in range(length)]
+
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> float:
+        """Seconds until every prompt has its number of output tokens."""
+        started = time.perf_counter()
+        for prompt, count in zip(prompts, outputs, strict=True):
+            self._count += 1
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            self.client.add_request(
+                EngineRequest(request_id=str(self._count), token_ids=prompt, params=params, max_tokens=count)
+            )
+        produced = 0
+        while self.client.has_unfinished():
+            for output in self.client.get_outputs().outputs:
+                assert output.error is None, output.error
+                produced += len(output.token_ids)
+        assert produced == sum(outputs)
+        return time.perf_counter() - started
+
+    def best(self, repeats: int, measure: Callable[[], float]) -> float:
+        return min(measure() for _ in range(repeats))
+
+    def decode_one(self) -> float:
+        def once() -> float:
+            return (self.run([self.prompt(32)], [256]) - self.run([self.prompt(32)], [1])) / 255 * 1e3
+
+        self.run([self.prompt(32)], [8])
+        return self.best(3, once)
+
+    def decode_batch(self, batch: int) -> float:
+        """Output tokens/s at context 1k, prefill subtracted."""
+
+        def once() -> float:
+            many = self.run([self.prompt(1024) for _ in range(batch)], [257] * batch)
+            return many - self.run([self.prompt(1024) for _ in range(batch)], [1] * batch)
+
+        self.run([self.prompt(64) for _ in range(batch)], [8] * batch)
+        return batch * 256 / self.best(2, once)
+
+    def prefill(self, length: int) -> float:
+        self.run([self.prompt(length)], [1])
+        return self.best(3, lambda: self.run([self.prompt(length)], [1])) * 1e3
+
+    def prefix_hit(self, length: int) -> float:
+        prompt = self.prompt(length)
+        self.run([prompt], [1])
+        self.run([prompt], [1])
+        return self.best(3, lambda: self.run([prompt], [1])) * 1e3
+
+    def throughput(self) -> float:
+        return 512 * 256 / self.best(2, lambda: self.run([self.prompt(512) for _ in range(512)], [256] * 512))
+
+    def mixed(self) -> float:
+        lengths = random.Random(0)
+        inputs = [lengths.randint(100, 1024) for _ in range(256)]
+        outputs = [lengths.randint(100, 1024) for _ in range(256)]
+        return sum(outputs) / self.best(2, lambda: self.run([self.prompt(n) for n in inputs], outputs))
+
+
+def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def record(name: str, value: float) -> None:
+        found[name] = value
+        print(f"{bench.model:12} {name:32} {value:10.3f}", flush=True)
+
+    if "decode" in rows:
+        record("decode batch 1, ms", bench.decode_one())
+        record("TTFT 32 tokens, ms", bench.prefill(32))
+    if "prefill" in rows:
+        record("prefill 1k, ms", bench.prefill(1024))
+        record("prefill 8k, ms", bench.prefill(8192))
+        record("8k prefix hit, ms", bench.prefix_hit(8192))
+    if "batch" in rows:
+        for batch in (16, 64, 256):
+            record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
+    if "throughput" in rows:
+        record("512 x (512 in, 256 out), tok/s", bench.throughput())
+        record("256 mixed, tok/s", bench.mixed())
+    return found
+
+
+def show(results: dict[str, dict[str, float]]) -> None:
+    print(f"\n{'model':12} {'row':32} {'Quire':>10} {'vLLM':>10} {'ratio':>6} {'floor':>8} {'reach':>8}  reached")
+    for (model, row), (vllm, floor, reach) in TABLE.items():
+        value = results.get(model, {}).get(row)
+        if value is None:
+            continue
+        faster = vllm / value if row.endswith("ms") else value / vllm
+        reached = value <= reach if row.endswith("ms") else value >= reach
+        print(
+            f"{model:12} {row:32} {value:10.3f} {vllm:10.3f} {faster:6.2f} {floor or '-':>8} {reach:>8}  "
+            f"{'yes' if reached else 'NO'}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", default=["decode", "prefill", "batch", "throughput"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    for model in args.models:
+        bench = Bench(model)
+        print(f"{model} ready in {bench.ready:.1f} s", flush=True)
+        results[model] = {"ready, s": bench.ready, **measure(bench, args.rows)}
+        bench.client.shutdown()
+        del bench
+    show(results)
+    if args.out is not None:
+        args.out.write_text(json.dumps({"environment": environment("torch", "triton"), "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Paged attention with Triton kernels; long prompts without a cached prefix go through torch's fused attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quire.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorm,
+    Rotation,
+)
+from quire.kernels.triton.decode_attention import decode_attention
+from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
+from quire.kernels.triton.qkv import prepare_qkv
+from quire.platform.transfer import upload
+
+# From this many queries on torch's fused attention is faster by more than gathering the keys costs.
+_FUSED_QUERIES = 1024
+# Up to this many queries of a row are computed one by one, so that long contexts are split over programs.
+_FEW_QUERIES = 16
+# Programs that keep every multiprocessor busy; more splits only add work.
+_WANTED_PROGRAMS = 512
+_MAX_SPLITS = 32
+
+
+@dataclass(slots=True)
+class TritonMetadata(AttentionMetadata):
+    batch: AttentionBatch
+    splits_for: int  # longest context
+    single_index: Tensor  # [a] int32, the row of each query that is computed by itself
+    single_tokens: Tensor  # [a] int32, and its token
+    tiles: tuple[Tensor, Tensor]  # row and offset of each tile of the others, int32
+    partial_tiles: tuple[Tensor, Tensor]  # the same without whole prompts
+    whole: list[tuple[int, int, Tensor]] = field(
+        default_factory=list
+    )  # (first token, length, blocks) of whole prompts
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLists:
+    """What a recorded step reads about its rows; unused entries of the indices are -1."""
+
+    single_index: Tensor  # int32
+    single_tokens: Tensor
+    tile_index: Tensor
+    tile_offset: Tensor
+
+
+class TritonAttention(AttentionBackend):
+    name = "triton"
+
+    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        return 2 * max_model_len * spec.num_kv_heads * spec.head_dim * itemsize + (64 << 20)
+
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        cache[:, block_ids] = cache[:, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def prepare(self, batch: AttentionBatch) -> TritonMetadata:
+        singles: list[tuple[int, int]] = []
+        tiles: list[tuple[int, int]] = []
+        partial: list[tuple[int, int]] = []
+        whole: list[tuple[int, int]] = []
+        token = 0
+        for index, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            if queries <= _FEW_QUERIES:
+                singles += [(index, token + offset) for offset in range(queries)]
+            else:
+                mine = [(index, start) for start in range(0, queries, QUERY_TILE)]
+                tiles += mine
+                if queries == context >= _FUSED_QUERIES:
+                    whole.append((token, queries))
+                else:
+                    partial += mine
+            token += queries
+        columns = [column for pairs in (singles, tiles, partial) for column in _columns(pairs)]
+        packed = upload([x for column in columns for x in column], batch.rows.device)
+        parts = packed.split([len(column) for column in columns])
+        return TritonMetadata(
+            batch, max(batch.context_lens), parts[0], parts[1], (parts[2], parts[3]), (parts[4], parts[5]), whole
+        )
+
+    def prepare_recorded(self, batch: AttentionBatch, lists: RecordedLists, max_context: int) -> TritonMetadata:
+        """For a recorded step: the lists stand in fixed buffers, padded with -1."""
+        tiles = (lists.tile_index, lists.tile_offset)
+        return TritonMetadata(batch, max_context, lists.single_index, lists.single_tokens, tiles, tiles)
+
+    def prepare_decode(self, batch: AttentionBatch, max_context: int) -> TritonMetadata:
+        """For a step of single queries whose lengths only the device knows."""
+        index = torch.arange(batch.rows.shape[0], dtype=torch.int32, device=batch.rows.device)
+        none = (index[:0], index[:0])
+        return TritonMetadata(batch, max_context, index, index, none, none)
+
+    def write(
+        self,
+        spec: AttentionSpec,
+        qkv: Tensor,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        norm = head_norm or (None, None, 0.0, 0.0)
+        metadata.qkv = metadata.keys = None
+        if metadata.whole and _is_plain(spec):
+            metadata.qkv = qkv
+            metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
+        slots = metadata.batch.slot_mapping
+        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys)
+
+    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        batch = metadata.batch
+        plain = _is_plain(spec)
+        if plain and metadata.whole == [(0, query.shape[0])]:
+            return _whole_prompt(spec, query, metadata, 0)
+        out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
+        common = (spec.scale, spec.soft_cap, spec.sliding_window)
+        shared = (batch.rows, batch.contexts, batch.query_starts)
+        singles = (metadata.single_index, metadata.single_tokens)
+        if singles[0].shape[0]:
+            splits = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
+            decode_attention(query, cache, batch.tables, *singles, *shared, out, *common, splits=splits)
+        tiles = metadata.partial_tiles if plain else metadata.tiles
+        if tiles[0].shape[0]:
+            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, *common)
+        for start, length in metadata.whole if plain else ():
+            part = query[start : start + length]
+            out[start : start + length] = _whole_prompt(spec, part, metadata, start)
+        return out
+
+
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Whether torch's fused attention can do it."""
+    return spec.soft_cap is None and spec.sliding_window is None
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _choose_splits(programs: int, max_context: int) -> int:
+    """A power of two that fills the device, with at least two tiles of keys per split."""
+    splits = 1
+    while splits < _MAX_SPLITS and programs * splits * 2 <= _WANTED_PROGRAMS and max_context > 64 * splits:
+        splits *= 2
+    return splits
+
+
+def _whole_prompt(spec: AttentionSpec, query: Tensor, metadata: TritonMetadata, start: int) -> Tensor:
+    """Causal attention of a prompt over itself. query: [n, heads, dim], which begins at token `start`."""
+    assert metadata.qkv is not None
+    assert metadata.keys is not None
+    span = slice(start, start + query.shape[0])
+    first_value = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    values = metadata.qkv[span, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, metadata.keys[span], values))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True
+        )
+    return out[0].transpose(0, 1).reshape(query.shape[0], -1)

@@ -1,0 +1,150 @@
+"""Causal attention of many queries per row over the paged cache: prefill, with or without a cached prefix.
+
+The cache is [2, num_blocks, num_kv_heads, block_size, head_dim] and already holds the queries' own keys. Work is
+cut into tiles of QUERIES queries of one row; the caller lists them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+QUERY_TILE = 128
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    contexts_ptr,
+    query_starts_ptr,
+    tile_index_ptr,  # [tiles] which row of the batch
+    tile_offset_ptr,  # [tiles] first query of the tile within its row
+    out_ptr,
+    table_stride,
+    value_offset,
+    scale,
+    soft_cap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    # Later tiles see more keys: starting with them evens out the end of the launch.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    index = tl.load(tile_index_ptr + tile)
+    if index < 0:  # padding of a recorded step
+        return
+    offset = tl.load(tile_offset_ptr + tile)
+    query_start = tl.load(query_starts_ptr + index)
+    count = tl.load(query_starts_ptr + index + 1) - query_start
+    context = tl.load(contexts_ptr + index)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    first_position = context - count + offset
+    queries = tl.arange(0, QUERIES)
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    in_row = offset + queries < count
+    positions = first_position + queries
+    token = (query_start + offset + queries).to(tl.int64)
+    at = (token[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+    q_mask = in_row[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + at, mask=q_mask, other=0.0)
+    q = (q.to(tl.float32) * (scale * 1.4426950408889634)).to(q.dtype) if not HAS_CAP else q
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    end = tl.minimum(context, first_position + QUERIES)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    for start in range(begin, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        exists = keys < end
+        block = tl.load(tables_ptr + row * table_stride + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+        k_at = cell[:, None] + dims[None, :]
+        kv_mask = exists[:, None] & in_head[None, :]
+        k = tl.load(cache_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if HAS_CAP:
+            scores = scores * scale
+            scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
+            scores = scores * 1.4426950408889634
+        if start + KEYS > first_position:
+            scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        v = tl.load(cache_ptr + value_offset + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        highest = new_highest
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    contexts: Tensor,
+    query_starts: Tensor,
+    tile_index: Tensor,
+    tile_offset: Tensor,
+    out: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    query_tile: int = QUERY_TILE,
+    keys: int = 128,
+    num_warps: int = 8,
+    num_stages: int = 2,
+) -> None:
+    """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
+
+    contexts, query_starts, tile_index and tile_offset are int32; `rows` picks lines of tables [max_rows, max_blocks].
+    """
+    _, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = cache.shape
+    _prefill_kernel[(tile_index.shape[0], num_heads)](
+        q,
+        cache,
+        tables,
+        rows,
+        contexts,
+        query_starts,
+        tile_index,
+        tile_offset,
+        out,
+        tables.stride(0),
+        cache.stride(0),
+        scale,
+        soft_cap or 0.0,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        HAS_CAP=soft_cap is not None,
+        QUERIES=query_tile,
+        DIM=triton.next_power_of_2(head_dim),
+        KEYS=keys,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

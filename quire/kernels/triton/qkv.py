@@ -1,0 +1,135 @@
+"""From projected qkv to attention's inputs in one pass: per-head norm, rotation, and the write into the KV cache.
+
+The cache is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import begin_dependent, launch_options
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cache_ptr,
+    qkv_stride,
+    value_offset,  # elements from the keys to the values of the cache
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # 0: nothing is rotated
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,  # also write the keys to k_out [n, kv_heads, dim]
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_head[None, :]
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    base = qkv_ptr + token * qkv_stride + heads[:, None] * HEAD_DIM
+    x = tl.load(base + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    raw = x
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+        q_weight = tl.load(q_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
+        x = x * scale[:, None] * (tl.where(is_query, q_weight[None, :], k_weight[None, :]) + weight_offset)
+    if ROTARY_DIM > 0:
+        rotates = dims < ROTARY_DIM
+        partner = tl.where(rotates, (dims + ROTARY_DIM // 2) % ROTARY_DIM, dims)
+        other = tl.load(base + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            q_weight = tl.load(q_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
+            k_weight = tl.load(k_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
+            other = (
+                other * scale[:, None] * (tl.where(is_query, q_weight[None, :], k_weight[None, :]) + weight_offset)
+            )
+        cos = tl.load(cos_ptr + token * ROTARY_DIM + dims, mask=rotates, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * ROTARY_DIM + dims, mask=rotates, other=0.0).to(tl.float32)
+        x = x * cos[None, :] + other * sin[None, :]
+    x = tl.where(is_value, raw, x)
+    q_at = (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(q_out_ptr + q_at, x.to(q_out_ptr.dtype.element_ty), mask=inside & is_query)
+    slot = tl.load(slots_ptr + token)
+    kv_head = tl.where(heads < NUM_HEADS + NUM_KV_HEADS, heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS)[:, None]
+    if KEEP_KEYS:
+        k_at = (token * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        tl.store(k_out_ptr + k_at, x.to(k_out_ptr.dtype.element_ty), mask=inside & ~is_query & ~is_value)
+    cell = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    at = cell * HEAD_DIM + dims[None, :] + tl.where(is_value, value_offset, 0)
+    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
+
+
+def prepare_qkv(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    cache: Tensor,
+    num_heads: int,
+    k_out: Tensor | None = None,
+) -> Tensor:
+    """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim]; keys and values go to cache[:, slot].
+
+    `k_out` [n, kv_heads, dim] receives the keys too.
+
+    rotation: cos and sign-folded sin, each [n, 1, rotary_dim]; slots: [n] int64.
+    """
+    _, _, num_kv_heads, block_size, head_dim = cache.shape
+    tokens = qkv.shape[0]
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    total = num_heads + 2 * num_kv_heads
+    # Few tokens: a program per head, for parallelism. Many: several heads each, so that launching does not cost.
+    heads = 1 if tokens * total <= 4096 else 16
+    cos, sin = (qkv, qkv) if rotation is None else rotation
+    _qkv_kernel[(tokens, triton.cdiv(total, heads))](
+        qkv,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        cos,
+        sin,
+        slots,
+        q,
+        q if k_out is None else k_out,
+        cache,
+        qkv.stride(0),
+        cache.stride(0),
+        eps,
+        weight_offset,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=0 if rotation is None else cos.shape[-1],
+        BLOCK_SIZE=block_size,
+        HAS_NORM=q_weight is not None,
+        KEEP_KEYS=k_out is not None,
+        HEADS=heads,
+        DIM=triton.next_power_of_2(head_dim),
+        num_warps=1 if heads == 1 else 4,
+        **launch_options(),
+    )
+    return q

@@ -1,0 +1,157 @@
+"""The two ends of a decode step that stays on the device: gather each row's inputs, then choose and append its token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import begin_dependent, launch_options
+
+_CHUNK = 8192
+
+
+@triton.jit
+def _gather_kernel(
+    rows_ptr,
+    token_ids_ptr,
+    num_computed_ptr,
+    tables_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    contexts_ptr,
+    slots_ptr,
+    token_stride,
+    table_stride,
+    group_stride,
+    count,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index)
+    position = tl.load(num_computed_ptr + row)
+    tl.store(input_ids_ptr + index, tl.load(token_ids_ptr + row * token_stride + position).to(tl.int64))
+    tl.store(positions_ptr + index, position)
+    tl.store(contexts_ptr + index, (position + 1).to(tl.int32))
+    for group in tl.static_range(NUM_GROUPS):
+        table = tables_ptr + group * group_stride + row * table_stride
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        tl.store(slots_ptr + group * count + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
+
+
+@triton.jit
+def _highest_kernel(logits_ptr, best_ptr, at_ptr, vocab_size, logits_stride, num_chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    begin_dependent(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = tokens < vocab_size
+    logits = tl.load(logits_ptr + index * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    # NaN counts as infinitely high, so that it is found and reported.
+    logits = tl.where(logits == logits, logits, float("inf"))
+    best = tl.max(logits, axis=0)
+    at = tl.min(tl.where(logits == best, tokens, vocab_size), axis=0)
+    tl.store(best_ptr + index * num_chunks + chunk, best)
+    tl.store(at_ptr + index * num_chunks + chunk, at)
+
+
+@triton.jit
+def _append_kernel(
+    rows_ptr,
+    best_ptr,
+    at_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_computed_ptr,
+    out_ptr,
+    token_stride,
+    num_chunks,
+    count,
+    scratch_row,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0)
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    best = tl.load(best_ptr + index * num_chunks + chunks, mask=inside, other=float("-inf"))
+    at = tl.load(at_ptr + index * num_chunks + chunks, mask=inside, other=0)
+    highest = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == highest, at, 2147483647), axis=0)
+    broken = (highest == float("inf")) | (highest == float("-inf"))
+    tl.store(out_ptr + index, token.to(tl.int32))
+    tl.store(out_ptr + count + index, broken.to(tl.int32))
+    row = tl.load(rows_ptr + index)
+    if row != scratch_row:
+        length = tl.load(num_tokens_ptr + row)
+        tl.store(token_ids_ptr + row * token_stride + length, token.to(tl.int32))
+        tl.store(num_tokens_ptr + row, length + 1)
+        tl.store(num_computed_ptr + row, tl.load(num_computed_ptr + row) + 1)
+
+
+def gather_inputs(
+    rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(input_ids, positions, contexts int32, slots [groups, n]) of rows that each compute one token."""
+    count, num_groups = rows.shape[0], tables.shape[0]
+    input_ids, positions = torch.empty_like(rows), torch.empty_like(rows)
+    contexts = torch.empty(count, dtype=torch.int32, device=rows.device)
+    slots = torch.empty(num_groups, count, dtype=torch.int64, device=rows.device)
+    _gather_kernel[(count,)](
+        rows,
+        token_ids,
+        num_computed,
+        tables,
+        input_ids,
+        positions,
+        contexts,
+        slots,
+        token_ids.stride(0),
+        tables.stride(1),
+        tables.stride(0),
+        count,
+        NUM_GROUPS=num_groups,
+        BLOCK_SIZE=block_size,
+        num_warps=1,
+        **launch_options(),
+    )
+    return input_ids, positions, contexts, slots
+
+
+def append_likeliest(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
+) -> Tensor:
+    """Append each row's likeliest token (the lowest id among equals) and advance the row; `scratch_row` stays.
+
+    Returns [2, n] int32: the tokens, and 1 where the logits were not finite.
+    """
+    count, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
+    at = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(2, count, dtype=torch.int32, device=logits.device)
+    _highest_kernel[(count, chunks)](
+        logits, best, at, vocab_size, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **launch_options()
+    )
+    _append_kernel[(count,)](
+        rows,
+        best,
+        at,
+        token_ids,
+        num_tokens,
+        num_computed,
+        out,
+        token_ids.stride(0),
+        chunks,
+        count,
+        scratch_row,
+        CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=1,
+        **launch_options(),
+    )
+    return out

@@ -1,0 +1,70 @@
+"""Op: a torch reference that says what is computed, and implementations that compute it faster somewhere.
+
+A layer binds its ops once, when the model is built, and then calls plain functions. An implementation is named by
+its module, so nothing is imported that is not used, and kernels need not know of ops.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Target:
+    """What implementations are chosen by: the platform's name and the type of activations."""
+
+    platform: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`path` is "module:function" in quire.kernels; `platforms` are those it can run on."""
+
+    name: str
+    path: str
+    platforms: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+    def refuses(self, target: Target) -> str | None:
+        """Why it cannot serve this target; None if it can."""
+        if target.platform not in self.platforms:
+            return f"runs on {', '.join(self.platforms)}"
+        if target.dtype not in self.dtypes:
+            return f"takes no {target.dtype}"
+        return None
+
+    def load(self) -> Any:
+        module, _, function = self.path.partition(":")
+        return getattr(importlib.import_module(f"quire.kernels.{module}"), function)
+
+
+@dataclass(frozen=True)
+class Op(Generic[F]):
+    """`generate_inputs(seed)` gives arguments for tests; `tolerance` is how far float32 results may be apart."""
+
+    name: str
+    reference: F
+    generate_inputs: Callable[[int], tuple[Any, ...]]
+    tolerance: float = 1e-5
+    implementations: Sequence[Implementation] = field(default_factory=tuple)
+
+    def choose(self, target: Target) -> tuple[F, str]:
+        """The first implementation that serves the target, else the reference, and why."""
+        reasons = []
+        for implementation in self.implementations:
+            reason = implementation.refuses(target)
+            if reason is None:
+                return cast(F, implementation.load()), f"{implementation.name} serves {target.platform}"
+            reasons.append(f"{implementation.name} {reason}")
+        return self.reference, f"torch reference; {'; '.join(reasons) or 'no other implementation'}"
+
+    def bind(self, target: Target) -> F:
+        return self.choose(target)[0]

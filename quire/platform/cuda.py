@@ -1,0 +1,56 @@
+"""The CUDA platform: work is queued on the device and the host runs ahead of it."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.platform.base import Event, Platform
+
+
+class CudaEvent(Event):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+    device = torch.device("cuda")
+    default_dtype = torch.bfloat16
+    default_max_num_seqs = 256
+    default_max_num_batched_tokens = 8192
+    default_steps_in_flight = 2
+    default_attention_backend = "triton"
+    asynchronous = True
+    batch_invariant = False
+    graph_sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+    def start(self, num_threads: int | None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        torch.cuda.init()
+
+    def available_memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        return free
+
+    def default_kv_memory(self, available: int) -> int:
+        # What is left after weights and workspace, less a reserve for the allocator's rounding and for graphs.
+        return max(0, available * 85 // 100 - (1 << 30))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def is_sticky(self, error: Exception) -> bool:
+        return isinstance(error, torch.AcceleratorError)
+
+    def event(self) -> Event:
+        return CudaEvent()
+
+    def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)

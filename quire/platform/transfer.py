@@ -1,0 +1,34 @@
+"""Small copies between host and device that never make the host wait for the device's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A list of integers as a device tensor, through pinned memory where the device has its own."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    return host.to(device, non_blocking=True)
+
+
+class Download:
+    """A device tensor on its way to the host. `get` waits until it has arrived."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self._host = tensor
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def get(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._host

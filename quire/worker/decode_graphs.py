@@ -1,0 +1,104 @@
+"""Decode steps as graphs: recorded once per batch size, then replayed without the host.
+
+A graph reads rows, positions and tables where they stand on the device, feeds each row's last token to the model,
+appends the likeliest next token and advances the row. So a replay needs nothing from the host but, when the batch
+has changed, its list of rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionBatch
+from quire.attention.triton import TritonAttention
+from quire.kernels.triton.step import append_likeliest, gather_inputs
+from quire.layers.attention import ForwardBatch
+from quire.models.base import CausalLM
+from quire.platform.transfer import Download, upload
+from quire.types.step import StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.request_rows import RequestRows
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        model: CausalLM,
+        rows: RequestRows,
+        tables: BlockTables,
+        backend: AttentionBackend,
+        sizes: tuple[int, ...],
+        max_model_len: int,
+    ) -> None:
+        assert isinstance(backend, TritonAttention)
+        self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
+        self._sizes = sizes
+        self._max_model_len = max_model_len
+        self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=tables.tables.device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._loaded: list[int] = []  # what the buffer holds, and for which size
+        self._loaded_size = 0
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether this is a step of single tokens that a recorded size can hold."""
+        return len(plan.rows) <= self._sizes[-1] and sum(plan.num_tokens) == len(plan.rows)
+
+    def run(self, plan: StepPlan) -> Download:
+        """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""
+        size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
+        if size not in self._graphs:
+            self._graphs[size] = self._record(size)
+        if size != self._loaded_size or plan.rows != self._loaded:
+            padding = [self._rows.scratch_row] * (size - len(plan.rows))
+            self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
+            self._loaded, self._loaded_size = list(plan.rows), size
+        graph, out = self._graphs[size]
+        graph.replay()
+        return Download(out)
+
+    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        # Recorded on rows that belong to nobody, so that the warm-up changes no request.
+        self._row_buffer[:size] = self._rows.scratch_row
+        self._loaded_size = 0
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = self._step(size)
+        return graph, out
+
+    def _step(self, size: int) -> Tensor:
+        state, tables = self._rows, self._tables
+        rows = self._row_buffer[:size]
+        input_ids, positions, contexts, slots = gather_inputs(
+            rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
+        )
+        starts = torch.arange(size + 1, dtype=torch.int32, device=rows.device)
+        attention = [
+            self._backend.prepare_decode(
+                AttentionBatch(
+                    query_lens=[],
+                    context_lens=[],
+                    tables=tables.tables[group],
+                    rows=rows,
+                    contexts=contexts,
+                    query_starts=starts,
+                    slot_mapping=slots[group],
+                    block_size=tables.block_size,
+                ),
+                self._max_model_len,
+            )
+            for group in range(tables.num_groups)
+        ]
+        hidden = self._model(input_ids, positions, ForwardBatch(attention=list(attention)))
+        logits = self._model.compute_logits(hidden)
+        return append_likeliest(
+            logits, rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row
+        )

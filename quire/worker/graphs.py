@@ -1,0 +1,41 @@
+"""What the runner knows of recorded steps: whether one fits a plan, and how to replay it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.platform.transfer import Download
+from quire.types.step import StepPlan
+from quire.worker.input_batch import InputBatch
+
+
+class StepGraphs(Protocol):
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a recorded step can run this plan."""
+
+    def run(self, plan: StepPlan) -> Download:
+        """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 1 where logits were not finite."""
+
+
+class ForwardGraphs(Protocol):
+    def run(self, batch: InputBatch) -> Tensor | None:
+        """Hidden states of a step that fits a recorded size, padded; None if the host must run it."""
+
+
+class NoForwardGraphs:
+    """Every forward pass is launched by the host."""
+
+    def run(self, batch: InputBatch) -> Tensor | None:
+        return None
+
+
+class NoGraphs:
+    """Every step is run by the host."""
+
+    def takes(self, plan: StepPlan) -> bool:
+        return False
+
+    def run(self, plan: StepPlan) -> Download:
+        raise AssertionError("takes() is always False")
