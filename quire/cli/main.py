@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
     "fit": "say what memory a model needs here, without loading it",
+    "bench": "measure a server or the engine",
     "verify": "compare a model with transformers, op by op",
 }
 
