@@ -53,7 +53,7 @@ class RequestTracer(Observer):
     """Owns the provider: close() sends what is left and shuts it down."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -61,7 +61,7 @@ class RequestTracer(Observer):
         self._model_name = model_name
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
-        self._failed = lambda error: Status(StatusCode.ERROR, error)
+        self._failed = StatusCode.ERROR
 
     def on_request_end(self, event: RequestEnd) -> None:
         # Events are on the monotonic clock, spans on the calendar's.
@@ -82,7 +82,7 @@ class RequestTracer(Observer):
         if event.first_token_time is not None:
             span.add_event("first token", timestamp=at(event.first_token_time))
         if event.error is not None:
-            span.set_status(self._failed(event.error))
+            span.set_status(self._failed, event.error)
         span.end(at(event.finished_time))
 
     def close(self) -> None:
@@ -123,3 +123,10 @@ def _traces_url(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     host, slash, path = rest.partition("/")
     return endpoint if slash and path else f"{scheme}://{host}{_TRACES_PATH}"
+
+
+def trace_headers(headers: Mapping[str, str]) -> Mapping[str, str] | None:
+    """The trace context among a call's headers; None when it belongs to no trace."""
+    if TRACE_HEADERS[0] not in headers:
+        return None
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers}
