@@ -34,7 +34,7 @@ class Containment:
         finite = hidden[:total].isfinite().all(-1)
         if bool(finite.all()):
             return []
-        parts = finite.cpu().split(plan.num_tokens)
+        parts = torch.split(finite.cpu(), plan.num_tokens)
         return [index for index, part in enumerate(parts) if not bool(part.all())]
 
     def heal(self, row: int, num_computed_tokens: int) -> None:
