@@ -44,7 +44,6 @@ class EngineChild:
         self._take_line = take_line
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._exited = threading.Event()
-        self.exit_fd, self._exit_signal = os.pipe()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -52,6 +51,7 @@ class EngineChild:
             stderr=subprocess.STDOUT,
             env=child_environment(**_import_path()),
         )
+        self.exit_fd, self._exit_signal = os.pipe()
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
         self._log_reader.start()
         threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True).start()

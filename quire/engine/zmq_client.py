@@ -86,7 +86,11 @@ class ZmqClient(EngineClient):
         self._sender: Sender | None = None
         meeting = msgspec.structs.replace(self._meeting, client=self._receiver.endpoint)
         order = LaunchOrder(config, meeting, time.time())
-        self._child = EngineChild(msgspec.json.encode(order), command, take_line)
+        try:
+            self._child = EngineChild(msgspec.json.encode(order), command, take_line)
+        except OSError:
+            self._close_transport()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._receiver.socket, zmq.POLLIN)
         self._poller.register(self._child.exit_fd, zmq.POLLIN | zmq.POLLERR)
@@ -256,9 +260,12 @@ class ZmqClient(EngineClient):
         if self._context.closed:
             return
         self._detach()
+        self._close_transport()
+        self._child.close()
+
+    def _close_transport(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._receiver.close()
         self._context.term()
-        self._child.close()
         self._meeting.remove()
