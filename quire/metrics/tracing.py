@@ -123,10 +123,3 @@ def _traces_url(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     host, slash, path = rest.partition("/")
     return endpoint if slash and path else f"{scheme}://{host}{_TRACES_PATH}"
-
-
-def trace_headers(headers: Mapping[str, str]) -> Mapping[str, str] | None:
-    """The trace context among a call's headers; None when it belongs to no trace."""
-    if TRACE_HEADERS[0] not in headers:
-        return None
-    return {name: headers[name] for name in TRACE_HEADERS if name in headers}

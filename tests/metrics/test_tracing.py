@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.frontend.async_engine import AsyncEngine
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, RequestEnd
-from quire.metrics.tracing import RequestTracer, make_tracer, trace_headers
+from quire.metrics.tracing import RequestTracer, make_tracer
 from quire.types.errors import ConfigError, GenerationError
 from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import FakeClient, text_model
@@ -123,12 +123,6 @@ def test_an_unsampled_parent_gives_no_span() -> None:
     tracer, exporter = make()
     tracer.on_request_end(ended({"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}))
     assert exporter.get_finished_spans() == ()
-
-
-def test_trace_headers_of_a_call() -> None:
-    assert trace_headers({**HEADERS, "authorization": "Bearer x"}) == HEADERS
-    assert trace_headers({"traceparent": "x"}) == {"traceparent": "x"}
-    assert trace_headers({"tracestate": "x", "host": "y"}) is None
 
 
 def test_off_unless_an_endpoint_is_given() -> None:
