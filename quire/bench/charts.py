@@ -65,7 +65,7 @@ def _curve_panel(
         x, y = panel.at(throughput, found.p50)
         # Points at saturation lie close together; a label that would cover another is left out.
         if all(abs(x - other_x) > 18 or abs(y - other_y) > 13 for other_x, other_y in taken):
-            svg.text(x, y + 17, label, anchor="middle", kind="dim")
+            svg.text(x + 7, y + 14, label, kind="dim")
             taken.append((x, y))
 
 
@@ -111,7 +111,7 @@ def spans(record: RequestRecord) -> list[tuple[float, float, str]]:
 
 def _flight_panel(svg: Svg, records: list[RequestRecord], x_ticks: Sequence[float]) -> None:
     changes = in_flight(records)
-    y_ticks = linear_ticks(0, max((count for _, count in changes), default=1), 2, whole=True)
+    y_ticks = linear_ticks(0, max((count for _, count in changes), default=1), 1, whole=True)
     panel = Panel(svg, (72, 100, WIDTH - 108, 80), x_ticks, y_ticks, title="In flight", show_x_ticks=False)
     outline: list[tuple[float, float]] = []
     before = 0
@@ -141,7 +141,7 @@ def _histogram(
     svg: Svg, box: tuple[float, float, float, float], name: str, colour: str, values: Sequence[int]
 ) -> None:
     found = distribution(map(float, values))
-    note = "none" if found is None else f"mean {found.mean:.4g}, median {found.p50:.4g}, p99 {found.p99:.4g}"
+    note = "none" if found is None else f"mean {found.mean:,.1f}, p50 {found.p50:,.0f}, p99 {found.p99:,.0f}"
     low, high = (min(values), max(values)) if values else (0, 1)
     width = -(-(high - low + 1) // NUM_BINS)  # whole tokens per bin, so that no bin is wider than its neighbour
     first = low - width if low >= width else 0
@@ -150,10 +150,10 @@ def _histogram(
         counts[(value - first) // width] += 1
     x_ticks = linear_ticks(first, first + len(counts) * width, whole=True)
     y_ticks = linear_ticks(0, max(counts), whole=True)
-    panel = Panel(svg, box, x_ticks, y_ticks, title=f"{name}: {note}", x_label="tokens", y_label="requests")
+    panel = Panel(svg, box, x_ticks, y_ticks, title=name, note=note, x_label="tokens", y_label="requests")
     for index, count in enumerate(counts):
         if count:
-            begin = first + index * width
+            begin = first + index * width - 0.5  # a bar stands over its values, not beside them
             left, right = panel.x(begin), panel.x(begin + width)
             bar = max(right - left - 1, 1.0)
             svg.rect(left + 0.5, panel.y(count), bar, panel.bottom - panel.y(count), colour)

@@ -27,7 +27,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -40,7 +40,7 @@ class _Choice(msgspec.Struct):
         delta = self.delta
         if delta is None:
             return bool(self.text) or self.finish_reason is None
-        if delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls is not None:
+        if delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls:
             return True
         return delta.role is None and self.finish_reason is None
 

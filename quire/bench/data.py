@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ def load_samples(
     return samples
 
 
+@functools.cache
 def load_named_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a model folder, .gguf file, hub id or built-in alias."""
     from quire.frontend.tokenizer import load_tokenizer  # here, so that --help need not wait for it
@@ -147,7 +149,7 @@ def find_words(tokenizer: Tokenizer, generator: random.Random, wanted: int = POO
         if tokenizer.convert_id_to_token(token_id) is None or tokenizer.is_special(token_id):
             continue
         text = tokenizer.token_text(token_id)
-        if _PLAIN_WORD.fullmatch(text) and tokenizer.encode(text * 3, False)[1:] == [token_id] * 2:
+        if _PLAIN_WORD.fullmatch(text) and tokenizer.encode(text * 3, False)[-2:] == [token_id] * 2:
             found.append(text)
             if len(found) == wanted:
                 break

@@ -12,13 +12,14 @@ import time
 
 def main() -> None:
     times = {"interpreter": time.monotonic()}
+    settings = json.loads(sys.argv[1])
     import torch  # noqa: F401  (its share of the start is a figure of its own)
 
     times["import torch"] = time.monotonic()
     from quire import LLM, SamplingParams
 
     times["import quire"] = time.monotonic()
-    llm = LLM(**json.loads(sys.argv[1]))
+    llm = LLM(**settings)
     times["ready"] = time.monotonic()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     for _ in llm.stream("The capital of France is", params):

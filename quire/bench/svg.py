@@ -79,12 +79,11 @@ class Svg:
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, str]]) -> None:
         """Entries of (name, colour), side by side; `x` is the right edge."""
-        items = list(entries)
-        left = x - sum(22 + 6.6 * len(name) for name, _ in items)
-        for name, colour in items:
-            self.rect(left, y - 9, 10, 10, colour)
-            self.text(left + 15, y, name)
-            left += 22 + 6.6 * len(name)
+        for name, colour in reversed(list(entries)):
+            x -= text_width(name)
+            self.text(x, y, name)
+            self.rect(x - 15, y - 9, 10, 10, colour)
+            x -= 33
 
     def render(self) -> str:
         size = f'width="{number(self.width)}" height="{number(self.height)}"'
@@ -100,6 +99,11 @@ class Svg:
             for name, value in attributes.items()
         )
         self._elements.append(f"<{tag} {pairs}/>" if content is None else f"<{tag} {pairs}>{content}</{tag}>")
+
+
+def text_width(text: str) -> float:
+    """Pixels that a text takes, nearly: fonts differ."""
+    return sum(4.0 if letter in "fijlrt .,:1|" else 7.2 for letter in text)
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -169,6 +173,7 @@ class Panel:
         y_ticks: Sequence[float],
         *,
         title: str = "",
+        note: str = "",
         x_label: str = "",
         y_label: str = "",
         log_y: bool = False,
@@ -190,6 +195,8 @@ class Panel:
         svg.line(left, self.bottom, left + width, self.bottom)
         if title:
             svg.text(left, top - 12, title, kind="head")
+        if note:
+            svg.text(left + width, top - 12, note, anchor="end", kind="dim")
         if x_label:
             svg.text(left + width / 2, self.bottom + 38, x_label, anchor="middle")
         if y_label:

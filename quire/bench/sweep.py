@@ -23,6 +23,8 @@ from quire.utils.log import get_logger
 
 Varied = Literal["request rate", "concurrency"]
 
+COLUMN: dict[Varied, str] = {"request rate": "sent /s", "concurrency": "in flight"}  # short: the table is wide
+
 logger = get_logger(__name__)
 
 
@@ -81,7 +83,7 @@ def run_sweep(
         finished[point.label] = result.summary
     summaries = {point.label: finished[point.label] for point in points}
     varied = points[0].varied
-    grid = sweep_grid(varied, summaries.items())
+    grid = sweep_grid(COLUMN[varied], summaries.items())
     curve = charts.latency_curve(
         [charts.CurvePoint(label, summary) for label, summary in summaries.items()],
         f"{folder.name}: latency over throughput",
