@@ -131,10 +131,11 @@ _OTHER_WAYS = (
     " (`--stats-interval`). With `--log-format json` its numbers are fields of their own.",
     "",
     "With `--otlp-traces-endpoint http://localhost:4318` and the extra `otel` (`pip install 'quire[otel]'`) every"
-    " request becomes an OpenTelemetry span, sent as OTLP over HTTP. A call's `traceparent` header makes it part of the"
-    " caller's trace. Attributes are named as in OpenTelemetry's conventions for generative AI: `gen_ai.request.*` for"
-    " the settings, `gen_ai.usage.*` for the tokens, `gen_ai.response.finish_reasons`, and `gen_ai.latency.*` for"
-    " queue, first token and whole, in seconds. Neither spans nor metrics hold what was asked or answered.",
+    " request becomes an OpenTelemetry span, sent as OTLP over HTTP. A call's `traceparent` header makes it part of"
+    " the caller's trace. Attributes are named as in OpenTelemetry's conventions for generative AI:"
+    " `gen_ai.request.*` for the settings, `gen_ai.usage.*` for the tokens, `gen_ai.response.finish_reasons`, and"
+    " `gen_ai.latency.*` for queue, first token and whole, in seconds. Neither spans nor metrics hold what was asked"
+    " or answered.",
 )
 
 
