@@ -145,27 +145,38 @@ class OpenAIClient:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """The model to ask for: the given one, or the first that the server lists, once it answers."""
+        """The model to ask for: the given one, or the first that the server lists, once it is ready."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._target.ready_timeout
         while True:
             try:
+                await self._check_health()
                 served = await self._list_models()
                 break
             except (self._aiohttp.ClientError, TimeoutError, StreamError) as error:
                 if loop.time() >= give_up:
-                    if self._model is not None:
-                        return self._model  # a server need not list its models if we know what to ask for
-                    raise BenchmarkError(
-                        f"no answer from {self._target.url('models')}: {_cause(error)}; start the server, check "
-                        f"--base-url and --api-key, or wait for it with --ready-timeout SECONDS"
-                    ) from error
-                await asyncio.sleep(_READY_POLL_SECONDS)
+                    return self._model_in_spite_of(error)
+            await asyncio.sleep(_READY_POLL_SECONDS)
         if self._model is None:
             if not served:
                 raise BenchmarkError(f"{self._target.url('models')} lists no models; name one with --model")
             self._model = served[0]
         return self._model
+
+    def _model_in_spite_of(self, error: Exception) -> str:
+        """A server need not list its models if we know what to ask for, but it must not say that it is not ready."""
+        if self._model is not None and not (isinstance(error, StreamError) and error.kind == "not_ready"):
+            return self._model
+        raise BenchmarkError(
+            f"no answer from {self._target.url('models')}: {_cause(error)}; start the server, check --base-url and "
+            f"--api-key, or wait for it with --ready-timeout SECONDS"
+        ) from error
+
+    async def _check_health(self) -> None:
+        """Servers that load a model in the background answer 503 here; others know no such route."""
+        async with self._session.get(f"{self._target.root}/health") as response:
+            if response.status == 503:
+                raise StreamError("not_ready", f"the server is not ready, {_shorten(await response.read())}")
 
     async def _list_models(self) -> list[str]:
         async with self._session.get(self._target.url("models")) as response:

@@ -91,9 +91,14 @@ class TargetOptions:
         if self.request_timeout <= 0:
             raise ConfigError(f"--request-timeout is {self.request_timeout:g} but must be above 0")
 
+    @property
+    def root(self) -> str:
+        """The base may or may not end with /v1; this does not."""
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
     def url(self, path: str) -> str:
-        """The address of an OpenAI route; the base may or may not end with /v1."""
-        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        """The address of an OpenAI route."""
+        return f"{self.root}/v1/{path}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def sweep_grid(varied: str, points: Iterable[tuple[str, Summary]]) -> Grid:
                 f"{point.output_tokens_per_s:.1f}",
                 *_percents(point.ttft_ms),
                 *_percents(point.tpot_ms),
-                "" if point.e2e_ms is None else f"{point.e2e_ms.p50:.1f}",
+                "" if point.e2e_ms is None else _milliseconds(point.e2e_ms.p50),
                 *[str(point.failed)] * any_failed,
                 *[share] * any_limits,
             )
@@ -122,8 +122,9 @@ def _add(grid: Grid, name: str, found: Distribution | None) -> None:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    """Four or five figures: more are noise, and a terminal is narrow."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def _percents(found: Distribution | None) -> tuple[str, str]:
-    return ("", "") if found is None else (f"{found.p50:.1f}", f"{found.p99:.1f}")
+    return ("", "") if found is None else (_milliseconds(found.p50), _milliseconds(found.p99))

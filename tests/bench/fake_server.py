@@ -21,6 +21,7 @@ class Behaviour:
     usage: bool = True
     models: tuple[str, ...] = ("fake-model",)
     key: str | None = None
+    starting: int = 0  # how many times it answers that it is not ready
     slots: int | None = None  # requests answered at the same time
     faults: deque[str] = field(default_factory=deque)
 
@@ -53,6 +54,7 @@ class FakeServer:
         self._slots = None if slots is None else asyncio.Semaphore(slots)
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         runner = web.AppRunner(app, access_log=None)
@@ -69,6 +71,12 @@ class FakeServer:
         if self._refused(request):
             return web.json_response({"error": {"message": "wrong key"}}, status=401)
         return web.json_response({"data": [{"id": name} for name in self.behaviour.models]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if not self.behaviour.starting:
+            return web.Response(status=404)
+        self.behaviour.starting -= 1
+        return web.Response(text="loading", status=503)
 
     def _refused(self, request: web.Request) -> bool:
         key = self.behaviour.key

@@ -163,22 +163,18 @@ def test_nobody_there_is_a_failed_connection() -> None:
 
 
 def test_waiting_for_a_server_that_is_not_ready_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([StreamError("http_503", "HTTP 503"), ["ready"]])
-
-    async def list_models(client: OpenAIClient) -> list[str]:
-        answer = next(answers)
-        if isinstance(answer, StreamError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(OpenAIClient, "_list_models", list_models)
     monkeypatch.setattr("quire.bench.client._READY_POLL_SECONDS", 0)
+    with FakeServer(Behaviour(starting=3)) as server:
+        assert ask(server, ready_timeout=60)[0].error is None
+    assert server.behaviour.starting == 0
 
-    async def main() -> str:
-        async with OpenAIClient(TargetOptions(ready_timeout=60), True) as client:
-            return await client.find_model()
 
-    assert asyncio.run(main()) == "ready"
+@pytest.mark.parametrize("model", [None, "known"])
+def test_a_server_that_says_it_is_not_ready_is_not_measured(model: str | None) -> None:
+    with FakeServer(Behaviour(starting=9)) as server:
+        with pytest.raises(BenchmarkError, match=r"not ready, loading; .*--ready-timeout"):
+            ask(server, model=model)
+        assert not server.bodies
 
 
 def test_the_key_is_sent_and_a_wrong_one_is_named() -> None:
