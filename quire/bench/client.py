@@ -6,6 +6,7 @@ Knows HTTP and server-sent events; knows nothing of load, statistics or any part
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -61,6 +62,7 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+clock = time.perf_counter  # not the loop's: uvloop's counts milliseconds
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
@@ -214,9 +216,8 @@ class OpenAIClient:
     async def send(self, payload: bytes, index: int, due: float | None, begin: float) -> RequestRecord:
         """Make one request; whatever goes wrong with it becomes part of its record.
 
-        `begin` is the start of the run on the loop's clock, `due` when the request should have been sent.
+        `begin` is the start of the run on `clock`, `due` when the request should have been sent, counted from there.
         """
-        clock = asyncio.get_running_loop().time
         stream = EventStream()
         start = clock() - begin
         record = RequestRecord(index=index, due=start if due is None else due, start=start)
@@ -235,7 +236,6 @@ class OpenAIClient:
         return record
 
     async def _read(self, payload: bytes, stream: EventStream) -> None:
-        clock = asyncio.get_running_loop().time
         headers = {"Content-Type": "application/json"}
         async with self._session.post(self._url, data=payload, headers=headers) as response:
             if response.status != 200:

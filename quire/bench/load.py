@@ -37,15 +37,14 @@ def _when(expected: float, rate: float, ramp: float) -> float:
 
 async def run_load(
     due: Sequence[float],
-    send: Callable[[int, float], Awaitable[None]],
+    send: Callable[[int], Awaitable[None]],
     *,
     max_concurrency: int | None = None,
     ramp: float = 0.0,
 ) -> None:
-    """Await send(index, begin) for each request once it is due, at most `max_concurrency` at a time.
+    """Await send(index) for each request once it is due, at most `max_concurrency` at a time.
 
-    `begin` is the start of the run on the loop's clock. With `ramp` the workers join one after the other
-    over that many seconds.
+    With `ramp` the workers join one after the other over that many seconds.
     """
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -56,7 +55,7 @@ async def run_load(
         await _sleep_until(begin + joins)
         for index, when in waiting:
             await _sleep_until(begin + when)
-            await send(index, begin)
+            await send(index)
 
     async with asyncio.TaskGroup() as group:
         for worker in range(num_workers):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.bench.client import OpenAIClient
+from quire.bench.client import OpenAIClient, clock
 from quire.bench.data import Sample, load_samples
 from quire.bench.load import arrival_times, run_load
 from quire.bench.options import ServeOptions
@@ -28,7 +30,17 @@ def bench_serve(options: ServeOptions, *, progress: bool = True) -> ServeResult:
     samples = load_samples(
         options.data, extra=options.load.warmup, add_special_tokens=options.target.endpoint == "completions"
     )
-    return asyncio.run(measure(options, samples, progress=progress))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(measure(options, samples, progress=progress))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where there is one: the client then takes a third less of the machine that it measures."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 async def measure(options: ServeOptions, samples: list[Sample], *, progress: bool = False) -> ServeResult:
@@ -52,10 +64,11 @@ async def _send_all(
     paced = not math.isinf(load.request_rate)
     due = arrival_times(len(samples), load.request_rate, load.arrival, load.ramp, options.data.seed)
     payloads = [client.payload(sample) for sample in samples]
+    begin = clock()
     records: list[RequestRecord | None] = [None] * len(samples)
     with make_progress(len(samples), progress) as bar:
 
-        async def send(index: int, begin: float) -> None:
+        async def send(index: int) -> None:
             record = await client.send(payloads[index], index, due[index] if paced else None, begin)
             if record.counted_chunks:
                 record.prompt_tokens = samples[index].prompt_len or 0

@@ -135,7 +135,11 @@ def nice_step(span: float, count: int) -> float:
 
 def linear_ticks(low: float, high: float, count: int = 4, *, whole: bool = False) -> list[float]:
     """Round values that begin at or below `low` and end at or above `high`."""
-    step = nice_step(high - low if high > low else max(abs(high), 1.0), count)
+    span = high - low
+    size = max(abs(low), abs(high))
+    if span <= max(size * 1e-6, 1e-9):  # as good as one value
+        span = max(size, 1.0)
+    step = nice_step(span, count)
     if whole:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.client import EventStream, OpenAIClient, StreamError
+from quire.bench.client import EventStream, OpenAIClient, StreamError, clock
 from quire.bench.data import Sample
 from quire.bench.options import TargetOptions
 from quire.bench.records import RequestRecord
@@ -112,7 +112,7 @@ def ask(
     async def main() -> list[RequestRecord]:
         async with OpenAIClient(target, ignore_eos) as client:
             await client.find_model()
-            begin = asyncio.get_running_loop().time()
+            begin = clock()
             return [await client.send(client.payload(sample), index, None, begin) for index in range(count)]
 
     return asyncio.run(main())

@@ -61,9 +61,9 @@ class Watcher:
         self.in_flight = 0
         self.peak = 0
 
-    async def send(self, index: int, begin: float) -> None:
+    async def send(self, index: int) -> None:
         loop = asyncio.get_running_loop()
-        self.starts[index] = round(loop.time() - begin, 9)
+        self.starts[index] = round(loop.time(), 9)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         await asyncio.sleep(self.seconds)
