@@ -35,6 +35,7 @@ class FakeServer:
         self.paths: list[str] = []
         self.in_flight = 0
         self.peak = 0
+        self.busy = threading.Event()  # set once a request has come
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -84,6 +85,7 @@ class FakeServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.in_flight += 1
+        self.busy.set()
         self.peak = max(self.peak, self.in_flight)
         try:
             if self._slots is None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from quire.bench import startup
 from quire.cli.bench import KINDS
 from quire.cli.main import main
 from quire.frontend.llm import LLM
-from tests.bench.fake_server import FakeServer
+from tests.bench.fake_server import Behaviour, FakeServer
 from tests.frontend.fake_client import FakeClient, text_model
 
 SHORT = ("--num-prompts", "4", "--input-len", "8", "--output-len", "3")
@@ -119,3 +122,13 @@ def test_startup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_debug_may_stand_before_or_after_the_kind(arguments: list[str]) -> None:
     with pytest.raises(quire.ConfigError, match="--base-url"):
         main([*arguments, "--base-url", "nowhere"])
+
+
+def test_an_interrupt_ends_a_run_quietly() -> None:
+    with FakeServer(Behaviour(first=600)) as server:
+        command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url, *SHORT]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert server.busy.wait(60)
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 130
