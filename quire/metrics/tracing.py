@@ -20,6 +20,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """The headers of a call that say which trace it belongs to (W3C Trace Context)."""
 
 _TRACES_PATH = "/v1/traces"
+# Seconds to get a batch of spans out, retries included: a collector that is away must not delay the exit for long.
+_EXPORT_TIMEOUT = 3.0
 
 AttributeValue = str | int | float | list[str]
 
@@ -42,7 +44,7 @@ def make_tracer(endpoint: str | None, model_name: str) -> Observer:
             f"otlp_traces_endpoint needs OpenTelemetry, which is not installed ({error});"
             ' run pip install "quire[otel]", or leave it out'
         ) from error
-    exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint))
+    exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_TIMEOUT)
     # The provider is ours alone: an application that set a global one keeps it.
     provider = TracerProvider(resource=Resource.create({"service.name": "quire"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))

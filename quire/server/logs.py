@@ -11,6 +11,8 @@ import msgspec
 from quire.config.groups import LogFormat
 from quire.utils.log import ROOT_NAME
 
+_LIBRARIES = ("uvicorn", "opentelemetry")
+
 
 class JsonFormatter(logging.Formatter):
     """Time, level, logger and message, the record's `fields` if it has any, and the traceback."""
@@ -29,15 +31,16 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_server_logging(log_format: LogFormat) -> None:
-    """Give Quire's handlers the chosen form, and send uvicorn's messages through them too."""
+    """Give Quire's handlers the chosen form, and send those of the libraries through them too."""
     own = logging.getLogger(ROOT_NAME)
     if log_format == "json":
         for handler in own.handlers:
             handler.setFormatter(JsonFormatter())
-    uvicorn = logging.getLogger("uvicorn")
-    uvicorn.handlers = list(own.handlers)
-    uvicorn.propagate = own.propagate
-    uvicorn.setLevel(logging.DEBUG if own.level == logging.DEBUG else logging.WARNING)
+    for name in _LIBRARIES:
+        library = logging.getLogger(name)
+        library.handlers = list(own.handlers)
+        library.propagate = own.propagate
+        library.setLevel(logging.DEBUG if own.level == logging.DEBUG else logging.WARNING)
 
 
 def _encodable(line: dict[str, Any]) -> dict[str, Any]:
