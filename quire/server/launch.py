@@ -63,6 +63,7 @@ def run_server(config: EngineConfig, settings: ServerConfig) -> None:
         log_interval=settings.stats_interval,
     )
     with listening_socket(settings) as listener:
+        logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
         options = SupervisorOptions(
             stall_timeout=settings.stall_timeout,
@@ -71,7 +72,7 @@ def run_server(config: EngineConfig, settings: ServerConfig) -> None:
         )
 
         async def main() -> None:
-            supervisor = EngineSupervisor(config, text, options, on_phase=_log_phase, observer=telemetry.observer)
+            supervisor = EngineSupervisor(config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer)
             app = build_app(
                 supervisor,
                 text,
@@ -244,9 +245,20 @@ def _answers(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def _log_phase(phase: StartupPhase) -> None:
-    share = "" if phase.progress is None else f" {phase.progress:.0%}"
-    logger.info("engine: %s%s", phase.name, share)
+class _PhaseLog:
+    """Says what the start is busy with: each phase when it begins, and a long one at every quarter."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._quarter = 0
+
+    def __call__(self, phase: StartupPhase) -> None:
+        quarter = int((phase.progress or 0.0) * 4)
+        if phase.name != self._name:
+            logger.info("engine: %s", phase.name)
+        elif quarter > self._quarter:
+            logger.info("engine: %s %.0f %%", phase.name, quarter * 25)
+        self._name, self._quarter = phase.name, quarter
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -80,16 +81,21 @@ class RequestContext:
         begin = time.monotonic()
         try:
             await self.app(scope, receive, send_with_id)
+        except Exception:
+            status = 500  # the answer is sent further out, where the error is logged
+            raise
         finally:
-            self._tell(scope, status, time.monotonic() - begin)
+            gone = state.get("client_gone", False)
+            self._tell(scope, STATUS_CLIENT_GONE if gone else status, time.monotonic() - begin)
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         method, path, request_id = scope["method"], scope["path"], request_id_of(scope)
         self._observer.on_http_end(http_end(scope, status, seconds))
-        if path in OPEN_PATHS and status == 200:
-            return
+        level = logging.DEBUG if path in OPEN_PATHS else logging.INFO  # probes come every few seconds
         fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
-        logger.info("%s %r %d in %.3f s, id %s", method, path, status, seconds, request_id, extra={"fields": fields})
+        logger.log(
+            level, "%s %r %d in %.3f s, id %s", method, path, status, seconds, request_id, extra={"fields": fields}
+        )
 
 
 class ApiKeys:

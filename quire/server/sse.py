@@ -43,13 +43,20 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send_events(send))
+        try:
+            await while_connected(receive, self._send_events(send))
+        except ClientDisconnectedError:
+            if not self._has_begun:
+                raise
+            scope["state"]["client_gone"] = True  # for the access log; the status has been sent
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
+            self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _send(send, first)
             try:

@@ -119,10 +119,16 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(client: FakeClient | None = None, **settings: Any) -> Iterator[LiveServer]:
+def live_server(
+    client: FakeClient | None = None, *, small_buffers: bool = False, **settings: Any
+) -> Iterator[LiveServer]:
+    """With `small_buffers` the system holds little of what a slow reader has not read."""
     client = client or FakeClient()
     app = make_app(client, **settings)
     listener = socket.create_server(("127.0.0.1", 0))
+    if small_buffers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     port = listener.getsockname()[1]
     server = Server(uvicorn_config(app, ServerConfig()))
     loop = asyncio.new_event_loop()

@@ -11,17 +11,15 @@ from quire.server.errors import json_response
 from quire.server.openapi import answers
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     id: str
     created: int
     max_model_len: int | None
-    object: str = "model"
     owned_by: str = "quire"
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
     data: list[ModelCard]
-    object: str = "list"
 
 
 def models_router(context: ServerContext) -> APIRouter:

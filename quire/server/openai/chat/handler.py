@@ -163,7 +163,6 @@ class ChatAnswer:
             generation.created,
             generation.model,
             [] if choice is None else [choice],
-            "chat.completion.chunk",
             usage,
         )
 

@@ -80,13 +80,12 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     id: str
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -105,11 +104,10 @@ class ChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct):
+class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
     id: str
     created: int
     model: str
     choices: list[ChunkChoice]
-    object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

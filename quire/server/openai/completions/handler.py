@@ -205,6 +205,4 @@ class CompletionAnswer:
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         generation = self._generation
-        return Completion(
-            generation.response_id, generation.created, generation.model, choices, "text_completion", usage
-        )
+        return Completion(generation.response_id, generation.created, generation.model, choices, usage)

@@ -41,12 +41,11 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     """The whole answer, or one chunk of it: the two have the same shape."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
-    object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
