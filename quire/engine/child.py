@@ -70,6 +70,8 @@ class EngineChild:
         """How it ended, and the last thing it said."""
         code = self.returncode
         assert code is not None, "it lives"
+        if code == -signal.SIGKILL:  # it had no time for last words
+            return f"the engine process {self.pid} was killed by SIGKILL: by hand, or because memory ran out"
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         said = next((line for line in reversed(self._last_lines) if line), None)
         return f"the engine process {self.pid} {how}" + (f"; its last line was: {said}" if said else "")

@@ -144,6 +144,7 @@ class ZmqClient(EngineClient):
 
     def seconds_without_step(self) -> float:
         """How long unfinished requests have seen no step end; 0 when nobody waits for one."""
+        self._receive()  # a busy event loop is not a stalled engine: first hear what has arrived meanwhile
         return time.monotonic() - self._progress_at if self._unfinished else 0.0
 
     def dump_stacks(self) -> None:
@@ -215,6 +216,7 @@ class ZmqClient(EngineClient):
         await self._news.wait()
 
     def _receive(self) -> None:
+        """Take in all that has arrived."""
         while self._dead is None and (message := self._receiver.receive()) is not None:
             self._take(message)
         self._news.set()

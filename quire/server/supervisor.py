@@ -46,16 +46,12 @@ class SupervisorOptions:
 
 @dataclass(frozen=True)
 class Health:
-    """How the engine is: one word, and a sentence for people. It takes requests when `is_ok`."""
+    """How the engine is: one word, and a sentence for people."""
 
     status: Status
     detail: str
     num_restarts: int
     num_requests: int
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status == "ready"
 
 
 def backoff(options: SupervisorOptions, num_deaths: int) -> float:
@@ -198,7 +194,7 @@ class EngineSupervisor:
         except OSError as error:
             return EngineDeadError(f"the engine process cannot be launched: {error}")
         phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
-        logger.info("the engine is ready after %.2f s (%s)", time.monotonic() - begin, phases)
+        logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
         self._engine = AsyncEngine(client, self._text, observer=self._observer)
         if self._status in ("starting", "restarting"):
             self._status, self._detail = "ready", "it takes requests"

@@ -36,6 +36,7 @@ def started(words: str = "fake") -> ZmqClient:
 
 def test_sigterm_finishes_what_runs_and_sigint_is_ignored() -> None:
     client = started("slow,long")
+    watch = Watch(client.pid)
     client.add_request(request("a", max_tokens=60))
     outputs = client.get_outputs().outputs
     os.kill(client.pid, signal.SIGINT)
@@ -43,8 +44,9 @@ def test_sigterm_finishes_what_runs_and_sigint_is_ignored() -> None:
     outputs += finish(client)
     assert joined(outputs, "a") == generate_alone(request("a", max_tokens=60), 4096)[0]
     assert outputs[-1].finish_reason == "length"
+    watch.wait()
     with pytest.raises(EngineDeadError, match="exited with status 0"):
-        finish(client, [request("b")])  # too late: the engine leaves
+        finish(client, [request("b")])
     client.shutdown()
 
 

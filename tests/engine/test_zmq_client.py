@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import make_inproc_client
@@ -154,6 +155,33 @@ async def test_silence_is_not_death_but_is_measured() -> None:
     assert not client.is_dead
     assert 0.1 < client.seconds_without_step() < LIMIT
     client.shutdown()
+
+
+async def test_a_busy_event_loop_is_not_taken_for_a_stalled_engine() -> None:
+    client = launch("long,slow")
+    await client.wait_ready_async()
+    client.add_request(request("a", max_tokens=4000))
+    await client.get_outputs_async()
+    time.sleep(0.3)  # what a busy loop does
+    assert client._receiver.socket.poll(LIMIT * 1000)
+    assert client.seconds_without_step() < 0.3
+    client.shutdown()
+
+
+def test_it_works_on_uvloop() -> None:
+    async def main() -> list[EngineOutput]:
+        client = launch()
+        await client.wait_ready_async()
+        for i in range(20):
+            client.add_request(request(str(i)))
+        outputs = await finish_async(client)
+        client.shutdown()
+        return outputs
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outputs = runner.run(main())
+    for i in range(20):
+        assert joined(outputs, str(i)) == expected(str(i))
 
 
 async def test_shutdown_wakes_a_waiting_reader() -> None:
