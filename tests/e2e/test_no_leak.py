@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,21 +60,30 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
+Living = Callable[[], Counter[str]]
+
+
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def living() -> Iterator[Living]:
+    """Counts the objects of requests by type, those that were there before excepted. The collector is off."""
     gc.collect()
     gc.disable()
-    yield
+    before = request_objects()  # held, so that no new object gets the address of one of them
+
+    def count() -> Counter[str]:
+        known = set(map(id, before))
+        return Counter(type(item).__name__ for item in request_objects() if id(item) not in known)
+
+    yield count
     gc.enable()
 
 
-def living() -> Counter[str]:
-    """Objects of requests by type, those of Quire only."""
-    return Counter(
-        type(item).__name__
+def request_objects() -> list[object]:
+    return [
+        item
         for item in gc.get_objects()
         if type(item).__name__ in REQUEST_TYPES and type(item).__module__.startswith("quire")
-    )
+    ]
 
 
 def scheduler_of(client: object) -> Scheduler:
@@ -99,7 +108,7 @@ def mixed_params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=1 + index % 7, **kinds[index % 4])  # type: ignore[arg-type]  # a table
 
 
-def test_nothing_of_a_request_lives_on(llm: LLM, no_collector: None) -> None:
+def test_nothing_of_a_request_lives_on(llm: LLM, living: Living) -> None:
     for round_ in range(3):
         prompts = [f"prompt {index} of round {round_}" for index in range(20)]
         llm.generate(prompts, [mixed_params(index) for index in range(20)])
@@ -107,7 +116,7 @@ def test_nothing_of_a_request_lives_on(llm: LLM, no_collector: None) -> None:
         assert_idle(scheduler_of(llm._client))
 
 
-def test_nor_of_one_that_was_cut_short_or_failed(llm: LLM, no_collector: None) -> None:
+def test_nor_of_one_that_was_cut_short_or_failed(llm: LLM, living: Living) -> None:
     stream = llm.stream("tell me a story", SamplingParams(max_tokens=30, ignore_eos=True))
     next(stream)
     assert living()["Request"] == living()["EngineRequest"] == 1, "the measurement itself is broken"
@@ -123,7 +132,7 @@ def test_nor_of_one_that_was_cut_short_or_failed(llm: LLM, no_collector: None) -
     assert_idle(scheduler_of(llm._client))
 
 
-async def test_nor_of_one_in_the_async_engine(model: Path, no_collector: None) -> None:
+async def test_nor_of_one_in_the_async_engine(model: Path, living: Living) -> None:
     from quire.config.engine import EngineConfig
     from quire.engine.client import make_inproc_client
 
@@ -145,7 +154,7 @@ async def test_nor_of_one_in_the_async_engine(model: Path, no_collector: None) -
     assert_idle(scheduler_of(client))
 
 
-def test_memory_does_not_grow_with_requests(llm: LLM, no_collector: None) -> None:
+def test_memory_does_not_grow_with_requests(llm: LLM, living: Living) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -160,7 +169,7 @@ def test_memory_does_not_grow_with_requests(llm: LLM, no_collector: None) -> Non
     assert resident() - before < 16 << 20
 
 
-def test_shutdown_frees_the_model_and_may_be_repeated(model: Path, no_collector: None) -> None:
+def test_shutdown_frees_the_model_and_may_be_repeated(model: Path, living: Living) -> None:
     def layers() -> int:
         return sum(type(item).__name__ == "DecoderLayer" for item in gc.get_objects())
 
