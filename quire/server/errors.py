@@ -135,7 +135,7 @@ def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"{field} is missing; give it", field
     value = repr(first.get("input"))
     shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{field} is {shown} but must be right: {first['msg'][0].lower()}{first['msg'][1:]}", field
+    return f"{field} is {shown}, which is wrong: {first['msg'][0].lower()}{first['msg'][1:]}", field
 
 
 def _field_name(path: Sequence[int | str]) -> str:
