@@ -92,19 +92,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(self.n >= 1, "n", self.n, "at least 1")
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require(
-            0.0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0"
-        )
+        _require(0.0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
         _require(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1, 0 (both: keep all) or positive")
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _require(
-            self.seed is None or -(1 << 63) <= self.seed < (1 << 64), "seed", self.seed, "a 64-bit integer"
-        )
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1 or None"
-        )
+        _require(self.seed is None or -(1 << 63) <= self.seed < (1 << 64), "seed", self.seed, "a 64-bit integer")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1 or None")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

@@ -47,9 +47,7 @@ class Registry(Generic[T]):
             raise self._error(self.kind, name, sorted(self._entries))
         module_name, _, attribute = self._entries[name].partition(":")
         # A relative module lives in the registry's own package; a dotted one is a user's plug-in.
-        module = importlib.import_module(
-            module_name if "." in module_name else f"{self._package}.{module_name}"
-        )
+        module = importlib.import_module(module_name if "." in module_name else f"{self._package}.{module_name}")
         resolved = cast(T, getattr(module, attribute))
         self._resolved[name] = resolved
         return resolved

@@ -55,10 +55,7 @@ class Sequences:
         spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
         positions = [torch.arange(s.start, s.stop) for s in spans.values()]
         slots = torch.cat(
-            [
-                self.tables[r, p // BLOCK].long() * BLOCK + p % BLOCK
-                for r, p in zip(rows, positions, strict=True)
-            ]
+            [self.tables[r, p // BLOCK].long() * BLOCK + p % BLOCK for r, p in zip(rows, positions, strict=True)]
         )
         batch = AttentionBatch(
             query_lens=[counts[r] for r in rows],
