@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from quire.bench.report import environment, write_report
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
@@ -132,25 +128,7 @@ def main() -> None:
         print(f"{name:<44}{median:>10.3f}{cpu:>9.3f}{p99:>9.3f}{limit:>10.1f}")
         gc.collect()
     if arguments.output is not None:
-        report = {**environment(), "block_size": BLOCK_SIZE, "results": results}
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def environment() -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    cpuinfo = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        if cpuinfo.exists()
-        else []
-    )
-    return {
-        "machine": models[0] if models else platform.processor(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
-    }
+        write_report(arguments.output, environment("quire"), results, block_size=BLOCK_SIZE)
 
 
 if __name__ == "__main__":

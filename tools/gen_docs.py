@@ -12,9 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from quire.config.args import reference_markdown  # noqa: E402  (this tree's quire, not an installed one)
+from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
+from quire.metrics import catalog  # noqa: E402
 
-PAGES = {"docs/settings.md": reference_markdown}
+PAGES = {"docs/settings.md": args.reference_markdown, "docs/metrics.md": catalog.reference_markdown}
 
 
 def stale(root: Path = ROOT) -> list[str]:

@@ -27,7 +27,7 @@ from quire.ops.qkv import split_qkv
 from quire.ops.soft_cap import soft_cap
 
 KEY_TILE = 128  # a multiple of every block size
-QUERY_TILE = 128
+QUERY_TILE, MIN_QUERY_TILE = 128, 16
 WORKSPACE_BYTES = 64 << 20  # aim for one unit's gathered keys and values, and for its scores
 
 
@@ -61,9 +61,12 @@ class TorchAttention(AttentionBackend):
         return (2, num_kv_heads, num_blocks, block_size, head_dim)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
-        keys = -(-max_model_len // KEY_TILE) * KEY_TILE
-        one_row = keys * (2 * spec.num_kv_heads * spec.head_dim + 3 * spec.num_heads * 16) * itemsize
-        return max(4 * WORKSPACE_BYTES, one_row)
+        keys = _padded_tiles(-(-max_model_len // KEY_TILE)) * KEY_TILE
+        # A unit is one row's keys and values, and its scores, of which soft-capping makes the most copies.
+        smallest_unit = (
+            keys * (2 * spec.num_kv_heads * spec.head_dim + 4 * spec.num_heads * MIN_QUERY_TILE) * itemsize
+        )
+        return max(4 * WORKSPACE_BYTES, smallest_unit)
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         cache[:, :, block_ids] = cache[:, :, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -115,14 +118,13 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
     buckets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     token = 0
     for row, (num_queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        for start in range(0, num_queries, QUERY_TILE):
-            queries = min(QUERY_TILE, num_queries - start)
+        tile = _query_tile(spec, context, itemsize)
+        for start in range(0, num_queries, tile):
+            queries = min(tile, num_queries - start)
             position = context - num_queries + start
             last_tile = (position + queries - 1) // KEY_TILE + 1
             first_tile = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
-            # Lengths are rounded up to a power of two, so that a batch of mixed lengths makes few units; what
-            # is added is masked, and adds zeros.
-            width = 1 << (last_tile - first_tile - 1).bit_length()
+            width = _padded_tiles(last_tile - first_tile)
             buckets.setdefault((queries, first_tile if spec.sliding_window else 0, width), []).append(
                 (row, token + start, position)
             )
@@ -133,6 +135,24 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
         step = max(1, WORKSPACE_BYTES // per_row)
         for start in range(0, len(members), step):
             yield _make_unit(batch, spec, queries, first_tile * KEY_TILE, keys, members[start : start + step])
+
+
+def _query_tile(spec: AttentionSpec, context: int, itemsize: int) -> int:
+    """As many queries at once as keep the scores within the workspace."""
+    keys = context if spec.sliding_window is None else min(context, spec.sliding_window + QUERY_TILE)
+    per_query = _padded_tiles(-(-keys // KEY_TILE)) * KEY_TILE * spec.num_heads * itemsize
+    tile = QUERY_TILE
+    while tile > MIN_QUERY_TILE and tile * per_query > WORKSPACE_BYTES:
+        tile //= 2
+    return tile
+
+
+def _padded_tiles(num_tiles: int) -> int:
+    """Lengths are rounded up to a power of two, so that a batch of mixed lengths makes few units.
+
+    What is added is masked, and adds zeros.
+    """
+    return 1 << (num_tiles - 1).bit_length()
 
 
 def _make_unit(

@@ -23,11 +23,16 @@ EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 
 # Name -> what `quire --help` says; the module is quire.cli.<name>.
 COMMANDS = {
+    "serve": "serve a model over an openai-compatible http interface",
     "run": "answer one prompt",
     "chat": "talk with a model",
     "fit": "say what memory a model needs here, without loading it",
+    "bench": "measure a server or the engine",
     "verify": "compare a model with transformers, op by op",
 }
+
+# Commands whose log is what they say; the others print a text, beside which only warnings are wanted.
+TALKATIVE = frozenset({"serve"})
 
 
 class Command(Protocol):
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     args = build_parser(chosen).parse_args(arguments)
-    level = "DEBUG" if args.debug else env.log_level(default="warning")
+    level = "DEBUG" if args.debug else env.log_level(default="info" if chosen in TALKATIVE else "warning")
     setup_logging(level)
     try:
         code: int = args.run(args)

@@ -6,23 +6,31 @@ The one place at run time that imports transformers, and only when it is called 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quire.config.args import add_engine_arguments, engine_config_from
 from quire.config.engine import EngineConfig
 from quire.types.errors import ConfigError, ModelError
 
-HELP = "compare a model with transformers, op by op"
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog. In the year 1969, the first people walked on the moon."
+TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-1  # of float32, and of the shorter types
+FIRST_LAYER = "layers.0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--text", default=DEFAULT_TEXT, help="What to run both on.")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="Largest difference relative to an op's scale.")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="Largest difference relative to an op's scale. Unset: 1e-4, or 0.1 in half precision.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +48,7 @@ class Difference:
 
     def describe(self) -> str:
         match = re.search(r"layers\.(\d+)\.(.+)", self.name)
-        return f"layer {match[1]}, {match[2]}" if match else self.name
+        return f"{f'layer {match[1]}, {match[2]}' if match else self.name} (off by {self.relative:.1e})"
 
 
 @dataclass(frozen=True)
@@ -48,54 +56,82 @@ class Report:
     num_tokens: int
     compared: list[Difference]  # in the order in which they run
     tolerance: float
-    tokens_agree: bool
+    num_agreeing: int  # positions where both would choose the same next token
 
     @property
     def first(self) -> Difference | None:
         return next((d for d in self.compared if not d.relative <= self.tolerance), None)
 
     def format(self) -> str:
-        worst = max(self.compared, key=lambda difference: difference.relative)
-        summary = (
-            f"{len(self.compared)} ops on {self.num_tokens} tokens, worst {worst.relative:.2e} ({worst.describe()})"
+        """What was compared, and the verdict as the last line."""
+        worst = max(self.compared, key=lambda difference: (math.isnan(difference.relative), difference.relative))
+        lines = [
+            f"{len(self.compared)} ops compared on {self.num_tokens} tokens, tolerance {self.tolerance:g}",
+            f"worst: {worst.describe()}",
+            f"greedy next token: the same at {self.num_agreeing} of {self.num_tokens} positions",
+        ]
+        if self.first is None:
+            return "\n".join([*lines, "EQUAL"])
+        last_good = self.compared.index(self.first) - 1
+        if last_good >= 0:
+            lines.append(f"still equal: {self.compared[last_good].describe()}")
+        return "\n".join([*lines, f"DIFFERENT, first at {self.first.describe()}"])
+
+
+def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | None = None) -> Report:
+    """Run both models on `text` and compare them op by op."""
+    if config.model.load_format == "dummy":
+        raise ConfigError(
+            "load_format is 'dummy', but made-up weights have nothing to be compared with; leave it out"
         )
-        if self.first is not None:
-            return (
-                f"DIFFERENT: first at {self.first.describe()} (relative {self.first.relative:.2e}, "
-                f"tolerance {self.tolerance:.0e}); {summary}"
-            )
-        agree = "agree" if self.tokens_agree else "differ, within the tolerance of the logits"
-        return f"EQUAL within {self.tolerance:.0e}: {summary}; greedy next tokens {agree}"
-
-
-def verify(config: EngineConfig, text: str, tolerance: float) -> Report:
+    auto_model = _import_transformers()
     import torch
 
     from quire.frontend.tokenizer import load_tokenizer
+    from quire.loader.hub import resolve_model
     from quire.worker.direct import DirectModel
 
+    source = resolve_model(config.model.model, config.model.revision)
+    tokenizer = config.model.tokenizer
+    token_ids = load_tokenizer(source.path if tokenizer is None else resolve_model(tokenizer).path).encode(text)
+    if not token_ids:
+        raise ConfigError(f"--text is {text!r}, which gives no tokens; give at least one word")
+    if config.model.max_model_len is None:
+        # Some RoPE variants depend on the longest context there may be; transformers takes the one at hand.
+        config = replace(config, model=replace(config.model, max_model_len=len(token_ids)))
     direct = DirectModel(config)
-    token_ids = load_tokenizer(direct.source.path).encode(text)
     token_ids = [token for token in token_ids if token < direct.vocab_size][: direct.max_model_len]
-    reference = _load_reference(direct.source.path, direct.dtype)
+    reference = _load_reference(auto_model, source.path, direct.dtype)
     with torch.inference_mode():
         ours = _capture(direct.model, lambda: direct.logits(token_ids))
         theirs = _capture(reference, lambda: reference(torch.tensor([token_ids])).logits[0])
     compared = _compare(direct.model, ours, theirs, len(token_ids))
-    agree = bool((ours.result.argmax(-1) == theirs.result.argmax(-1)).all())
+    agree = int((ours.result.argmax(-1) == theirs.result.argmax(-1)).sum())
+    if tolerance is None:
+        tolerance = TOLERANCE if direct.dtype == torch.float32 else HALF_TOLERANCE
     return Report(len(token_ids), compared, tolerance, agree)
 
 
-def _load_reference(path: Any, dtype: Any) -> Any:
+def _import_transformers() -> Any:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("verify needs transformers; install it with: pip install 'quire[verify]'") from error
+    return AutoModelForCausalLM
+
+
+def _load_reference(auto_model: Any, path: Path, dtype: Any) -> Any:
     # Eager attention: the only one that every architecture's soft-capping goes through.
     options = {"dtype": dtype, "attn_implementation": "eager"}
-    if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
-    return AutoModelForCausalLM.from_pretrained(path, **options)
+    try:
+        if path.suffix == ".gguf":
+            return auto_model.from_pretrained(path.parent, gguf_file=path.name, **options)
+        return auto_model.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"transformers cannot load {path}, so there is nothing to compare with: {cause}; try a newer transformers"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -119,10 +155,12 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
 
         return hook
 
-    leaves = [
-        (name, module) for name, module in model.named_modules() if not list(module.children()) or "attn" in name
+    watched = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not list(module.children()) or "attn" in name or name.endswith(FIRST_LAYER)
     ]
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in leaves]
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in watched]
     try:
         return _Captured(outputs, inputs, run())
     finally:
@@ -135,13 +173,18 @@ def _compare(model: Any, ours: _Captured, theirs: _Captured, num_tokens: int) ->
     compared: list[Difference] = []
     for name, output in theirs.outputs.items():
         destination = model.weight_map.resolve(f"{name}.weight")
-        if destination is None or destination.module not in ours.outputs:
+        if destination is None or destination.module not in ours.outputs or name.endswith(FIRST_LAYER):
             continue
         if name.endswith("o_proj"):
             # What enters the output projection is what attention gave: rotation, mask, softmax, cache.
             compared.append(
                 _difference(name.replace("o_proj", "attention"), ours.inputs[destination.module], theirs.inputs[name])
             )
+        if name.endswith("embed_tokens"):
+            # Some scale embeddings inside this module and some after it: what counts is what the layers get.
+            mine, output = _input_of(FIRST_LAYER, ours), _input_of(FIRST_LAYER, theirs)
+            compared.append(_difference(name, mine, output))
+            continue
         mine = ours.outputs[destination.module]
         if destination.piece is not None:
             mine = _piece(model.get_submodule(destination.module), destination.piece, mine)
@@ -151,6 +194,10 @@ def _compare(model: Any, ours: _Captured, theirs: _Captured, num_tokens: int) ->
     if len(compared) < 3:
         raise ModelError("no op of the two models could be matched; the weight map names none of their modules")
     return compared
+
+
+def _input_of(suffix: str, captured: _Captured) -> Any:
+    return next(value for name, value in captured.inputs.items() if name.endswith(suffix))
 
 
 def _piece(layer: Any, piece: str, output: Any) -> Any:
@@ -164,7 +211,16 @@ def _piece(layer: Any, piece: str, output: Any) -> Any:
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> Difference:
-    theirs = theirs.reshape(-1, theirs.shape[-1]) if ours.dim() == 2 else theirs.reshape(-1, *theirs.shape[-2:])
-    ours = ours[: theirs.shape[0]].reshape(theirs.shape).float()
-    scale = theirs.float().abs().max().clamp_min(1e-6)
-    return Difference(name, float((ours - theirs.float()).abs().max() / scale))
+    """ours: [tokens or more, ...]; theirs: the same with a batch of one before it, heads perhaps before tokens."""
+    theirs = theirs.squeeze(0).float()
+    if ours.dim() == 2:
+        theirs = theirs.reshape(-1, ours.shape[1])
+    scale = float(theirs.abs().max().clamp_min(1e-6))
+    layouts = [theirs, theirs.transpose(0, 1)] if ours.dim() == 3 else [theirs]
+    apart = [
+        float((ours[: layout.shape[0]].float() - layout).abs().max()) / scale
+        for layout in layouts
+        if layout.shape[1:] == ours.shape[1:]
+    ]
+    # With as many tokens as heads both layouts are possible, and the wrong one is far off.
+    return Difference(name, min(apart))

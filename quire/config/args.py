@@ -17,6 +17,8 @@ import msgspec
 
 from quire.config import env
 from quire.config.engine import GROUP_TYPES, EngineConfig
+from quire.config.groups import ServerConfig
+from quire.config.server import check_server
 from quire.types.sampling import SamplingParams
 
 # The CLI prints one text and nothing else, so these have nothing to say there.
@@ -34,6 +36,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
 
 _ENGINE = "engine."
 _SAMPLING = "sampling."
+_SERVER = "server."
 _BYTE_UNITS = {
     "": 1,
     "B": 1,
@@ -82,6 +85,11 @@ def engine_settings() -> dict[str, list[Setting]]:
     return {group: _dataclass_settings(group_type) for group, group_type in GROUP_TYPES.items()}
 
 
+def server_settings() -> list[Setting]:
+    """Every setting of `quire serve` that is not the engine's."""
+    return _dataclass_settings(ServerConfig)
+
+
 def sampling_settings() -> list[Setting]:
     """Every field of SamplingParams; its help is the docstring below it."""
     help_texts = _attribute_docstrings(SamplingParams)
@@ -123,6 +131,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[st
             _add_flag(section, setting, _SAMPLING, defaults.get(setting.name, setting.default))
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting of the HTTP server."""
+    section = parser.add_argument_group("server settings", inspect.getdoc(ServerConfig))
+    for setting in server_settings():
+        _add_flag(section, setting, _SERVER, setting.default)
+
+
 def engine_settings_from(namespace: argparse.Namespace) -> dict[str, Any]:
     """The engine settings that were given, as flat keyword arguments for LLM or EngineConfig.from_flat."""
     return _given(namespace, _ENGINE)
@@ -132,13 +147,21 @@ def engine_config_from(namespace: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_flat(**engine_settings_from(namespace))
 
 
+def server_config_from(namespace: argparse.Namespace) -> ServerConfig:
+    given = _given(namespace, _SERVER)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = ServerConfig(**values)
+    check_server(config)
+    return config
+
+
 def sampling_params_from(namespace: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """SamplingParams of the flags that were given, over the command's own defaults."""
     return SamplingParams(**{**defaults, **_given(namespace, _SAMPLING)})
 
 
 def reference_markdown() -> str:
-    """The settings page: every engine setting, sampling parameter and environment variable."""
+    """The settings page: every engine and server setting, sampling parameter and environment variable."""
     parts = [
         "# Settings",
         "Generated from the settings' own definitions by `python tools/gen_docs.py`; edit those, not this page.",
@@ -149,6 +172,9 @@ def reference_markdown() -> str:
     for group, settings in engine_settings().items():
         parts += [f"## {group.capitalize()}", inspect.getdoc(GROUP_TYPES[group]) or "", _table(settings)]
     parts += [
+        "## Server",
+        inspect.getdoc(ServerConfig) or "",
+        _table(server_settings()),
         "## Sampling",
         "Fields of `SamplingParams`. Those with a flag are also understood by `quire run` and `quire chat`,"
         " which have their own defaults for some (see their `--help`), and where `--seed` is this one.",

@@ -25,6 +25,11 @@ def debug_checks() -> bool:
     return os.environ.get("QUIRE_DEBUG", "") not in ("", "0")
 
 
+def api_keys() -> tuple[str, ...]:
+    """QUIRE_API_KEY: API keys of `quire serve`, separated by commas, besides those of its flags."""
+    return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with some values replaced, for a program that Quire starts."""
     return {**os.environ, **changes}

@@ -13,6 +13,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2"
 
@@ -75,3 +76,48 @@ class DeviceConfig:
     device: DeviceName = setting("auto", "The device to run on.")
     num_threads: int | None = setting(None, "CPU threads for tensor work. Unset: one per physical core.")
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server of `quire serve`. The engine knows none of these."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in.")
+    port: int = setting(8000, "TCP port; 0 takes a free one and says which.")
+    uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    served_model_name: tuple[str, ...] = setting(
+        (), "The model's name for clients; the first is in the answers. Unset: as given with --model."
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "A key that clients must send as `Authorization: Bearer KEY`. Unset: no key is asked for."
+    )
+    api_key_file: str | None = setting(None, "A file with one API key per line, besides --api-key.")
+    protect_health: bool = setting(False, "Ask for the API key on /health, /ready, /ping and /metrics too.")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "A web origin whose pages may call this server (CORS), or * for any. Unset: none."
+    )
+    ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
+    ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")
+    root_path: str = setting("", "Path prefix that a proxy in front takes off, such as /llm.")
+    max_queue: int = setting(
+        256, "Most completions waiting beyond those that run; past it a request is refused with status 503."
+    )
+    max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", unit="bytes")
+    max_n: int = setting(64, "Most completions of one prompt (n) in a request.")
+    max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.")
+    drain_timeout: float = setting(
+        30.0, "Seconds that running requests get to finish after SIGTERM or the first Ctrl-C."
+    )
+    stall_timeout: float = setting(
+        120.0, "Seconds without a finished step, while requests wait, after which /health fails."
+    )
+    max_restarts: int = setting(3, "Restarts of a dying engine in a row before the server gives up and exits.")
+    allow_request_chat_template: bool = setting(False, "Accept a chat_template in requests.")
+    log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
+    log_format: LogFormat = setting("text", "Form of log lines.")
+    stats_interval: float = setting(
+        10.0, "Seconds between two log lines that say how the server is doing, while it does anything; 0: none."
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None, "OpenTelemetry collector that gets a span per request, such as http://localhost:4318. Unset: none."
+    )

@@ -8,13 +8,14 @@ from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.types.messages import EngineInfo
+from quire.utils.phases import ReportPhase, ignore_phase
 from quire.worker.inproc import InProcExecutor
 from quire.worker.worker import Worker
 
 
-def build_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo, bool]:
+def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tuple[EngineCore, EngineInfo, bool]:
     """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
-    worker = Worker(config)
+    worker = Worker(config, report)
     settings, ledger = worker.plan.settings, worker.plan.ledger
     kv = KVCacheManager(ledger.layout, ledger.num_kv_blocks, config.cache.enable_prefix_caching)
     scheduler = Scheduler(

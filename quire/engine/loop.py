@@ -19,18 +19,28 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore, *, debug_checks: bool = False) -> None:
         self._core = core
-        self._inbox: deque[ToEngine] = deque()
+        self._inbox: deque[ToEngine | EngineOutput] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._finishing = False
         self._debug_checks = debug_checks
 
-    def submit(self, message: ToEngine) -> None:
+    def submit(self, message: ToEngine | EngineOutput) -> None:
+        """Take a message in; an EngineOutput is an answer that is already known and goes out with the next step."""
         self._inbox.append(message)
         self._wake.set()
 
-    def stop(self) -> None:
-        self._stopping = True
+    def stop(self, *, finish_work: bool = False) -> None:
+        """Make `wait` say False: now, or when there is no more work."""
+        if finish_work:
+            self._finishing = True
+        else:
+            self._stopping = True
         self._wake.set()
+
+    def shutdown(self) -> None:
+        """Free what the engine holds, once nobody runs it any more."""
+        self._core.shutdown()
 
     def has_work(self) -> bool:
         return bool(self._inbox) or self._core.has_work()
@@ -47,12 +57,15 @@ class EngineLoop:
 
     def wait(self) -> bool:
         """Sleep until there is work; False when the loop was asked to stop."""
-        while not self._stopping:
-            self._wake.clear()
+        while True:
+            self._wake.clear()  # before looking: what comes after the look wakes the wait
+            if self._stopping:
+                return False
             if self.has_work():
                 return True
+            if self._finishing:
+                return False
             self._wake.wait()
-        return False
 
     def _take_messages(self) -> list[EngineOutput]:
         answers: list[EngineOutput] = []
@@ -65,4 +78,6 @@ class EngineLoop:
                     answers += self._core.abort(message.request_ids)
                 case ResetPrefixCache():
                     self._core.scheduler.reset_prefix_cache()
+                case EngineOutput():
+                    answers.append(message)
         return answers

@@ -12,6 +12,7 @@ from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prom
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.text_model import Message, TextModel, load_text_model
+from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, RequestOutput
@@ -32,15 +33,26 @@ _LONG_TEXT = 20_000
 class AsyncEngine:
     """Streams of requests. Everything but `shutdown` must be called on the event loop it was first used on."""
 
-    def __init__(self, client: EngineClient, text: TextModel) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        text: TextModel,
+        *,
+        observer: Observer = NULL_OBSERVER,
+    ) -> None:
+        """`observer` is told what happens, and stays the caller's to close."""
         defaults = text.defaults
         self._client = client
         self._text = text
         self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids)
-        self._outputs = OutputProcessor(text.tokenizer)
+        self._outputs = OutputProcessor(text.tokenizer, observer)
+        self._observer = observer
         self._mailboxes: dict[str, AsyncMailbox] = {}
         self._drain: asyncio.Task[None] | None = None
         self._dead: str | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        observer.on_engine_start(client.info)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -60,6 +72,15 @@ class AsyncEngine:
     def is_dead(self) -> bool:
         return self._dead is not None
 
+    @property
+    def num_requests(self) -> int:
+        """Streams that are open."""
+        return len(self._mailboxes)
+
+    async def wait_idle(self) -> None:
+        """Wait until no stream is open."""
+        await self._idle.wait()
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json suggests, over SamplingParams' own defaults."""
         return self._text.defaults.params
@@ -71,16 +92,18 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
         What each output holds is chosen by sampling_params.output_kind. A slow reader gets several steps' deltas
-        in one output; it delays nobody else.
+        in one output; it delays nobody else. `add_special_tokens` lets the tokenizer add its own to a text.
         """
         params = sampling_params or self.get_default_sampling_params()
 
         async def prepare() -> PreparedRequest:
-            return await self._process(prompt, params, request_id, priority, add_special_tokens=True)
+            return await self._process(prompt, params, request_id, priority, add_special_tokens, trace_headers)
 
         return self._stream(prepare)
 
@@ -96,6 +119,7 @@ class AsyncEngine:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise like generate. By default an answer goes on until the model ends it."""
         params = sampling_params or self._text.chat_params()
@@ -109,7 +133,7 @@ class AsyncEngine:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return await self._process(prompt, params, request_id, priority, add_special_tokens=False)
+            return await self._process(prompt, params, request_id, priority, False, trace_headers)
 
         return self._stream(prepare)
 
@@ -145,10 +169,16 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         add_special_tokens: bool,
+        trace_headers: Mapping[str, str] | None,
     ) -> PreparedRequest:
         def process() -> PreparedRequest:
             return self._inputs.process(
-                prompt, params, request_id=request_id, priority=priority, add_special_tokens=add_special_tokens
+                prompt,
+                params,
+                request_id=request_id,
+                priority=priority,
+                add_special_tokens=add_special_tokens,
+                trace_headers=trace_headers,
             )
 
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -181,6 +211,7 @@ class AsyncEngine:
     def _open(self, request: PreparedRequest) -> AsyncMailbox:
         self._outputs.add(request)
         mailbox = self._mailboxes[request.request_id] = AsyncMailbox(request.params.output_kind)
+        self._idle.clear()
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_outputs(), name="quire-outputs")
             self._drain.add_done_callback(self._on_drain_done)
@@ -189,13 +220,18 @@ class AsyncEngine:
     def _close(self, request_id: str) -> None:
         """Nobody reads this request any more; if it has not finished, nobody needs the rest of it."""
         del self._mailboxes[request_id]
+        if not self._mailboxes:
+            self._idle.set()
         engine_ids, _ = self._outputs.abort(request_id)
         if engine_ids:
             self._client.abort(engine_ids)
 
     async def _drain_outputs(self) -> None:
         while True:
-            outputs = (await self._client.get_outputs_async()).outputs
+            batch = await self._client.get_outputs_async()
+            if batch.stats is not None:
+                self._observer.on_stats(batch.stats)
+            outputs = batch.outputs
             for begin in range(0, len(outputs), _SLICE):
                 if begin:
                     await asyncio.sleep(0)
@@ -224,7 +260,8 @@ class AsyncEngine:
         if self._dead is not None:
             return
         self._dead = reason
-        for request_id in self._outputs.clear()[0]:
+        self._observer.on_engine_down()
+        for request_id in self._outputs.clear(reason)[0]:
             error = EngineDeadError(reason)
             error.__cause__ = cause
             self._mailboxes[request_id].fail(error)

@@ -188,7 +188,10 @@ class InputProcessor:
             raise RequestError("a text prompt needs a tokenizer; give prompt_token_ids instead", "prompt")
         if not text:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if ids:  # a tokenizer may have tokens that were added after the model was trained
+            self._check_token_ids("prompt", (min(ids), max(ids)))
+        return ids
 
     def _fit(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Truncate as asked, then require at least one token and room for at least one more."""

@@ -349,7 +349,7 @@ class OutputProcessor:
     ) -> None:
         if output.num_cached_tokens >= 0 and state.num_cached_tokens is None:
             state.num_cached_tokens = output.num_cached_tokens
-            state.metrics.queue_time = output.queue_time if output.queue_time >= 0 else None
+            state.metrics.queue_time = output.queue_time
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             state.prompt_logprobs.extend(map(self._decoder.decode, output.prompt_logprobs))
         before = completion.num_tokens

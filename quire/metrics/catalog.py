@@ -110,7 +110,7 @@ REQUEST_GENERATION_TOKENS = Metric(
 HTTP_REQUESTS = Metric(
     "http_requests_total",
     "counter",
-    "HTTP calls answered. Paths that match no route count as route none.",
+    "HTTP calls answered. Those that reach no route (an unknown path, a wrong API key) count as route none.",
     ("method", "route", "status"),
 )
 HTTP_TIME = Metric(
@@ -122,6 +122,21 @@ HTTP_TIME = Metric(
 )
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+_OTHER_WAYS = (
+    "## The log line and traces",
+    "",
+    "The same events make a line in the log, by default once in ten seconds and only while something happens"
+    " (`--stats-interval`). With `--log-format json` its numbers are fields of their own.",
+    "",
+    "With `--otlp-traces-endpoint http://localhost:4318` and the extra `otel` (`pip install 'quire[otel]'`) every"
+    " request becomes an OpenTelemetry span, sent as OTLP over HTTP. A call's `traceparent` header makes it part of"
+    " the caller's trace. Attributes are named as in OpenTelemetry's conventions for generative AI:"
+    " `gen_ai.request.*` for the settings, `gen_ai.usage.*` for the tokens, `gen_ai.response.finish_reasons`, and"
+    " `gen_ai.latency.*` for queue, first token and whole, in seconds. Neither spans nor metrics hold what was asked"
+    " or answered.",
+)
 
 
 def reference_markdown() -> str:
@@ -148,7 +163,7 @@ def reference_markdown() -> str:
         if metric.buckets:
             by_buckets.setdefault(metric.buckets, []).append(f"`{metric.name}`")
     parts += [f"- {', '.join(names)}: {_listed(buckets)}" for buckets, names in by_buckets.items()]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, "", *_OTHER_WAYS]) + "\n"
 
 
 def _listed(buckets: tuple[float, ...]) -> str:

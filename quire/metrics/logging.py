@@ -47,20 +47,21 @@ class StatsLog(Observer):
         self._begin_interval()
 
     def on_stats(self, stats: EngineStats) -> None:
+        self._note()
         self._stats = stats
         self._counters.add(stats)
-        self._note()
 
     def on_tokens(self, event: TokenEvent) -> None:
+        self._note()
         self._num_prompt_tokens += event.num_prompt_tokens
         self._num_generation_tokens += event.num_generation_tokens
-        self._first_token_latencies += event.first_token_latencies
-        self._note()
+        self._num_first_tokens += len(event.first_token_latencies)
+        self._first_token_seconds += sum(event.first_token_latencies)
 
     def on_request_end(self, event: RequestEnd) -> None:
+        self._note()
         for completion in event.completions:
             self._ends[completion.finish_reason] += 1
-        self._note()
 
     def on_engine_down(self) -> None:
         self._stats = EngineStats()
@@ -75,11 +76,11 @@ class StatsLog(Observer):
             self._timer = None
 
     def _note(self) -> None:
-        self._changed = True
+        """Something happens: comes before it is counted, for it may begin an interval."""
         if self._timer is None:
             self._begin_interval()
-            self._changed = True
             self._timer = self._call_later(self._interval, self._tick)
+        self._changed = True
 
     def _tick(self) -> None:
         self._timer = None
@@ -95,7 +96,8 @@ class StatsLog(Observer):
         self._begin = self._clock()
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
-        self._first_token_latencies: list[float] = []
+        self._num_first_tokens = 0
+        self._first_token_seconds = 0.0
         self._ends = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._queries_before = self._counters.prefix_queries
         self._hits_before = self._counters.prefix_hits
@@ -119,8 +121,8 @@ class StatsLog(Observer):
         queries = self._counters.prefix_queries - self._queries_before
         if queries:
             fields["prefix_hit_rate"] = (self._counters.prefix_hits - self._hits_before) / queries
-        if self._first_token_latencies:
-            fields["mean_ttft"] = sum(self._first_token_latencies) / len(self._first_token_latencies)
+        if self._num_first_tokens:
+            fields["mean_ttft"] = self._first_token_seconds / self._num_first_tokens
         return {name: round(value, 4) for name, value in fields.items()}
 
 

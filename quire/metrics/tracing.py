@@ -20,6 +20,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """The headers of a call that say which trace it belongs to (W3C Trace Context)."""
 
 _TRACES_PATH = "/v1/traces"
+# Seconds to get a batch of spans out, retries included: a collector that is away must not delay the exit for long.
+_EXPORT_TIMEOUT = 3.0
 
 AttributeValue = str | int | float | list[str]
 
@@ -42,7 +44,7 @@ def make_tracer(endpoint: str | None, model_name: str) -> Observer:
             f"otlp_traces_endpoint needs OpenTelemetry, which is not installed ({error});"
             ' run pip install "quire[otel]", or leave it out'
         ) from error
-    exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint))
+    exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_TIMEOUT)
     # The provider is ours alone: an application that set a global one keeps it.
     provider = TracerProvider(resource=Resource.create({"service.name": "quire"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -53,7 +55,7 @@ class RequestTracer(Observer):
     """Owns the provider: close() sends what is left and shuts it down."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -61,7 +63,7 @@ class RequestTracer(Observer):
         self._model_name = model_name
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
-        self._failed = lambda error: Status(StatusCode.ERROR, error)
+        self._failed = StatusCode.ERROR
 
     def on_request_end(self, event: RequestEnd) -> None:
         # Events are on the monotonic clock, spans on the calendar's.
@@ -82,7 +84,7 @@ class RequestTracer(Observer):
         if event.first_token_time is not None:
             span.add_event("first token", timestamp=at(event.first_token_time))
         if event.error is not None:
-            span.set_status(self._failed(event.error))
+            span.set_status(self._failed, event.error)
         span.end(at(event.finished_time))
 
     def close(self) -> None:

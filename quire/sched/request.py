@@ -85,7 +85,7 @@ class Request:
         # True when a result row needs nothing but: append one token, check for the end.
         self.steady = False
         self.num_cached_tokens = -1  # prompt tokens found in the prefix cache at the first admission
-        self.queue_time = -1.0  # seconds from arrival to the first admission
+        self.queue_time: float | None = None  # seconds from arrival to the first admission
         self.reported = False  # the first output has been made
         self.num_prompt_logprobs = 0  # prompt logprobs given out so far; they cover tokens 1..n
         self.num_preemptions = 0

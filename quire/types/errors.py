@@ -96,6 +96,10 @@ class EngineDeadError(EngineError):
     """The engine has stopped and will serve nothing more."""
 
 
+class EngineStartError(EngineDeadError):
+    """The engine refused its settings or its model; starting it again as it is would not help."""
+
+
 class GenerationError(EngineError):
     """One request failed inside the engine; others go on."""
 

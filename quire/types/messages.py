@@ -16,7 +16,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """Forget all cached blocks that nobody uses."""
 
 
-class EngineInfo(msgspec.Struct, tag=True, frozen=True):
+class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """What the engine found out at start and the frontend needs to know."""
 
     model: str
@@ -28,5 +28,33 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True):
     max_num_seqs: int
 
 
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """The first message of an engine process: where it takes requests."""
+
+    endpoint: str
+
+
+class StartupPhase(msgspec.Struct, tag=True, array_like=True):
+    """A part of the start begins, or has come this far."""
+
+    name: str
+    at: float  # seconds since the process was launched
+    progress: float | None = None  # of the whole phase, 0 to 1; None where it cannot be told
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The start is over; requests are welcome."""
+
+    info: EngineInfo
+    at: float  # seconds since the process was launched
+
+
+class EngineFailure(msgspec.Struct, tag=True, array_like=True):
+    """The last message of an engine that failed."""
+
+    cause: str
+    is_permanent: bool  # a wrong setting or model: starting again with the same settings would fail again
+
+
 ToEngine = EngineRequest | AbortRequests | ResetPrefixCache
-FromEngine = EngineOutputs | EngineInfo
+FromEngine = EngineOutputs | Hello | StartupPhase | Ready | EngineFailure

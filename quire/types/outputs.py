@@ -22,7 +22,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_cached_tokens: int = -1  # sent with the first output: prompt tokens found in the prefix cache
     error: str | None = None
     pooled: list[float] | None = None
-    queue_time: float = -1.0  # sent with the first output: seconds from arrival until it was first planned
+    queue_time: float | None = None  # sent with the first output: seconds from arrival until it was first planned
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -22,6 +22,7 @@ from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
+from quire.types.errors import ConfigError
 from quire.worker.ledger import MemoryDemand, MemoryLedger, make_ledger
 
 
@@ -47,6 +48,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = resolve_model(config.model.model, config.model.revision)
+    _check_format(config.model.load_format, source)
     model_config = load_config(source)
     description = describe(model_config)
     settings = resolve(config, _defaults(platform))
@@ -66,6 +68,15 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
 def plan_memory(config: EngineConfig) -> MemoryLedger:
     return plan_engine(config).ledger
+
+
+def _check_format(load_format: str, source: ModelSource) -> None:
+    formats = {"folder": "safetensors", "gguf": "gguf"}
+    if load_format not in ("auto", "dummy", formats[source.kind]):
+        kind = "a folder with safetensors" if source.kind == "folder" else "a .gguf file"
+        raise ConfigError(
+            f"load_format is {load_format!r} but {source.name!r} is {kind}; set --load-format auto or dummy"
+        )
 
 
 def _defaults(platform: Platform) -> DeviceDefaults:

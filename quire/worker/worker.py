@@ -9,12 +9,13 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.layers.attention import Attention
 from quire.loader.dummy import fill_dummy
-from quire.loader.mapper import load_weights
+from quire.loader.mapper import Progress, load_weights
 from quire.loader.open import open_checkpoint
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
+from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.block_tables import BlockTables
 from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, StepGraphs
@@ -31,8 +32,10 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, report: ReportPhase = ignore_phase) -> None:
+        """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
         started = time.perf_counter()
+        report("plan")
         plan = plan_engine(config)
         self.plan, self.platform = plan, plan.platform
         for line in plan.settings.explain():
@@ -40,13 +43,16 @@ class Worker:
         for entry in plan.ledger.entries:
             logger.debug("memory: %s %s (%s)", entry.name, format_bytes(entry.num_bytes), entry.note)
         planned = time.perf_counter()
-        model = load_model(plan, config)
+        report("weights")
+        model = load_model(plan, config, lambda done, total: report("weights", done / total))
         loaded = time.perf_counter()
+        report("self-check")
         settings = plan.settings
         ladders: tuple[list[int], list[int]] = ([], [])
         if self.platform.batch_invariant:
             ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
         checked = time.perf_counter()
+        report("KV")
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); %s of KV blocks, context %d",
@@ -67,14 +73,14 @@ class Worker:
         del self.runner
 
 
-def load_model(plan: EnginePlan, config: EngineConfig) -> CausalLM:
+def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> CausalLM:
     """Build the model and fill every parameter."""
     with plan.platform.device:
         model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
     if config.model.load_format == "dummy":
         fill_dummy(model.named_parameters(), config.model.seed)
     else:
-        load_weights(model, open_checkpoint(plan.source))
+        load_weights(model, open_checkpoint(plan.source), progress)
     return model.eval()
 
 

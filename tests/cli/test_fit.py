@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -24,3 +26,17 @@ def test_prints_the_ledger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert main(["fit", "a.gguf", "--max-model-len", "128"]) == 0
     assert asked == [EngineConfig.from_flat(model="a.gguf", max_model_len=128)]
     assert capsys.readouterr().out == "weights  1 GiB\ntotal    1 GiB\n"
+
+
+def test_a_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["fit", str(tmp_path), "--kv-cache-memory", "1MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["KV", "blocks", "1MiB", "64", "blocks,", "1024", "tokens"]
+    assert lines[-1] == "max_model_len = 256 (what the model was trained for)"
+    assert main(["fit", str(tmp_path), "--kv-cache-memory", "10KiB"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: kv_cache_memory is 10KiB but one request of 128 tokens needs ")
+    assert line.endswith("; set --kv-cache-memory 1MiB")

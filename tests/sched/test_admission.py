@@ -117,4 +117,4 @@ def test_queue_time_runs_from_arrival_to_the_first_admission_only() -> None:
         driver.finish()
         clock += 1
     told = {name: [output.queue_time for output in driver.outputs[name]] for name in ("first", "second")}
-    assert told == {"first": [0.5, -1.0], "second": [2.5, -1.0]}
+    assert told == {"first": [0.5, None], "second": [2.5, None]}

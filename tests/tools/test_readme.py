@@ -17,7 +17,7 @@ COMMANDS = re.findall(r"^```bash\n(.*?)\n```$", (ROOT / "README.md").read_text()
 def test_there_are_two_set_up_commands_of_one_line() -> None:
     run, test = COMMANDS
     assert "\n" not in run + test
-    assert run.endswith('quire run "What is the capital of France?"')
+    assert run.endswith(".venv/bin/quire serve")
     assert "tools/check.py" in test
     assert test.endswith("-m pytest")
 

@@ -6,7 +6,6 @@ read what no kernel writes, such as weights. That hides most of the gap between 
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -39,6 +38,6 @@ def wait_for_predecessor(PDL: tl.constexpr):
 @cache
 def launch_options() -> dict[str, Any]:
     """Keyword arguments for launches of kernels that call the functions above."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER and os.environ.get("NOPDL") != "1":
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

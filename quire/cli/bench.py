@@ -1,0 +1,219 @@
+"""`quire bench serve | sweep | latency | throughput | startup`: measure a server or the engine itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.bench import flags
+from quire.bench.report import environment, write_report
+from quire.config.args import add_engine_arguments, engine_settings_from
+from quire.config.groups import DEFAULT_MODEL
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.tables import Grid
+
+SWEEP_FOLDER = "bench-results"
+_CLIENT_PACKAGES = ("quire", "aiohttp")
+_ENGINE_PACKAGES = ("quire", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    for name, (summary, add, run_kind) in KINDS.items():
+        kind = kinds.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        # Absent, it leaves alone what stands before KIND.
+        kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add(kind)
+        kind.set_defaults(run_kind=run_kind)
+
+
+def run(args: argparse.Namespace) -> int:
+    code: int = args.run_kind(args)
+    return code
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    flags.add_target_flags(parser)
+    flags.add_data_flags(parser)
+    flags.add_load_flags(parser)
+    flags.add_output_flags(parser, "serve")
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    options = flags.serve_options(args)
+    from quire.bench.output import plain_record, save_run
+    from quire.bench.serve import bench_serve
+    from quire.bench.tables import summary_grids
+
+    found = environment(*_CLIENT_PACKAGES, secrets=[args.api_key or ""])
+    result = bench_serve(options)
+    settings = {**options.describe(), "served_model": result.model}
+    if args.output_dir is not None:
+        folder = args.output_dir / args.experiment_name
+        _tell(save_run(folder, "serve", found, settings, result.summary, result.records))
+    results = {"summary": result.summary.to_dict(), "requests": [plain_record(record) for record in result.records]}
+    title = f"{result.model} at {options.target.base_url}"
+    _show(args, title, summary_grids(result.summary), found, settings, results)
+    return 0
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    flags.add_target_flags(parser)
+    flags.add_data_flags(parser)
+    flags.add_load_flags(parser, swept=True)
+    flags.add_output_flags(parser, "sweep", SWEEP_FOLDER)
+    parser.add_argument("--resume", action="store_true", help="keep the points that the experiment has already")
+
+
+def _run_sweep(args: argparse.Namespace) -> int:
+    options = flags.serve_options(args)
+    from quire.bench.sweep import Point, run_sweep
+
+    points = [Point("request rate", rate) for rate in args.request_rates or ()]
+    points += [Point("concurrency", number) for number in args.concurrencies or ()]
+    for point in points:
+        point.apply(options)  # a bad one should not be noticed only when its turn comes
+    found = environment(*_CLIENT_PACKAGES, secrets=[args.api_key or ""])
+    folder = args.output_dir / args.experiment_name
+    result = run_sweep(options, points, folder, found, resume=args.resume, say=_say)
+    _tell(result.paths)
+    summaries = {label: summary.to_dict() for label, summary in result.summaries.items()}
+    _show(args, f"{args.experiment_name} at {options.target.base_url}", [result.grid], found, {}, summaries)
+    return 0
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts in the batch; default %(default)s")
+    add("--input-len", type=int, default=128, metavar="N", help="tokens per prompt; default %(default)s")
+    add("--output-len", type=int, default=64, metavar="N", help="tokens per answer; default %(default)s")
+    add("--repeats", type=int, default=5, metavar="N", help="default %(default)s")
+    add("--warmup", type=int, default=1, metavar="N", help="repeats before, uncounted; default %(default)s")
+    flags.add_output_flags(parser, "latency")
+    add_engine_arguments(parser)
+
+
+def _run_latency(args: argparse.Namespace) -> int:
+    from quire import LLM
+    from quire.bench.offline import bench_latency
+    from quire.bench.tables import latency_grids
+
+    settings = engine_settings_from(args)
+    shape = {name: getattr(args, name) for name in ("batch_size", "input_len", "output_len", "repeats", "warmup")}
+    with LLM(**settings) as llm:
+        summary = bench_latency(llm, **shape, seed=settings.get("seed", 0))
+    title = f"{args.batch_size} x ({args.input_len} in, {args.output_len} out), {args.repeats} times"
+    _finish(args, "latency", title, latency_grids(summary), {**shape, "engine": settings}, summary.to_dict())
+    return 0
+
+
+def _add_throughput(parser: argparse.ArgumentParser) -> None:
+    flags.add_data_flags(parser, with_tokenizer=False)
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="prompts to run before; default %(default)s"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="make answers as long as asked; default: on, and off for prompts from files",
+    )
+    flags.add_output_flags(parser, "throughput")
+    add_engine_arguments(parser, without={"seed"})
+
+
+def _run_throughput(args: argparse.Namespace) -> int:
+    engine = engine_settings_from(args)
+    data = flags.data_options(args, tokenizer=engine.get("tokenizer") or engine.get("model", DEFAULT_MODEL))
+    if args.warmup < 0:
+        raise ConfigError(f"--warmup is {args.warmup} but must be at least 0")
+    from quire import LLM
+    from quire.bench.offline import bench_throughput
+    from quire.bench.output import save_run
+    from quire.bench.tables import summary_grids
+
+    ignore_eos = not data.from_file if args.ignore_eos is None else args.ignore_eos
+    with LLM(**engine) as llm:
+        result = bench_throughput(llm, data, warmup=args.warmup, ignore_eos=ignore_eos)
+    found = environment(*_ENGINE_PACKAGES)
+    settings = {"data": data.describe(), "warmup": args.warmup, "ignore_eos": ignore_eos, "engine": engine}
+    if args.output_dir is not None:
+        folder = args.output_dir / args.experiment_name
+        _tell(save_run(folder, "throughput", found, settings, result.summary, result.records))
+    grids = summary_grids(result.summary)
+    _show(args, "offline throughput", grids, found, settings, {"summary": result.summary.to_dict()})
+    return 0
+
+
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="fresh processes; default %(default)s")
+    flags.add_output_flags(parser, "startup")
+    add_engine_arguments(parser)
+
+
+def _run_startup(args: argparse.Namespace) -> int:
+    from quire.bench.startup import bench_startup
+    from quire.bench.tables import startup_grids
+
+    settings = engine_settings_from(args)
+    summary = bench_startup(settings, args.repeats)
+    title = f"fresh processes, one after the other: {args.repeats}"
+    _finish(args, "startup", title, startup_grids(summary), {"engine": settings}, summary.to_dict())
+    return 0
+
+
+def _finish(
+    args: argparse.Namespace,
+    name: str,
+    title: str,
+    grids: Sequence[Grid],
+    settings: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    """Write and show the report of a measurement that has no pictures."""
+    found = environment(*_ENGINE_PACKAGES)
+    if args.output_dir is not None:
+        path = args.output_dir / args.experiment_name / f"{name}.json"
+        _tell([write_report(path, found, results, settings=settings)])
+    _show(args, title, grids, found, settings, results)
+
+
+def _show(
+    args: argparse.Namespace,
+    title: str,
+    grids: Sequence[Grid],
+    found: dict[str, Any],
+    settings: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    if args.json:
+        print(json.dumps({"environment": found, "settings": settings, "results": results}, indent=2))
+        return
+    from quire.bench.tables import print_grids
+
+    print_grids(title, grids)
+
+
+def _tell(paths: Sequence[Path]) -> None:
+    _say("\n".join(f"wrote {path}" for path in paths))
+
+
+def _say(text: str) -> None:
+    """Everything but the result goes to stderr, so that a pipe gets the result alone."""
+    print(text, file=sys.stderr)
+
+
+Kind = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+
+KINDS: dict[str, Kind] = {
+    "serve": ("what users of a server see: latencies and throughput under a load", _add_serve, _run_serve),
+    "sweep": ("bench serve over several loads, with the latency-throughput curve", _add_sweep, _run_sweep),
+    "latency": ("how long one batch takes, without a server", _add_latency, _run_latency),
+    "throughput": ("how fast the engine works off many prompts, without a server", _add_throughput, _run_throughput),
+    "startup": ("how long a fresh process takes until its first token", _add_startup, _run_startup),
+}

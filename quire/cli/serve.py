@@ -1,0 +1,20 @@
+"""`quire serve [MODEL]`: an OpenAI-compatible HTTP server on a model."""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.config.args import add_engine_arguments, add_server_arguments, engine_config_from, server_config_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, settings = engine_config_from(args), server_config_from(args)
+    from quire.server.launch import run_server  # after the arguments are known to be good: this import is slow
+
+    run_server(config, settings)
+    return 0

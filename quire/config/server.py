@@ -1,0 +1,51 @@
+"""Checks of the server's settings that need neither a model nor a socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import env
+from quire.config.groups import ServerConfig
+from quire.types.errors import ConfigError
+
+
+def check_server(config: ServerConfig) -> None:
+    """Refuse values that cannot work."""
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"port is {config.port} but must be between 0 and 65535")
+    least = {
+        "max_queue": (config.max_queue, 0),
+        "max_body_bytes": (config.max_body_bytes, 1),
+        "max_n": (config.max_n, 1),
+        "max_logprobs": (config.max_logprobs, -1),
+        "max_restarts": (config.max_restarts, 0),
+        "drain_timeout": (config.drain_timeout, 0),
+        "stall_timeout": (config.stall_timeout, 0),
+        "stats_interval": (config.stats_interval, 0),
+    }
+    for name, (value, minimum) in least.items():
+        if not value >= minimum:
+            raise ConfigError(f"{name} is {value} but must be at least {minimum}")
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        raise ConfigError("ssl_keyfile is given without ssl_certfile; give the certificate too")
+    if config.root_path and not config.root_path.startswith("/"):
+        raise ConfigError(f"root_path is {config.root_path!r} but must begin with a slash")
+    for name in ("served_model_name", "api_key", "allowed_origins"):
+        if not all(getattr(config, name)):
+            raise ConfigError(f"{name} is empty; give a text, or leave the flag out")
+
+
+def collect_api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The keys of the flags, of the file and of the environment; none means that no key is asked for."""
+    keys = [*config.api_key, *env.api_keys()]
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file {config.api_key_file!r} cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            # An empty file must not mean that everybody may come in.
+            raise ConfigError(f"api_key_file {config.api_key_file!r} holds no key; write one per line")
+        keys += found
+    return tuple(dict.fromkeys(keys))

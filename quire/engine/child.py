@@ -1,0 +1,135 @@
+"""EngineChild: the parent's hand on an engine process. Launches it, passes its log on, notices its end, stops it.
+
+Knows processes, not messages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quire.config.env import child_environment
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+# -P: whatever lies in the current folder is not imported.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")
+
+_LAST_LINES = 20
+_LOG_GRACE = 0.5  # seconds to read what a dead process has left in its pipe, should others hold it open
+
+TakeLine = Callable[[str], None]
+
+
+def print_line(line: str) -> None:
+    """The log of an engine joins this process's own."""
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+class EngineChild:
+    """One engine process. `exit_fd` becomes readable when it is dead and its log has been read."""
+
+    def __init__(
+        self, order: bytes, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line
+    ) -> None:
+        """`order` is the one line that the process reads from stdin, which stays open as long as this one lives."""
+        self._take_line = take_line
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._exited = threading.Event()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=child_environment(**_import_path()),
+        )
+        self.exit_fd, self._exit_signal = os.pipe()
+        self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
+        self._log_reader.start()
+        threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True).start()
+        self._give_order(order)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        return self._process.returncode if self._exited.is_set() else None
+
+    def cause_of_death(self) -> str:
+        """How it ended, and the last thing it said."""
+        code = self.returncode
+        assert code is not None, "it lives"
+        if code == -signal.SIGKILL:  # it had no time for last words
+            return f"the engine process {self.pid} was killed by SIGKILL: by hand, or because memory ran out"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        said = next((line for line in reversed(self._last_lines) if line), None)
+        return f"the engine process {self.pid} {how}" + (f"; its last line was: {said}" if said else "")
+
+    def dump_stacks(self) -> None:
+        """Ask it to write where all its threads are to its log."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def stop(self, grace: float) -> None:
+        """Ask it to leave by closing its stdin, and kill it after `grace` seconds. Blocks; may be called twice."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if not self._exited.wait(grace):
+            logger.warning("the engine process %d did not leave within %g s; killing it", self.pid, grace)
+            self._process.kill()
+            self._exited.wait()
+
+    def close(self) -> None:
+        """Give back exit_fd, once nobody waits on it."""
+        assert self._exited.is_set()
+        if self.exit_fd >= 0:
+            os.close(self.exit_fd)
+            self.exit_fd = -1
+
+    def _give_order(self, order: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(order + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("the engine process %d died before it read its order", self.pid)
+
+    def _read_log(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as log:
+            for raw in log:
+                line = raw.decode(errors="replace")
+                self._last_lines.append(line.strip())
+                self._take_line(line)
+
+    def _wait(self) -> None:
+        self._process.wait()
+        self._log_reader.join(_LOG_GRACE)
+        self._exited.set()
+        os.close(self._exit_signal)
+
+
+def _import_path() -> dict[str, str]:
+    """Let the process import this Quire, where it is not installed for all."""
+    root = Path(__file__).parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return {}
+    before = child_environment().get("PYTHONPATH")
+    return {"PYTHONPATH": str(root) if before is None else os.pathsep.join([str(root), before])}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,273 @@
+"""ZmqClient: an engine in a process of its own, behind the same face as one in this process. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import zmq
+
+from quire.config.engine import EngineConfig
+from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
+from quire.engine.client import EngineClient
+from quire.engine.process import EXIT_FAILED, LaunchOrder
+from quire.engine.transport import Receiver, Sender, make_meeting
+from quire.types.errors import EngineDeadError, EngineError, EngineStartError
+from quire.types.messages import (
+    AbortRequests,
+    EngineFailure,
+    EngineInfo,
+    FromEngine,
+    Hello,
+    Ready,
+    ResetPrefixCache,
+    StartupPhase,
+    ToEngine,
+)
+from quire.types.outputs import EngineOutputs, EngineStats
+from quire.types.request import EngineRequest
+
+# Seconds for an engine to leave after it was told to; more than it gives a step in flight.
+STOP_GRACE = 10.0
+# A process that failed has said why, but the message may still be on its way when its end is noticed.
+_LAST_WORDS = 0.5
+
+OnPhase = Callable[[StartupPhase], None]
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    name: str
+    seconds: float
+
+
+def ignore_phases(phase: StartupPhase) -> None:
+    """Nobody watches the start."""
+
+
+class ZmqClient(EngineClient):
+    """Launches an engine process when it is made; `wait_ready` or `wait_ready_async` comes first.
+
+    Everything is called on one thread; the async face, on one event loop.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        on_phase: OnPhase = ignore_phases,
+        take_line: TakeLine = print_line,
+    ) -> None:
+        """`on_phase` hears what the start is busy with, `take_line` gets each line of the engine's log."""
+        self.stats = EngineStats()
+        self.start_phases: list[PhaseTime] = []
+        """Once it is ready: where the time went, from the launch on."""
+        self._on_phase = on_phase
+        self._phase_begins: list[tuple[str, float]] = [("launch", 0.0)]
+        self._is_ready = False
+        self._dead: EngineError | None = None
+        self._is_stopping = False
+        self._unfinished: set[str] = set()
+        self._progress_at = 0.0
+        self._inbox: deque[EngineOutputs] = deque()
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._died = asyncio.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._meeting = make_meeting()
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._receiver = Receiver(self._context, self._meeting.client, self._meeting.token, decoder)
+        self._sender: Sender | None = None
+        meeting = msgspec.structs.replace(self._meeting, client=self._receiver.endpoint)
+        order = LaunchOrder(config, meeting, time.time())
+        try:
+            self._child = EngineChild(msgspec.json.encode(order), command, take_line)
+        except OSError:
+            self._close_transport()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._receiver.socket, zmq.POLLIN)
+        self._poller.register(self._child.exit_fd, zmq.POLLIN | zmq.POLLERR)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead is not None
+
+    def wait_ready(self) -> EngineInfo:
+        """Block until the engine takes requests; EngineDeadError if it never will."""
+        while not self._is_ready:
+            self._check_alive()
+            self._wait_for_news()
+        return self.info
+
+    async def wait_ready_async(self) -> EngineInfo:
+        self._attach()
+        while not self._is_ready:
+            self._check_alive()
+            await self._next_news()
+        return self.info
+
+    async def wait_dead(self) -> EngineError:
+        """Wait for the engine's end, however it comes; the error says how."""
+        self._attach()
+        await self._died.wait()
+        assert self._dead is not None
+        return self._dead
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._check_alive()
+        self._send(request)
+        if not self._unfinished:
+            self._progress_at = time.monotonic()
+        self._unfinished.add(request.request_id)
+
+    def abort(self, request_ids: list[str]) -> None:
+        if self._dead is None:
+            self._send(AbortRequests(list(request_ids)))
+
+    def reset_prefix_cache(self) -> None:
+        self._check_alive()
+        self._send(ResetPrefixCache())
+
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished or self._inbox)
+
+    def seconds_without_step(self) -> float:
+        """How long unfinished requests have seen no step end; 0 when nobody waits for one."""
+        self._receive()  # a busy event loop is not a stalled engine: first hear what has arrived meanwhile
+        return time.monotonic() - self._progress_at if self._unfinished else 0.0
+
+    def dump_stacks(self) -> None:
+        """Have the engine write to its log what each of its threads is doing."""
+        if self._dead is None:
+            self._child.dump_stacks()
+
+    def get_outputs(self) -> EngineOutputs:
+        if self._event_loop is not None:
+            raise EngineError("this engine is driven asynchronously; use get_outputs_async")
+        while not self._inbox:
+            self._check_alive()
+            if not self._unfinished:
+                return EngineOutputs([])
+            self._wait_for_news()
+        return self._inbox.popleft()
+
+    async def get_outputs_async(self) -> EngineOutputs:
+        self._attach()
+        while not self._inbox:
+            self._check_alive()
+            await self._next_news()
+        return self._inbox.popleft()
+
+    async def stop_async(self) -> None:
+        """End the process without blocking the event loop; `shutdown` is quick afterwards."""
+        self._is_stopping = True
+        await asyncio.to_thread(self._child.stop, STOP_GRACE)
+
+    def shutdown(self) -> None:
+        self._is_stopping = True
+        self._child.stop(STOP_GRACE)
+        self._die(EngineDeadError("the engine was shut down"))
+        self._close()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise type(self._dead)(str(self._dead)) from self._dead
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._sender is not None, "the engine was not waited for; call wait_ready first"
+        self._sender.send(message)
+
+    def _wait_for_news(self) -> None:
+        events = dict(self._poller.poll())
+        self._receive()
+        if self._child.exit_fd in events:
+            self._on_exit()
+
+    def _attach(self) -> None:
+        """Let the running event loop tell of messages and of the process's end."""
+        event_loop = asyncio.get_running_loop()
+        if self._event_loop is event_loop or self._dead is not None:
+            return
+        if self._event_loop is not None:
+            raise EngineError("this engine is in use on another event loop; call it there")
+        self._event_loop = event_loop
+        event_loop.add_reader(self._receiver.fileno(), self._receive)
+        event_loop.add_reader(self._child.exit_fd, self._on_exit)
+        self._receive()  # what came before is not announced again
+
+    def _detach(self) -> None:
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.remove_reader(self._receiver.fileno())
+            self._event_loop.remove_reader(self._child.exit_fd)
+
+    async def _next_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _receive(self) -> None:
+        """Take in all that has arrived."""
+        while self._dead is None and (message := self._receiver.receive()) is not None:
+            self._take(message)
+        self._news.set()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case EngineOutputs():
+                self._progress_at = time.monotonic()
+                self._unfinished.difference_update(o.request_id for o in message.outputs if o.finish_reason)
+                if message.stats is not None:
+                    self.stats = message.stats
+                self._inbox.append(message)
+            case StartupPhase():
+                if message.name != self._phase_begins[-1][0]:
+                    self._phase_begins.append((message.name, message.at))
+                self._on_phase(message)
+            case Hello():
+                self._sender = Sender(self._context, message.endpoint, self._meeting.token)
+            case Ready():
+                begins = [*self._phase_begins, ("ready", message.at)]
+                self.start_phases = [PhaseTime(name, end - begin) for (name, begin), (_, end) in pairwise(begins)]
+                self.info = message.info
+                self._is_ready = True
+            case EngineFailure():
+                self._die((EngineStartError if message.is_permanent else EngineDeadError)(message.cause))
+
+    def _on_exit(self) -> None:
+        """The process is gone: read what it said last, then tell whoever waits."""
+        self._receive()
+        if self._dead is None and self._child.returncode == EXIT_FAILED:
+            self._receiver.socket.poll(int(_LAST_WORDS * 1000))
+            self._receive()
+        cause = "the engine was shut down" if self._is_stopping else self._child.cause_of_death()
+        self._die(EngineDeadError(cause))
+        self._detach()
+
+    def _die(self, error: EngineError) -> None:
+        self._dead = self._dead or error
+        self._news.set()
+        self._died.set()
+
+    def _close(self) -> None:
+        if self._context.closed:
+            return
+        self._detach()
+        self._close_transport()
+        self._child.close()
+
+    def _close_transport(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._receiver.close()
+        self._context.term()
+        self._meeting.remove()

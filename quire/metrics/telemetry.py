@@ -1,0 +1,29 @@
+"""Telemetry: the listeners of one server, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.metrics.logging import INTERVAL, StatsLog
+from quire.metrics.prometheus import PrometheusObserver
+from quire.metrics.stats import NULL_OBSERVER, Observer, Observers
+from quire.metrics.tracing import make_tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """`observer` hears everything and goes to the engine and the HTTP side; whoever made it closes it."""
+
+    observer: Observer
+    prometheus: PrometheusObserver
+
+
+def make_telemetry(
+    model_name: str, *, otlp_traces_endpoint: str | None = None, log_interval: float = INTERVAL
+) -> Telemetry:
+    """`log_interval` is in seconds; 0 writes no line. ConfigError if spans are asked for and cannot be sent."""
+    prometheus = PrometheusObserver(model_name)
+    log = StatsLog(log_interval) if log_interval > 0 else NULL_OBSERVER
+    tracer = make_tracer(otlp_traces_endpoint, model_name)
+    listening = [observer for observer in (prometheus, log, tracer) if observer is not NULL_OBSERVER]
+    return Telemetry(Observers(*listening), prometheus)

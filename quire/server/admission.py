@@ -1,0 +1,39 @@
+"""The bounded queue: how many completions may be open at once, counted where requests come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.types.errors import QueueFullError, RequestError
+
+
+class Admission:
+    """Counts open completions. Those beyond what the engine runs at once are waiting; the queue is bounded."""
+
+    def __init__(self, max_queue: int) -> None:
+        self._max_queue = max_queue
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    @contextmanager
+    def enter(self, count: int, max_num_seqs: int, field: str) -> Iterator[None]:
+        """Hold `count` places, or refuse: for now when the queue is full, for good when it could never take them."""
+        limit = max_num_seqs + self._max_queue
+        if count > limit:
+            raise RequestError(
+                f"the request asks for {count} completions but this server takes {limit} at once; send fewer", field
+            )
+        if self._num_open + count > limit:
+            raise QueueFullError(
+                f"{self._num_open} completions are running or waiting, and the queue takes {self._max_queue} beyond"
+                f" the {max_num_seqs} that run; try again later"
+            )
+        self._num_open += count
+        try:
+            yield
+        finally:
+            self._num_open -= count

@@ -1,0 +1,63 @@
+"""Builds the HTTP application from an engine provider, the text side of a model, and settings. Keeps no globals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import quire
+from quire.config.groups import ServerConfig
+from quire.frontend.text_model import TextModel
+from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.server.admin import admin_router
+from quire.server.admission import Admission
+from quire.server.context import EngineProvider, ServerContext
+from quire.server.errors import install_error_handlers
+from quire.server.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.openai.chat.router import chat_router
+from quire.server.openai.completions.router import completions_router
+from quire.server.openai.models import models_router
+from quire.server.tokenize import tokenize_router
+
+ROUTERS = (chat_router, completions_router, models_router, tokenize_router, admin_router)
+
+
+def build_app(
+    provider: EngineProvider,
+    text: TextModel,
+    settings: ServerConfig,
+    *,
+    model_names: Sequence[str],
+    api_keys: Sequence[str] = (),
+    observer: Observer = NULL_OBSERVER,
+    extra_routers: Sequence[APIRouter] = (),
+) -> FastAPI:
+    """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext."""
+    context = ServerContext(provider, text, settings, tuple(model_names), Admission(settings.max_queue))
+    app = FastAPI(
+        title="Quire",
+        version=quire.__version__,
+        description="Language models over an OpenAI-compatible interface.",
+        redoc_url=None,
+    )
+    for make_router in ROUTERS:
+        app.include_router(make_router(context))
+    for router in extra_routers:
+        app.include_router(router)
+    install_error_handlers(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
+    open_paths = frozenset() if settings.protect_health else OPEN_PATHS
+    app.add_middleware(ApiKeys, keys=api_keys, open_paths=open_paths)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    app.add_middleware(RequestContext, observer=observer)
+    return app

@@ -1,0 +1,154 @@
+"""Every failure as an HTTP status and OpenAI's error body; knows exceptions, not endpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
+
+STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
+
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorInfo
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        super().__init__(f"the model {name[:100]!r} does not exist; served here: {', '.join(served)}", "model")
+
+
+class ClientDisconnectedError(QuireError):
+    """The client went away before its answer was complete."""
+
+
+def status_of(error: QuireError) -> int:
+    if isinstance(error, ClientDisconnectedError):
+        return STATUS_CLIENT_GONE
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, RequestError):
+        return 400
+    return 503 if isinstance(error, EngineUnavailableError) else 500
+
+
+def encode_error(error: QuireError) -> bytes:
+    """The body for an error, as a response or as the last event of a stream."""
+    if isinstance(error, RequestError):
+        code = "model_not_found" if isinstance(error, UnknownModelError) else None
+        return error_body(str(error), "invalid_request_error", error.field, code)
+    if isinstance(error, QueueFullError):
+        return error_body(str(error), "server_error", code="queue_full")
+    code = "engine_unavailable" if isinstance(error, EngineUnavailableError) else None
+    return error_body(str(error), "server_error", code=code)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    param = None if param is None else _printable(param)
+    return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(message), kind, param, code)))
+
+
+def error_response(error: QuireError) -> Response:
+    headers = {}
+    if isinstance(error, EngineUnavailableError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    return json_response(encode_error(error), status_of(error), headers)
+
+
+def plain_error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json_response(error_body(message, kind, code=_CODES.get(status)), status, headers)
+
+
+def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(QuireError, _on_quire_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_quire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuireError)
+    return error_response(error)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, field = explain_validation(error.errors())
+    return json_response(error_body(message, "invalid_request_error", field), 400)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
+    elif error.status_code == 405:
+        message = f"{request.url.path[:200]} does not answer to {request.method}"
+    return plain_error_response(error.status_code, message, error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
+    return plain_error_response(500, "the server failed on this request; its log says why")
+
+
+def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """(message, field) of pydantic's complaints. Of a union's many complaints the first is as good as any."""
+    first = errors[0]
+    path = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is not valid JSON at character {path[0]}: {first['ctx']['error']}", None
+    field = _field_name(path)
+    if not path:
+        return "the body must be a JSON object sent with `Content-Type: application/json`", None
+    if first["type"] == "missing":
+        return f"{field} is missing; give it", field
+    value = repr(first.get("input"))
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"{field} is {shown}, which is wrong: {first['msg'][0].lower()}{first['msg'][1:]}", field
+
+
+def _field_name(path: Sequence[int | str]) -> str:
+    """messages[0].content from pydantic's location; the names of a union's members are left out."""
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "float"):
+            name += f".{part}" if name else part
+    return name
+
+
+def _printable(text: str) -> str:
+    """A client may send lone surrogates, which no answer can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

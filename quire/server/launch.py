@@ -1,0 +1,270 @@
+"""Runs the server: binds the address, starts the engine, serves until a signal or a failure, and cleans up.
+
+The address is bound first, so that a taken port is known before a model is loaded; until the engine is ready,
+requests are refused politely and /health says what it is busy with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from quire.config.engine import EngineConfig
+from quire.config.groups import ServerConfig
+from quire.config.server import collect_api_keys
+from quire.frontend.text_model import load_text_model
+from quire.metrics.telemetry import make_telemetry
+from quire.server.app import build_app
+from quire.server.context import EngineProvider
+from quire.server.logs import setup_server_logging
+from quire.server.metrics_route import make_metrics_router
+from quire.server.supervisor import EngineSupervisor, SupervisorOptions
+from quire.types.errors import ConfigError, EngineError
+from quire.types.messages import StartupPhase
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+_BACKLOG = 2048
+_LAST_WRITES = 2  # seconds that answers which are complete get to reach their clients
+
+
+class Supervisor(EngineProvider, Protocol):
+    """What `serve` needs of an engine's keeper."""
+
+    async def start(self) -> None: ...
+
+    async def wait_failed(self) -> EngineError: ...
+
+    async def drain(self) -> bool: ...
+
+    async def stop(self) -> None: ...
+
+
+def run_server(config: EngineConfig, settings: ServerConfig) -> None:
+    """Serve a model until SIGTERM or SIGINT; raises the cause if the engine cannot be kept running."""
+    setup_server_logging(settings.log_format)
+    api_keys = collect_api_keys(settings)
+    model_names = settings.served_model_name or (config.model.model,)
+    telemetry = make_telemetry(
+        model_names[0],
+        otlp_traces_endpoint=settings.otlp_traces_endpoint,
+        log_interval=settings.stats_interval,
+    )
+    with listening_socket(settings) as listener:
+        logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
+        text = load_text_model(config.model)
+        options = SupervisorOptions(
+            stall_timeout=settings.stall_timeout,
+            max_restarts=settings.max_restarts,
+            drain_timeout=settings.drain_timeout,
+        )
+
+        async def main() -> None:
+            supervisor = EngineSupervisor(config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer)
+            app = build_app(
+                supervisor,
+                text,
+                settings,
+                model_names=model_names,
+                api_keys=api_keys,
+                observer=telemetry.observer,
+                extra_routers=[make_metrics_router(telemetry.prometheus)],
+            )
+            server = Server(uvicorn_config(app, settings))
+            try:
+                await serve(server, supervisor, listener, address_of(settings, listener))
+            finally:
+                telemetry.observer.close()
+
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(main())
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is decided in `serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        root_path=settings.root_path,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=_LAST_WRITES,
+        backlog=_BACKLOG,
+    )
+
+
+async def serve(server: Server, supervisor: Supervisor, listener: socket.socket, address: str) -> None:
+    """Serve until a signal or a failure. The first signal drains, a second SIGINT stops at once."""
+    stop = _Stop(server, supervisor)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.on_signal, number)
+    http = asyncio.create_task(server.serve(sockets=[listener]), name="quire-http")
+    engine = asyncio.create_task(_keep_engine(supervisor, address), name="quire-engine")
+    try:
+        await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await http
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        failed = engine.done()
+        engine.cancel()
+        await supervisor.stop()
+        await stop.finished()
+    if failed:
+        await engine  # raises why the engine cannot be kept running
+    logger.info("stopped")
+
+
+async def _keep_engine(supervisor: Supervisor, address: str) -> None:
+    """Start the engine and wait for its final failure, which is raised."""
+    await supervisor.start()
+    logger.info("serving on %s, ready for requests", address)
+    raise await supervisor.wait_failed()
+
+
+class _Stop:
+    """What signals ask for."""
+
+    def __init__(self, server: Server, supervisor: Supervisor) -> None:
+        self._server = server
+        self._supervisor = supervisor
+        self._drain: asyncio.Task[None] | None = None
+
+    def on_signal(self, number: signal.Signals) -> None:
+        if self._drain is None:
+            hint = "; press Ctrl-C again to stop now" if number == signal.SIGINT else ""
+            logger.info("%s: finishing what runs and taking no more requests%s", number.name, hint)
+            self._drain = asyncio.create_task(self._drain_and_exit(), name="quire-drain")
+        elif number == signal.SIGINT:
+            logger.info("stopping now")
+            self._drain.cancel()
+            self._server.force_exit = True
+            self._server.should_exit = True
+
+    async def finished(self) -> None:
+        if self._drain is not None:
+            self._drain.cancel()
+            await asyncio.gather(self._drain, return_exceptions=True)
+
+    async def _drain_and_exit(self) -> None:
+        if not await self._supervisor.drain():
+            await self._supervisor.stop()  # so that streams which are cut off hear why
+        self._server.should_exit = True
+
+
+@contextmanager
+def listening_socket(settings: ServerConfig) -> Iterator[socket.socket]:
+    """The bound socket; a Unix socket's file is removed at the end."""
+    if settings.uds is None:
+        with _tcp_socket(settings) as listener:
+            yield listener
+        return
+    path = Path(settings.uds)
+    with _unix_socket(path) as listener:
+        inode = path.stat().st_ino
+        try:
+            yield listener
+        finally:
+            # Another server may have taken the name meanwhile.
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+
+
+def address_of(settings: ServerConfig, listener: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _tcp_socket(settings: ServerConfig) -> socket.socket:
+    host, port = settings.host, settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is not an address of this machine: {error}; give another --host") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        fix = "choose another with --port" if error.errno == errno.EADDRINUSE else "give another --host or --port"
+        raise ConfigError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; {fix}") from error
+    return listener
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()  # left behind by a server that was killed
+        # Only the owner may connect: whoever may use the socket may use the model.
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on the Unix socket {str(path)!r}: {error}; give another --uds") from error
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+class _PhaseLog:
+    """Says what the start is busy with: each phase when it begins, and a long one at every quarter."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._quarter = 0
+
+    def __call__(self, phase: StartupPhase) -> None:
+        quarter = int((phase.progress or 0.0) * 4)
+        if phase.name != self._name:
+            logger.info("engine: %s", phase.name)
+        elif quarter > self._quarter:
+            logger.info("engine: %s %.0f %%", phase.name, quarter * 25)
+        self._name, self._quarter = phase.name, quarter
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one (not on Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

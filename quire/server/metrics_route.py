@@ -1,0 +1,34 @@
+"""GET /metrics, and what an HTTP call is counted as."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from quire.metrics.prometheus import PrometheusObserver
+from quire.metrics.stats import HttpEnd
+
+NO_ROUTE = "none"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def make_metrics_router(prometheus: PrometheusObserver) -> APIRouter:
+    router = APIRouter(tags=["server"])
+
+    # Async, so that it runs on the event loop that counts: nothing changes while it reads.
+    @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
+    async def metrics(request: Request) -> Response:
+        body, content_type = prometheus.expose(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    return router
+
+
+def http_end(scope: Scope, status: int, seconds: float) -> HttpEnd:
+    """The event for a call that is over. What a client can make up freely does not become a label."""
+    route = scope.get("route")
+    path = route.path_format if isinstance(route, Route) else NO_ROUTE
+    method = scope["method"] if scope["method"] in _METHODS else "other"
+    return HttpEnd(method, path, status, seconds)

@@ -1,0 +1,173 @@
+"""What happens to every request before and after its route: ids, the access log, API keys, limits on bodies.
+
+Plain ASGI, so that a streamed chunk passes through without extra tasks or copies. No content is logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.metrics.tracing import TRACE_HEADERS
+from quire.server.errors import STATUS_CLIENT_GONE, plain_error_response
+from quire.server.metrics_route import http_end
+from quire.utils.log import get_logger
+
+logger = get_logger("quire.server.access")
+
+REQUEST_ID_HEADER = "x-request-id"
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+"""Routes that need no API key unless protect_health is set: probes usually have none."""
+
+# The rest of a body that is refused will not be read, so the connection cannot be used again.
+_CLOSE = {"connection": "close"}
+_REQUEST_ID = re.compile(r"[\w.:/@+=-]{1,128}", re.ASCII)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id that RequestContext gave to this request."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+def trace_headers_of(scope: Scope) -> dict[str, str] | None:
+    """What says which trace a request belongs to, if anything."""
+    headers = Headers(scope=scope)
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client's own id is fit for logs and headers."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+class RequestContext:
+    """Outermost: gives each request an id, returns it as a header, and tells log and observer when it ends."""
+
+    def __init__(self, app: ASGIApp, observer: Observer = NULL_OBSERVER) -> None:
+        self.app = app
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        own = not is_request_id(given)
+        request_id = secrets.token_hex(12) if own else given
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["own_request_id"] = own
+        header = (REQUEST_ID_HEADER.encode(), request_id.encode())
+        status = STATUS_CLIENT_GONE
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], header]
+            await send(message)
+
+        begin = time.monotonic()
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:
+            status = 500  # the answer is sent further out, where the error is logged
+            raise
+        finally:
+            gone = state.get("client_gone", False)
+            self._tell(scope, STATUS_CLIENT_GONE if gone else status, time.monotonic() - begin)
+
+    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+        method, path, request_id = scope["method"], scope["path"], request_id_of(scope)
+        self._observer.on_http_end(http_end(scope, status, seconds))
+        level = logging.DEBUG if path in OPEN_PATHS else logging.INFO  # probes come every few seconds
+        fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
+        logger.log(
+            level, "%s %r %d in %.3f s, id %s", method, path, status, seconds, request_id, extra={"fields": fields}
+        )
+
+
+class ApiKeys:
+    """Lets in who sends one of the keys. With no keys everybody is let in."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str] = OPEN_PATHS) -> None:
+        self.app = app
+        self._digests = [_digest(key) for key in keys]
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and not self._may_pass(scope):
+            response = plain_error_response(
+                401,
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                {"www-authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in self._open_paths or (path == "/" and scope["method"] == "HEAD"):
+            return True
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # Every key is compared, each in constant time, so that the time taken tells nothing about them.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return kind.lower() == "bearer" and any(matches)
+
+
+class BodyLimits:
+    """Refuses bodies that are too large or are not JSON, before they are held in memory.
+
+    A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
+    keeps strangers' pages from using a server on this machine.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"
+            await plain_error_response(415, message)(scope, receive, send)
+            return
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            await plain_error_response(413, self._too_large(), _CLOSE)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_within() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, self._too_large(), dict(_CLOSE))
+            return message
+
+        await self.app(scope, receive_within, send)
+
+    def _too_large(self) -> str:
+        return f"the body is larger than the {self._max_bytes} bytes that this server takes (--max-body-bytes)"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

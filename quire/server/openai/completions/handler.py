@@ -1,0 +1,208 @@
+"""Text completions: a checked request in, a body or a stream of chunks out, over one prompt or many."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.frontend.mailbox import merge_deltas
+from quire.server.context import ServerContext
+from quire.server.errors import json_response
+from quire.server.middleware import trace_headers_of
+from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
+from quire.server.openai.fields import check_extra_fields
+from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
+from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
+from quire.server.openai.sampling import check_stream_options, engine_prompt, sampling_params
+from quire.server.openai.usage import Usage, UsageCounter
+from quire.server.sse import EventStream, event, while_connected
+from quire.types.errors import RequestError
+from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.request import FinishReason
+from quire.types.sampling import SamplingParams
+
+ROUTE = "/v1/completions"
+
+
+async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:
+    answer = CompletionAnswer(context, body, prepare(context, body, request))
+    if body.stream:
+        return EventStream(answer.events())
+    return json_response(await while_connected(request.receive, answer.body()))
+
+
+def prepare(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
+    """Check everything that does not need the engine's word."""
+    model = context.check_model(body.model)
+    check_extra_fields(body.model_extra or {}, context, ROUTE)
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of is not supported unless it equals n; leave it out", "best_of")
+    prompts = prompts_of(body)
+    response_id, engine_id = response_ids("cmpl", body, request)
+    engine = context.provider.engine
+    return Generation(
+        response_id=response_id,
+        engine_id=engine_id,
+        model=model,
+        prompts=[engine_prompt(body, prompt) for prompt in prompts],
+        prompt_field="prompt",
+        params=_params(context, body, engine.info.max_model_len),
+        priority=body.priority or 0,
+        add_special_tokens=body.add_special_tokens is not False,
+        trace_headers=trace_headers_of(request.scope),
+    )
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """One prompt or many, as many: a list of integers is one prompt."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt is an empty list; give a text or token ids", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return cast("list[str | list[int]]", prompt)
+
+
+def _params(context: ServerContext, body: CompletionRequest, max_model_len: int) -> SamplingParams:
+    # The engine always makes a token; when none is wanted it is not shown.
+    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+    params = sampling_params(
+        body,
+        context.text.defaults.params,
+        context.settings,
+        max_tokens=max_tokens,
+        max_model_len=max_model_len,
+        logprobs=body.logprobs,
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    return params
+
+
+class CompletionAnswer:
+    """Builds the answer to one request. Choice `i * n + j` is completion j of prompt i."""
+
+    def __init__(self, context: ServerContext, body: CompletionRequest, generation: Generation) -> None:
+        self._context = context
+        self._generation = generation
+        self._usage = UsageCounter()
+        self._echo = bool(body.echo)
+        self._no_tokens = body.max_tokens == 0
+        self._asked_prompt_logprobs = body.prompt_logprobs is not None
+        self._return_token_ids = bool(body.return_token_ids)
+        self._include_usage, self._continuous_usage = body.wants_usage()
+        self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
+        self._formatter: LogprobsFormatter | None = None
+        if body.logprobs is not None:
+            self._formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+
+    async def body(self) -> bytes:
+        outputs = await finished_outputs(self._context, self._generation)
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            self._count(output)
+            for completion in output.outputs:
+                choice = self._choice(prompt_index, output, completion)
+                choice.finish_reason, choice.stop_reason = self._ending(completion)
+                if self._asked_prompt_logprobs:
+                    choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+                choices.append(choice)
+        return msgspec.json.encode(self._completion(choices, self._usage.usage()))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; each holds the chunks that one output came to."""
+        waiting: dict[int, list[RequestOutput]] = {}  # by prompt: outputs that came before its log-probabilities
+        needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._formatter else set()
+        async with aclosing(run(self._context, self._generation)) as outputs:
+            async for index, item in outputs:
+                output = item
+                if index in needs_prompt:
+                    waiting.setdefault(index, []).append(output)
+                    if output.prompt_logprobs is None:
+                        continue
+                    needs_prompt.discard(index)
+                    output = merge_deltas(waiting.pop(index))
+                chunks = self._chunks(index, output)
+                if chunks:
+                    yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
+        if self._include_usage:
+            yield event(msgspec.json.encode(self._completion([], self._usage.usage())))
+
+    def _chunks(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
+        self._count(output)
+        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
+        if self._continuous_usage:
+            usage = self._usage.usage()
+        chunks = []
+        shows_tokens = self._formatter is not None or self._return_token_ids
+        for completion in output.outputs:
+            choice = self._choice(prompt_index, output, completion)
+            if choice.text or (completion.token_ids and shows_tokens):
+                chunks.append(self._completion([choice], usage))
+            if completion.finish_reason is not None:
+                last = CompletionChoice(choice.index, "", None, *self._ending(completion))
+                chunks.append(self._completion([last], usage))
+        return chunks
+
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """What is new of a completion; the first time, with the prompt if it is to be echoed."""
+        index = prompt_index * self._generation.params.n + completion.index
+        first = index not in self._offsets
+        self._offsets.setdefault(index, 0)
+        token_ids = [] if self._no_tokens else completion.token_ids
+        choice = CompletionChoice(index, "" if self._no_tokens else completion.text)
+        if first and self._echo:
+            choice.text = self._prompt_text(output) + choice.text
+        if self._formatter is not None:
+            choice.logprobs = self._logprobs(self._formatter, index, output, completion, first)
+        if self._return_token_ids:
+            choice.token_ids = token_ids
+            if first:
+                choice.prompt_token_ids = output.prompt_token_ids
+        return choice
+
+    def _logprobs(
+        self,
+        formatter: LogprobsFormatter,
+        index: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        first: bool,
+    ) -> CompletionLogprobs:
+        echoed = CompletionLogprobs([], [], [], [])
+        offset = self._offsets[index]
+        if first and self._echo and output.prompt_logprobs is not None:
+            echoed, offset = formatter.completion(output.prompt_token_ids, output.prompt_logprobs, offset)
+        if self._no_tokens:
+            return echoed
+        new, offset = formatter.completion(completion.token_ids, completion.logprobs or (), offset)
+        self._offsets[index] = offset
+        return concatenated(echoed, new)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._context.tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _ending(self, completion: CompletionOutput) -> tuple[FinishReason | None, int | str | None]:
+        if self._no_tokens:
+            return "length", None
+        return completion.finish_reason, completion.stop_reason
+
+    def _count(self, output: RequestOutput) -> None:
+        self._usage.add(output)
+        if self._no_tokens:
+            self._usage.completion_tokens = 0
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        generation = self._generation
+        return Completion(generation.response_id, generation.created, generation.model, choices, usage)

@@ -1,0 +1,51 @@
+"""POST /v1/completions: what comes in (pydantic) and what goes out (msgspec)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import ConfigDict, Field
+
+from quire.server.openai.logprobs import CompletionLogprobs, PromptLogprob
+from quire.server.openai.sampling import SamplingFields, TokenIds
+from quire.server.openai.usage import Usage
+from quire.types.request import FinishReason
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+class CompletionRequest(SamplingFields):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time", "max_tokens": 32}]})
+
+    prompt: str | TokenIds | Texts | TokenIdLists = Field(
+        description="Text, a list of texts, token ids, or a list of lists of token ids."
+    )
+    max_tokens: int | None = Field(None, description="Clamped to what the context leaves; 0 with echo only echoes.")
+    logprobs: int | None = Field(None, description="How many candidates per token.")
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    best_of: int | None = Field(None, description="Not supported unless it equals n.")
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own to a text; on.")
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
+
+
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+    """The whole answer, or one chunk of it: the two have the same shape."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,123 @@
+"""What the generating endpoints share: ids, admission, and the outputs of several prompts as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.server.context import ServerContext
+from quire.server.middleware import is_request_id, request_id_of
+from quire.server.openai.sampling import SamplingFields
+from quire.types.errors import RequestError
+from quire.types.outputs import RequestOutput
+from quire.types.sampling import SamplingParams
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One checked request: what to run and under which name to answer."""
+
+    response_id: str
+    engine_id: str
+    model: str
+    prompts: Sequence[dict[str, Any]]
+    prompt_field: str
+    """What the request calls its prompt."""
+    params: SamplingParams
+    priority: int
+    add_special_tokens: bool
+    trace_headers: dict[str, str] | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def response_ids(prefix: str, body: SamplingFields, request: Request) -> tuple[str, str]:
+    """The answer's id and the engine's. Clients may use an id twice at a time; the engine may not."""
+    if body.request_id is not None and not is_request_id(body.request_id):
+        raise RequestError("request_id must be 1 to 128 letters, digits or any of . : / @ + = _ -", "request_id")
+    own = body.request_id is None and request.state.own_request_id
+    response_id = f"{prefix}-{body.request_id or request_id_of(request.scope)}"
+    return response_id, response_id if own else f"{response_id}-{secrets.token_hex(4)}"
+
+
+async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(index of the prompt, output) as they come. Closing it aborts everything that has not finished."""
+    engine = context.provider.engine
+    prompts, params = generation.prompts, generation.params
+    if context.settings.log_requests:
+        for prompt in prompts:
+            logger.info("%s: %r with %s", generation.engine_id, prompt, params)
+    with context.admission.enter(
+        params.n * len(prompts), engine.info.max_num_seqs, "n" if len(prompts) == 1 else generation.prompt_field
+    ):
+        streams = [
+            engine.generate(
+                prompt,
+                params,
+                generation.engine_id if len(prompts) == 1 else f"{generation.engine_id}-{index}",
+                priority=generation.priority,
+                add_special_tokens=generation.add_special_tokens,
+                trace_headers=generation.trace_headers,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        try:
+            async with aclosing(merged(streams)) as outputs:
+                async for item in outputs:
+                    yield item
+        except RequestError as error:
+            if error.field not in ("prompt", "prompt_token_ids"):
+                raise
+            raise RequestError(str(error), generation.prompt_field) from error
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of all streams as they come. A stream is read on only when its last output was taken."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(maxsize=1)
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    await queue.put((index, output))
+        except Exception as error:  # whatever ended one stream must reach the reader of all of them
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item[1].finished
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def finished_outputs(context: ServerContext, generation: Generation) -> list[RequestOutput]:
+    """One finished output per prompt, in the order of the prompts."""
+    outputs: list[RequestOutput | None] = [None] * len(generation.prompts)
+    async with aclosing(run(context, generation)) as stream:
+        async for index, output in stream:
+            outputs[index] = output
+    return [output for output in outputs if output is not None]

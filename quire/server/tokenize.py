@@ -1,0 +1,91 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from quire.server.context import ServerContext
+from quire.server.errors import json_response
+from quire.server.openai.chat.messages import render
+from quire.server.openai.chat.protocol import TemplateFields
+from quire.server.openai.fields import check_extra_fields
+from quire.server.openai.sampling import TokenIds
+from quire.server.openapi import answers
+
+# Longer texts are tokenized on a thread, to keep the event loop free.
+_LONG_TEXT = 20_000
+
+
+class TokenizeText(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own; on.")
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(TemplateFields):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Let the tokenizer add its own to what the template wrote; off."
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct):
+    prompt: str
+
+
+def tokenize_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post("/tokenize", response_class=Response, responses=answers(Tokens))
+    async def tokenize(body: TokenizeText | TokenizeChat) -> Response:
+        """The token ids of a text, or of the prompt that a conversation becomes."""
+        context.check_model(body.model)
+        check_extra_fields(body.model_extra or {}, context, "/tokenize")
+        tokenizer = context.tokenizer()
+        if isinstance(body, TokenizeText):
+            text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+        else:
+            text, add_special_tokens = await render(context, body), bool(body.add_special_tokens)
+        if len(text) > _LONG_TEXT:
+            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        else:
+            ids = tokenizer.encode(text, add_special_tokens)
+        answer = Tokens(len(ids), context.max_model_len(), ids)
+        if body.return_token_strs:
+            answer.token_strs = [tokenizer.convert_id_to_token(token) or "" for token in ids]
+        return json_response(msgspec.json.encode(answer))
+
+    @router.post("/detokenize", response_class=Response, responses=answers(Text))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids, special tokens spelled out; ids outside the vocabulary stand for nothing."""
+        context.check_model(body.model)
+        check_extra_fields(body.model_extra or {}, context, "/detokenize")
+        text = context.tokenizer().decode(body.tokens, skip_special_tokens=False)
+        return json_response(msgspec.json.encode(Text(text)))
+
+    return router

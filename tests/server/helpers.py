@@ -1,0 +1,151 @@
+"""A server around the fake engine: in this process for most tests, on a loopback socket where sockets matter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from quire.config.groups import ServerConfig
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.text_model import TextModel
+from quire.server.app import build_app
+from quire.server.launch import Server, uvicorn_config
+from quire.types.errors import EngineUnavailableError
+from quire.types.messages import EngineInfo
+from tests.frontend.fake_client import VOCAB_SIZE, FakeClient, text_model
+
+MODEL = "fake-model"
+LONG = 1_000_000
+
+
+@dataclass(frozen=True)
+class FakeHealth:
+    status: str
+    detail: str
+
+
+@dataclass
+class FakeProvider:
+    """An engine that is there, unless `unavailable` says why it is not."""
+
+    client: FakeClient
+    text: TextModel = field(default_factory=text_model)
+    unavailable: str | None = None
+    status: str = "ready"
+
+    def __post_init__(self) -> None:
+        self._engine = AsyncEngine(self.client, self.text)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        if self.unavailable is not None:
+            raise EngineUnavailableError(self.unavailable, retry_after=2.5)
+        return self._engine
+
+    def health(self) -> FakeHealth:
+        return FakeHealth(self.status, self.unavailable or "it takes requests")
+
+
+def long_client(answer: Any, **options: Any) -> FakeClient:
+    """A fake engine whose context is as good as endless."""
+    client = FakeClient(answer, **options)
+    client.info = EngineInfo("fake", "Fake", VOCAB_SIZE, LONG, 16, 64, 8)
+    return client
+
+
+def make_app(
+    client: FakeClient | None = None,
+    *,
+    provider: FakeProvider | None = None,
+    api_keys: tuple[str, ...] = (),
+    **settings: Any,
+) -> FastAPI:
+    provider = provider or FakeProvider(client or FakeClient())
+    return build_app(
+        provider, provider.text, ServerConfig(**settings), model_names=(MODEL, "alias/name"), api_keys=api_keys
+    )
+
+
+def http(app: FastAPI, **options: Any) -> httpx.AsyncClient:
+    """A client that talks to the app without sockets. A bug in the app is raised, not answered."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire", **options)
+
+
+@asynccontextmanager
+async def serving(client: FakeClient | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with http(make_app(client, **settings)) as session:
+        yield session
+
+
+def events_of(text: str) -> list[Any]:
+    """The JSON of each event of a stream, whose framing is checked on the way."""
+    assert text.endswith("\n\n")
+    blocks = text.removesuffix("\n\n").split("\n\n")
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+@dataclass
+class LiveServer:
+    """A server on a loopback socket, on an event loop of its own thread."""
+
+    url: str
+    port: int
+    client: FakeClient
+    loop: asyncio.AbstractEventLoop
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something to become true on the server's loop, with a limit."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(20):
+                while not condition():
+                    await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
+
+
+@contextmanager
+def live_server(
+    client: FakeClient | None = None, *, small_buffers: bool = False, **settings: Any
+) -> Iterator[LiveServer]:
+    """With `small_buffers` the system holds little of what a slow reader has not read."""
+    client = client or FakeClient()
+    app = make_app(client, **settings)
+    listener = socket.create_server(("127.0.0.1", 0))
+    if small_buffers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    port = listener.getsockname()[1]
+    server = Server(uvicorn_config(app, ServerConfig()))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(server, listener)), daemon=True)
+    thread.start()
+    try:
+        yield LiveServer(f"http://127.0.0.1:{port}", port, client, loop)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+        loop.close()
+
+
+async def _serve(server: Server, listener: socket.socket) -> None:
+    await server.serve(sockets=[listener])
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

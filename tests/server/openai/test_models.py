@@ -1,0 +1,19 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from tests.frontend.fake_client import MAX_MODEL_LEN
+from tests.server.helpers import MODEL, serving
+
+
+async def test_every_name_is_listed_and_found() -> None:
+    async with serving() as session:
+        listed = (await session.get("/v1/models")).json()
+        found = [(await session.get(f"/v1/models/{card['id']}")).json() for card in listed["data"]]
+        missing = await session.get("/v1/models/gpt-4")
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == [MODEL, "alias/name"]
+    assert found == listed["data"]
+    assert {"object": "model", "owned_by": "quire", "max_model_len": MAX_MODEL_LEN}.items() <= found[0].items()
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"

@@ -1,0 +1,76 @@
+"""Every error as a status and a body; validation errors that name the field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.server.errors import (
+    ClientDisconnectedError,
+    UnknownModelError,
+    encode_error,
+    error_response,
+    explain_validation,
+    status_of,
+)
+from quire.types.errors import (
+    EngineDeadError,
+    EngineUnavailableError,
+    GenerationError,
+    QueueFullError,
+    QuireError,
+    RequestError,
+    TokenizerError,
+)
+from tests.server.helpers import serving
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param", "code"),
+    [
+        (RequestError("no", "top_p"), 400, "invalid_request_error", "top_p", None),
+        (UnknownModelError("x", ["a"]), 404, "invalid_request_error", "model", "model_not_found"),
+        (QueueFullError("full"), 503, "server_error", None, "queue_full"),
+        (EngineUnavailableError("away"), 503, "server_error", None, "engine_unavailable"),
+        (EngineDeadError("dead"), 500, "server_error", None, None),
+        (GenerationError("id", "bad step"), 500, "server_error", None, None),
+        (TokenizerError("bad template"), 500, "server_error", None, None),
+        (ClientDisconnectedError("gone"), 499, "server_error", None, None),
+    ],
+)
+def test_statuses_and_bodies(error: QuireError, status: int, kind: str, param: str | None, code: str | None) -> None:
+    assert status_of(error) == status
+    body = json.loads(encode_error(error))
+    assert body == {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    assert ("retry-after" in error_response(error).headers) == (status == 503)
+
+
+def test_lone_surrogates_do_not_break_the_answer() -> None:
+    body = json.loads(encode_error(RequestError("bad \ud800", "field\udfff")))
+    assert body["error"]["message"] == "bad ?"
+
+
+@pytest.mark.parametrize(
+    ("errors", "field"),
+    [
+        ([{"type": "missing", "loc": ("body", "messages"), "msg": "Field required"}], "messages"),
+        (
+            [{"type": "x", "loc": ("body", "messages", 2, "content", "str"), "msg": "Bad", "input": 1}],
+            "messages[2].content",
+        ),
+        ([{"type": "x", "loc": ("body", "stop", "list[str]", 0), "msg": "Bad", "input": 1}], "stop[0]"),
+        ([{"type": "x", "loc": ("body", "TokenizeText", "prompt"), "msg": "Bad", "input": 1}], "prompt"),
+        ([{"type": "x", "loc": ("body",), "msg": "Bad", "input": 1}], None),
+    ],
+)
+def test_the_field_of_a_validation_error(errors: list[object], field: str | None) -> None:
+    message, found = explain_validation(errors)
+    assert found == field
+    assert message
+
+
+async def test_a_long_value_is_not_repeated_whole() -> None:
+    async with serving() as session:
+        response = await session.post("/v1/completions", json={"prompt": "x", "temperature": "y" * 5000})
+    assert len(response.json()["error"]["message"]) < 200

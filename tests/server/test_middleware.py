@@ -1,0 +1,148 @@
+"""API keys on every route, limits on bodies, request ids and the access log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.middleware import OPEN_PATHS, is_request_id
+from tests.frontend.fake_client import FakeClient
+from tests.server.helpers import MODEL, http, make_app, serving
+from tests.server.test_app import ROUTES
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [65]},
+}
+ALL_ROUTES = sorted({*ROUTES, ("HEAD", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/metrics")})
+KEYS = ("first-key", "schlüssel")
+
+
+@pytest.mark.parametrize("protect_health", [False, True])
+@pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
+async def test_keys_on_every_route(method: str, path: str, protect_health: bool) -> None:
+    app = make_app(FakeClient("x"), api_keys=KEYS, protect_health=protect_health)
+    open_route = (method, path) == ("HEAD", "/") or (path in OPEN_PATHS and not protect_health)
+    missing = 404 if path == "/metrics" else 200  # the metrics are a router of their own, not part of this app
+    url = path.replace("{model_id}", MODEL)
+    async with http(app) as session:
+        for header, good in [
+            (None, False),
+            (b"Bearer wrong", False),
+            (b"Bearer ", False),
+            (b"Bearer first-ke", False),
+            (b"Bearer first-keyy", False),
+            (b"Basic first-key", False),
+            (b"first-key", False),
+            (b"Bearer first-key", True),
+            (b"bearer  first-key ", True),
+        ]:
+            headers = {} if header is None else {b"authorization": header}
+            response = await session.request(method, url, json=BODIES.get(path), headers=headers)
+            assert response.status_code == (missing if good or open_route else 401), header
+            if response.status_code == 401:
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_without_keys_everybody_may_come_in() -> None:
+    async with serving() as session:
+        assert (await session.get("/v1/models", headers={"authorization": "Bearer x"})).status_code == 200
+
+
+async def test_large_bodies_are_refused_before_they_are_read() -> None:
+    async def endless() -> Any:
+        while True:
+            yield b" " * 1000
+
+    client = FakeClient()
+    async with serving(client, max_body_bytes=5000) as session:
+        json_type = {"content-type": "application/json"}
+        declared = await session.post("/v1/completions", content=b'"' + b"x" * 5000, headers=json_type)
+        chunked = await session.post("/v1/completions", content=endless(), headers=json_type)
+        small = await session.post("/v1/completions", json={"prompt": "x" * 100})
+    assert (declared.status_code, chunked.status_code, small.status_code) == (413, 413, 200)
+    for response in (declared, chunked):
+        assert response.json()["error"]["code"] == "request_too_large"
+        assert response.headers["connection"] == "close"
+    assert len(client.added) == 1
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+async def test_only_json_is_taken(kind: str | None) -> None:
+    """A web page can send these to any server without the server's consent."""
+    async with serving() as session:
+        headers = {} if kind is None else {"content-type": kind}
+        response = await session.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "x"} x',
+        b"[" * 100_000,
+        b'{"prompt":' * 100_000,
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+    ],
+)
+async def test_malformed_bodies(body: bytes) -> None:
+    async with serving() as session:
+        response = await session.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@given(st.text(max_size=140))
+def test_request_ids_are_fit_for_headers_and_logs(text: str) -> None:
+    if is_request_id(text):
+        assert text.isascii()
+        assert text.isprintable()
+        assert 0 < len(text) <= 128
+        assert " " not in text
+
+
+async def test_an_unfit_request_id_is_replaced() -> None:
+    async with serving() as session:
+        for given_id in ("a b", "x" * 129, ""):
+            response = await session.get("/version", headers={"x-request-id": given_id})
+            assert response.headers["x-request-id"] != given_id
+
+
+async def test_the_access_log_holds_no_content(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="quire"):
+        async with serving(FakeClient("answer-text")) as session:
+            body = {"prompt": "secret-text", "user": "secret-user", "n": 2}
+            await session.post("/v1/completions?key=secret-query", json=body, headers={"x-request-id": "id-7"})
+            await session.get("/health")
+            await session.get("/line%0Abreak")
+    assert "POST '/v1/completions' 200 in" in caplog.text
+    assert "id-7" in caplog.text
+    assert "secret" not in caplog.text
+    assert "answer-text" not in caplog.text
+    assert "/line\\nbreak" in caplog.text
+    (probe,) = [record for record in caplog.records if "/health" in record.getMessage()]
+    assert probe.levelno == logging.DEBUG
+
+
+async def test_content_is_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="quire"):
+        async with serving(FakeClient("x"), log_requests=True) as session:
+            await session.post("/v1/completions", json={"prompt": "some text", "top_k": 3})
+    assert "some text" in caplog.text
+    assert "top_k=3" in caplog.text

@@ -1,0 +1,271 @@
+"""The supervisor: an engine that dies is replaced, one that hangs is found out, one that cannot run is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
+from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError
+from quire.types.outputs import RequestOutput
+from quire.types.sampling import SamplingParams
+from tests.engine.fake_engine import COMMAND, STALL, STICKY
+from tests.engine.processes import LIMIT, Watch, request
+from tests.fakes import generate_alone
+from tests.frontend.fake_client import text_model
+
+QUICK = {"restart_backoff": 0.001}
+
+
+class Keeper:
+    """A supervisor of fake engines, with their log."""
+
+    def __init__(self, words: str, **options: Any) -> None:
+        self.lines: list[str] = []
+        self.clients: list[ZmqClient] = []
+        self.words = words
+        config = EngineConfig.from_flat(model="fake")
+        settings = SupervisorOptions(**{**QUICK, **options})
+        self.supervisor = EngineSupervisor(config, text_model(), settings, launch=self._launch)
+
+    def _launch(self, config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
+        config = EngineConfig.from_flat(model=self.words)
+        client = ZmqClient(config, command=COMMAND, on_phase=on_phase, take_line=self.lines.append)
+        self.clients.append(client)
+        return client
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look whenever the event loop has something new."""
+
+        async def look() -> None:
+            while not condition():
+                await asyncio.sleep(0.005)
+
+        await asyncio.wait_for(look(), LIMIT)
+
+    async def until_status(self, status: str) -> None:
+        await self.until(lambda: self.supervisor.health().status == status)
+
+
+@asynccontextmanager
+async def keeper(words: str = "long", **options: Any) -> AsyncIterator[Keeper]:
+    """A started one; in the end no process may be left."""
+    kept = Keeper(words, **options)
+    try:
+        await asyncio.wait_for(kept.supervisor.start(), LIMIT)
+        yield kept
+    finally:
+        watches = [Watch(client.pid) for client in kept.clients if not client.is_dead]
+        await kept.supervisor.stop()
+        for watch in watches:
+            watch.wait()
+
+
+async def complete(supervisor: EngineSupervisor, token_ids: list[int], max_tokens: int = 8) -> list[int]:
+    last: RequestOutput | None = None
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    async for output in supervisor.engine.generate({"prompt_token_ids": token_ids}, params):
+        last = output
+    assert last is not None
+    return last.outputs[0].token_ids
+
+
+def expected(token_ids: list[int], max_tokens: int = 8) -> list[int]:
+    return generate_alone(request("x", token_ids, max_tokens), 4096)[0]
+
+
+async def test_before_the_start_and_after_it() -> None:
+    kept = Keeper("long")
+    supervisor = kept.supervisor
+    assert supervisor.health().status == "starting"
+    assert supervisor.engine_pid is None
+    with pytest.raises(EngineUnavailableError, match="starting") as refused:
+        _ = supervisor.engine
+    assert refused.value.retry_after > 0
+    await asyncio.wait_for(supervisor.start(), LIMIT)
+    assert supervisor.health().status == "ready"
+    assert await complete(supervisor, [1, 2, 3]) == expected([1, 2, 3])
+    assert supervisor.stats.num_blocks > 0
+    assert supervisor.stats.num_free_blocks == supervisor.stats.num_blocks
+    assert supervisor.num_restarts == 0
+    watch = Watch(kept.clients[0].pid)
+    await supervisor.stop()
+    watch.wait()
+    assert supervisor.health().status == "stopped"
+    await supervisor.stop()
+
+
+async def test_health_tells_what_a_start_is_busy_with() -> None:
+    kept = Keeper("hang-at-start")
+    starting = asyncio.create_task(kept.supervisor.start())
+    await kept.until(lambda: kept.supervisor.health().detail == "loading: import")
+    assert kept.supervisor.health().status == "starting"
+    watch = Watch(kept.clients[0].pid)
+    await kept.supervisor.stop()
+    watch.wait()
+    with pytest.raises(EngineDeadError, match="stopped before"):
+        await starting
+
+
+async def test_kill_under_32_streams() -> None:
+    async with keeper("long,slow") as kept:
+        supervisor = kept.supervisor
+        streams = [asyncio.create_task(complete(supervisor, [5, i], 4000)) for i in range(32)]
+        await kept.until(lambda: supervisor.stats.num_running == 32)
+        engine, pid = supervisor.engine, kept.clients[0].pid
+        watch = Watch(pid)
+        assert supervisor.health().num_requests == 32
+        os.kill(pid, signal.SIGKILL)
+        ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), LIMIT)
+        assert all(isinstance(end, EngineDeadError) and "was killed by SIGKILL" in str(end) for end in ends)
+        watch.wait()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await anext(engine.generate({"prompt_token_ids": [1]}))
+        await kept.until_status("ready")
+        assert supervisor.num_restarts == 1
+        assert kept.clients[1].pid != pid
+        assert await complete(supervisor, [1, 2]) == expected([1, 2])
+        assert supervisor.stats.num_free_blocks == supervisor.stats.num_blocks
+
+
+async def test_meanwhile_requests_are_refused_and_health_says_why() -> None:
+    async with keeper(restart_backoff=3600.0, max_backoff=3600.0) as kept:
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        await kept.until_status("restarting")
+        assert "SIGKILL" in kept.supervisor.health().detail
+        with pytest.raises(EngineUnavailableError, match=r"restarting.*SIGKILL"):
+            await complete(kept.supervisor, [1])
+        await kept.supervisor.drain()
+        assert kept.supervisor.health().status == "draining"
+
+
+async def test_a_lost_device_restarts_the_engine() -> None:
+    async with keeper() as kept:
+        with pytest.raises(EngineDeadError, match="device failed"):
+            await complete(kept.supervisor, [STICKY])
+        await kept.until(lambda: len(kept.clients) == 2)
+        await kept.until_status("ready")
+        assert await complete(kept.supervisor, [3]) == expected([3])
+
+
+async def test_repeated_death_is_given_up_with_the_cause() -> None:
+    async with keeper(max_restarts=2) as kept:
+        kept.words = "die-at-start"
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        error = await asyncio.wait_for(kept.supervisor.wait_failed(), LIMIT)
+        assert "exited with status 3; its last line was: about to die" in str(error)
+        assert len(kept.clients) == 3
+        assert kept.supervisor.health().status == "failed"
+        assert "about to die" in kept.supervisor.health().detail
+        with pytest.raises(EngineUnavailableError, match="failed"):
+            _ = kept.supervisor.engine
+        assert await kept.supervisor.drain() is True
+        await kept.supervisor.stop()
+        assert kept.supervisor.health().status == "failed"
+
+
+async def test_deaths_long_ago_do_not_count() -> None:
+    async with keeper(max_restarts=1, restart_window=0.0) as kept:
+        for generation in range(3):
+            os.kill(kept.clients[-1].pid, signal.SIGKILL)
+            await kept.until(lambda generation=generation: len(kept.clients) == generation + 2)  # type: ignore[misc]
+            await kept.until_status("ready")
+        assert kept.supervisor.num_restarts == 3
+
+
+async def test_a_first_start_that_keeps_failing_raises() -> None:
+    kept = Keeper("die-at-start", max_restarts=1)
+    with pytest.raises(EngineDeadError, match="about to die"):
+        await asyncio.wait_for(kept.supervisor.start(), LIMIT)
+    assert len(kept.clients) == 2
+    await kept.supervisor.stop()
+
+
+async def test_a_wrong_model_is_not_tried_twice() -> None:
+    kept = Keeper("fail-at-start")
+    with pytest.raises(EngineStartError, match="no model"):
+        await asyncio.wait_for(kept.supervisor.start(), LIMIT)
+    assert len(kept.clients) == 1
+    assert kept.supervisor.num_restarts == 0
+    assert str(await kept.supervisor.wait_failed()) == str(kept.supervisor.health().detail)
+    await kept.supervisor.stop()
+
+
+async def test_an_engine_that_cannot_be_launched_is_given_up() -> None:
+    def launch(config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
+        return ZmqClient(config, command=("/no/such/python",))
+
+    options = SupervisorOptions(**QUICK, max_restarts=1)
+    supervisor = EngineSupervisor(EngineConfig.from_flat(model="x"), text_model(), options, launch=launch)
+    with pytest.raises(EngineDeadError, match=r"cannot be launched.*/no/such/python"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_a_stalled_engine_is_told_by_health_and_asked_for_its_stacks_once() -> None:
+    async with keeper(stall_timeout=0.05) as kept:
+        supervisor = kept.supervisor
+        stream = asyncio.create_task(complete(supervisor, [STALL]))
+        await kept.until_status("stalled")
+        assert "no step has finished" in supervisor.health().detail
+        await kept.until(lambda: any("fake_engine.py" in line and "execute" in line for line in kept.lines))
+        await kept.until(lambda: kept.clients[0].seconds_without_step() > 0.3)  # many looks later
+        assert sum("most recent call first" in line and "Current" in line for line in kept.lines) == 1
+        await supervisor.stop()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream
+
+
+async def test_an_engine_without_requests_or_with_steps_is_not_stalled() -> None:
+    async with keeper("long,slow", stall_timeout=0.2) as kept:
+        assert await complete(kept.supervisor, [1], 200) == expected([1], 200)  # takes 0.4 s and more
+        assert kept.supervisor.health().status == "ready"
+        assert not any("most recent call" in line for line in kept.lines)
+
+
+async def test_drain_lets_streams_end_and_takes_no_more() -> None:
+    async with keeper("long,slow") as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [1, 2], 40))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
+        draining = asyncio.create_task(kept.supervisor.drain())
+        await kept.until_status("draining")
+        with pytest.raises(EngineUnavailableError, match="draining"):
+            await complete(kept.supervisor, [1])
+        assert await draining is True
+        assert await stream == expected([1, 2], 40)
+
+
+async def test_drain_has_a_limit_after_which_streams_are_cut_off() -> None:
+    async with keeper("long,slow", drain_timeout=0.02) as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [1, 2], 4000))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
+        assert await kept.supervisor.drain() is False
+        await asyncio.gather(kept.supervisor.stop(), kept.supervisor.stop())
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream
+
+
+async def test_an_engine_that_dies_while_draining_is_not_replaced() -> None:
+    async with keeper("long,slow") as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [1, 2], 4000))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
+        draining = asyncio.create_task(kept.supervisor.drain())
+        await kept.until_status("draining")
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await stream
+        assert await asyncio.wait_for(draining, LIMIT) is True
+        assert len(kept.clients) == 1
+
+
+def test_backoff_doubles_up_to_its_limit() -> None:
+    options = SupervisorOptions(restart_backoff=0.5, max_backoff=3.0)
+    assert [backoff(options, deaths) for deaths in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]

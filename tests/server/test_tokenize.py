@@ -1,0 +1,58 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.frontend.fake_client import BOS, EOS, MAX_MODEL_LEN
+from tests.server.helpers import MODEL, serving
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+async def post(path: str, **body: Any) -> Any:
+    async with serving() as session:
+        return await session.post(path, json=body)
+
+
+async def test_text() -> None:
+    answer = await post("/tokenize", prompt="Hi</s>", model=MODEL, return_token_strs=True)
+    assert answer.json() == {
+        "count": 3,
+        "max_model_len": MAX_MODEL_LEN,
+        "tokens": [72, 105, EOS],
+        "token_strs": ["H", "i", "</s>"],
+    }
+    assert (await post("/tokenize", prompt="")).json()["tokens"] == []
+    assert (await post("/tokenize", prompt="x" * 30_000)).json()["count"] == 30_000
+
+
+async def test_a_conversation() -> None:
+    answer = await post("/tokenize", messages=HELLO)
+    assert bytes(answer.json()["tokens"]) == b"[user]Hi\n[assistant]"
+    plain = await post("/tokenize", messages=HELLO, add_generation_prompt=False)
+    assert bytes(plain.json()["tokens"]) == b"[user]Hi\n"
+
+
+async def test_there_and_back() -> None:
+    assert (await post("/detokenize", tokens=[BOS, *"Grüße".encode()])).json() == {"prompt": "<s>Grüße"}
+    assert (await post("/detokenize", tokens=[])).json() == {"prompt": ""}
+    assert (await post("/detokenize", tokens=[65, 99_999])).json() == {"prompt": "A"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": 3}, 400),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404),
+        ("/tokenize", {"messages": HELLO, "chat_template": "x"}, 400),
+        ("/detokenize", {"tokens": "x"}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": [1 << 31]}, 400),
+    ],
+)
+async def test_refusals(path: str, body: dict[str, Any], status: int) -> None:
+    assert (await post(path, **body)).status_code == status

@@ -1,0 +1,47 @@
+"""Run by test_planning in a process of its own: the memory that an engine over dummy weights really takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.engine.build import build_engine
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.worker.planning import plan_memory
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak() -> int:
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def main(settings: dict[str, object], prompt_lens: list[int]) -> None:
+    config = EngineConfig.from_flat(load_format="dummy", **settings)
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the library's own buffers are not the engine's
+    before = resident()
+    ledger = plan_memory(config)
+    core, info, _ = build_engine(config)
+    for index, length in enumerate(prompt_lens):
+        token_ids = [(7 * index + position) % info.vocab_size for position in range(length)]
+        params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5, repetition_penalty=1.1)
+        core.add_request(EngineRequest(request_id=str(index), token_ids=token_ids, params=params, max_tokens=2))
+    while core.has_work():
+        assert not any(output.error for output in core.step().outputs)
+    taken = {entry.name: entry.num_bytes for entry in ledger.entries}
+    print(json.dumps({"planned": ledger.total, "peak": peak() - before, "entries": taken}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))

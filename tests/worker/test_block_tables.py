@@ -1,0 +1,69 @@
+"""Block tables: packed deltas land in their cells, and a token's slot is where its block says."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.types.step import StepPlan
+from quire.worker.block_tables import BlockTables
+
+CPU = torch.device("cpu")
+GROUPS, ROWS, LENGTH, BLOCK = 2, 3, 50, 8
+
+
+def plan_of(cells: dict[tuple[int, int, int], int]) -> StepPlan:
+    columns = [list(column) for column in zip(*cells, strict=True)] or [[], [], []]
+    return StepPlan(
+        0,
+        [],
+        [],
+        block_groups=columns[0],
+        block_rows=columns[1],
+        block_indices=columns[2],
+        block_ids=list(cells.values()),
+    )
+
+
+CELLS = st.dictionaries(
+    st.tuples(st.integers(0, GROUPS - 1), st.integers(0, ROWS - 1), st.integers(0, LENGTH // BLOCK)),
+    st.integers(0, 1000),
+)
+
+
+@given(st.lists(CELLS, max_size=5))
+def test_deltas_add_up(plans: list[dict[tuple[int, int, int], int]]) -> None:
+    tables, expected = BlockTables(GROUPS, ROWS, LENGTH, BLOCK, CPU), {}
+    for cells in plans:
+        tables.apply(plan_of(cells))
+        expected |= cells
+    for (group, row, index), block in expected.items():
+        assert tables.tables[group, row, index] == block
+    assert tables.tables.count_nonzero() == sum(block != 0 for block in expected.values())
+
+
+def test_tables_of_a_batch_are_as_wide_as_its_longest_context() -> None:
+    tables = BlockTables(GROUPS, ROWS, LENGTH, BLOCK, CPU)
+    tables.apply(plan_of({(1, row, index): 10 * row + index + 1 for row in range(ROWS) for index in range(4)}))
+    assert tables.of_rows(1, torch.tensor([2, 0]), 16).tolist() == [[21, 22], [1, 2]]
+    assert tables.of_rows(1, torch.tensor([1]), 17).tolist() == [[11, 12, 13]]
+    assert tables.of_rows(0, torch.tensor([1]), 1).tolist() == [[0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, LENGTH - 1)), min_size=1))
+def test_a_slot_is_block_and_offset(tokens: list[tuple[int, int]]) -> None:
+    tables = BlockTables(GROUPS, ROWS, LENGTH, BLOCK, CPU)
+    tables.tables[1] = torch.arange(ROWS * tables.tables.shape[2]).view(ROWS, -1) + 5
+    rows, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    slots = tables.slots(1, rows, positions)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [
+        int(tables.tables[1, row, position // BLOCK]) * BLOCK + position % BLOCK for row, position in tokens
+    ]
+
+
+def test_there_is_room_for_steps_in_flight() -> None:
+    tables = BlockTables(1, 1, 16, 8, CPU)
+    tables.apply(plan_of({(0, 0, 2): 9}))
+    assert tables.slots(0, torch.tensor([0]), torch.tensor([16])).tolist() == [72]

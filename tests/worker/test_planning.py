@@ -1,0 +1,136 @@
+"""Planning: the ledger of a model before it is loaded, and whether the process keeps to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
+from quire.worker.planning import EnginePlan, plan_engine, plan_memory
+from quire.worker.worker import load_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+SLIDING = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 32,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2,
+}
+
+
+def write_config(folder: Path, **config: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def make_plan(folder: Path, config: dict[str, Any], **settings: Any) -> EnginePlan:
+    return plan_engine(EngineConfig.from_flat(model=write_config(folder, **config), load_format="dummy", **settings))
+
+
+def entry(plan: EnginePlan, name: str) -> int:
+    return next(entry.num_bytes for entry in plan.ledger.entries if entry.name == name)
+
+
+@pytest.mark.parametrize("config", [LLAMA, SLIDING], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_what_the_model_will_take(tmp_path: Path, config: dict[str, Any], dtype: str) -> None:
+    plan = make_plan(tmp_path, config, dtype=dtype)
+    assert plan.dtype == getattr(torch, dtype)
+    model = load_model(plan, EngineConfig.from_flat(load_format="dummy"))
+    assert entry(plan, "weights") == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+def test_a_page_is_the_keys_and_values_of_one_block_in_all_layers(tmp_path: Path) -> None:
+    layout = make_plan(tmp_path, LLAMA, block_size=32).ledger.layout
+    assert [group.layers for group in layout.groups] == [(0, 1, 2, 3, 4, 5)]
+    assert layout.page_bytes == 6 * 32 * 2 * (2 * 16) * 4
+
+
+def test_sliding_layers_share_the_pages_of_full_ones(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, SLIDING, max_num_seqs=1, max_num_batched_tokens=16)
+    layout = plan.ledger.layout
+    assert [(group.kind, group.layers) for group in layout.groups] == [
+        ("full", (4, 5)),
+        ("sliding", (0, 1)),
+        ("sliding", (2, 3)),
+    ]
+    assert layout.page_bytes == 2 * 16 * 2 * (2 * 16) * 4
+    # One request of 512 tokens: all of them in the full group, a window and a step in the sliding ones.
+    window_blocks = -(-(31 + 16 - 1) // 16) + 1
+    assert plan.ledger.num_kv_blocks == 512 // 16 + 2 * window_blocks + 1
+
+
+def test_settings_shape_the_ledger(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, LLAMA, kv_cache_memory=1 << 22, max_model_len=100, max_num_seqs=3)
+    ledger = plan.ledger
+    assert (ledger.max_model_len, ledger.num_kv_blocks) == (100, (1 << 22) // ledger.layout.page_bytes)
+    few, many = (make_plan(tmp_path, LLAMA, max_num_batched_tokens=n, max_num_seqs=8) for n in (8, 800))
+    assert entry(few, "workspace") < entry(many, "workspace")
+    few, many = (make_plan(tmp_path, LLAMA, max_num_seqs=n) for n in (1, 100))
+    assert entry(few, "rows") < entry(many, "rows")
+
+
+def test_planning_reads_no_weights_and_takes_no_memory(tmp_path: Path) -> None:
+    huge = {**LLAMA, "hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 80}
+    with pytest.raises(MemoryPlanError, match="weights"):
+        make_plan(tmp_path, huge)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_model_len": 513}, MemoryPlanError, "trained for 512"),
+        ({"attention_backend": "magic"}, UnknownNameError, "unknown attention backend 'magic'; known: .*torch_ref"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ConfigError, "max_num_seqs is 9"),
+        ({"kv_cache_memory": 10}, MemoryPlanError, "kv_cache_memory is 10B"),
+        ({"load_format": "gguf"}, ConfigError, "load_format is 'gguf' but .* is a folder .*auto"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_memory(EngineConfig.from_flat(**{"model": write_config(tmp_path, **LLAMA), **settings}))
+
+
+WIDE = {**LLAMA, "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
+# So many heads have the scores of a long context, and are faster to run.
+LONG = {**LLAMA, "num_hidden_layers": 1, "num_attention_heads": 256, "head_dim": 4, "max_position_embeddings": 1024}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; other systems need another way to measure")
+@pytest.mark.parametrize(
+    ("config", "settings", "prompt_lens"),
+    [
+        (WIDE, {"max_num_batched_tokens": 2048, "max_num_seqs": 8}, [500, 500, 400, 400, 100, 50, 50, 48]),
+        (WIDE, {"max_num_batched_tokens": 64, "max_num_seqs": 64}, [4] * 64),
+        (LONG, {"max_num_batched_tokens": 512, "max_num_seqs": 1}, [1000]),
+    ],
+    ids=["many tokens", "many rows", "many scores"],
+)
+def test_the_process_keeps_to_the_ledger(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], prompt_lens: list[int]
+) -> None:
+    settings = {"model": write_config(tmp_path, **config), "kv_cache_memory": 32 << 20, **settings}
+    command = [sys.executable, "-m", "tests.worker.rss", json.dumps(settings), json.dumps(prompt_lens)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["peak"] < measured["planned"], measured
+    assert measured["peak"] > measured["entries"]["weights"], "the measurement itself is broken"

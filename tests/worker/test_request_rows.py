@@ -1,0 +1,71 @@
+"""Permanent rows: written once, advanced in place, and the host's copy of the lengths never differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.types.errors import EngineError
+from quire.types.sampling import SamplingParams
+from quire.types.step import RowStart
+from quire.worker.request_rows import SPARE_TOKENS, RequestRows
+
+CPU = torch.device("cpu")
+
+
+def start(row: int, tokens: list[int], computed: int = 0, seed: int = 0, prompt: int | None = None) -> RowStart:
+    num_prompt_tokens = len(tokens) if prompt is None else prompt
+    return RowStart(row, f"r{row}", tokens, num_prompt_tokens, computed, SamplingParams(), seed, ())
+
+
+def assert_in_step(rows: RequestRows) -> None:
+    assert rows.num_tokens.tolist() == rows.host_num_tokens
+    assert rows.num_computed.tolist() == rows.host_num_computed
+
+
+def test_a_row_holds_what_the_request_starts_with() -> None:
+    rows = RequestRows(3, 10, CPU)
+    rows.start(start(2, [5, 6, 7, 8], computed=2, prompt=3))
+    assert rows.token_ids[2, :4].tolist() == [5, 6, 7, 8]
+    assert (rows.host_num_tokens[2], rows.host_num_computed[2]) == (4, 2)
+    assert rows.num_prompt_tokens.tolist() == [0, 0, 3]
+    assert_in_step(rows)
+
+
+@pytest.mark.parametrize("seed", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -(1 << 63)])
+def test_every_64_bit_seed_keeps_its_bits(seed: int) -> None:
+    rows = RequestRows(1, 4, CPU)
+    rows.start(start(0, [1], seed=seed))
+    assert int(rows.seeds[0]) % (1 << 64) == seed % (1 << 64)
+
+
+def test_steps_advance_and_append() -> None:
+    rows = RequestRows(4, 8, CPU)
+    rows.start(start(1, [1, 2, 3]))
+    rows.start(start(3, [4]))
+    rows.advance(torch.tensor([3, 1]), torch.tensor([1, 3]), [3, 1], [1, 3])
+    rows.append(torch.tensor([3, 1]), torch.tensor([40, 10]), [3, 1])
+    assert rows.token_ids[1, :4].tolist() == [1, 2, 3, 10]
+    assert rows.token_ids[3, :2].tolist() == [4, 40]
+    assert rows.host_num_computed == [0, 3, 0, 1]
+    assert rows.host_num_tokens == [0, 4, 0, 2]
+    assert_in_step(rows)
+
+
+def test_a_row_changes_hands_only_after_it_was_freed() -> None:
+    rows = RequestRows(2, 8, CPU)
+    rows.start(start(0, [1, 2, 3, 4]))
+    with pytest.raises(EngineError, match="row 0 given to r0 still belongs to r0"):
+        rows.start(start(0, [9]))
+    rows.free(0)
+    rows.start(start(0, [9], computed=0))
+    assert (rows.host_num_tokens[0], rows.token_ids[0, 0].item()) == (1, 9)
+    assert_in_step(rows)
+
+
+def test_steps_in_flight_may_run_past_the_end() -> None:
+    rows = RequestRows(1, 4, CPU)
+    rows.start(start(0, [1, 2, 3, 4]))
+    for token in range(SPARE_TOKENS):
+        rows.append(torch.tensor([0]), torch.tensor([token]), [0])
+    assert rows.token_ids[0].tolist() == [1, 2, 3, 4, *range(SPARE_TOKENS)]
