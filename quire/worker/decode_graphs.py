@@ -8,6 +8,7 @@ has changed, its list of rows.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from quire.attention.triton import TritonAttention
 from quire.kernels.triton.step import append_likeliest, gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
+from quire.platform.recording import Recorder
 from quire.platform.transfer import Download, upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
@@ -38,8 +40,8 @@ class DecodeGraphs:
         self._sizes = sizes
         self._max_model_len = max_model_len
         self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=tables.tables.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._recorder = Recorder()
         self._loaded: list[int] = []  # what the buffer holds, and for which size
         self._loaded_size = 0
 
@@ -56,23 +58,15 @@ class DecodeGraphs:
             padding = [self._rows.scratch_row] * (size - len(plan.rows))
             self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
             self._loaded, self._loaded_size = list(plan.rows), size
-        graph, out = self._graphs[size]
-        graph.replay()
+        replay, out = self._graphs[size]
+        replay()
         return Download(out)
 
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, size: int) -> tuple[Callable[[], None], Tensor]:
         # Recorded on rows that belong to nobody, so that the warm-up changes no request.
         self._row_buffer[:size] = self._rows.scratch_row
         self._loaded_size = 0
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = self._step(size)
-        return graph, out
+        return self._recorder.record(lambda: self._step(size))
 
     def _step(self, size: int) -> Tensor:
         state, tables = self._rows, self._tables

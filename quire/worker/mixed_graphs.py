@@ -7,6 +7,7 @@ padded, and the recorded forward pass is replayed; sampling follows from the hos
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.triton import RecordedLists, TritonAttention, TritonMetadata
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
+from quire.platform.recording import Recorder
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 from quire.worker.request_rows import RequestRows
@@ -68,8 +70,8 @@ class MixedGraphs:
         assert isinstance(backend, TritonAttention)
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         self._max_model_len = max_model_len
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Buffers, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[Callable[[], None], _Buffers, Tensor]] = {}
+        self._recorder = Recorder()
 
     def run(self, batch: InputBatch) -> Tensor | None:
         """Hidden states [size, hidden] of a step that fits a recorded size, else None. Valid until the next step."""
@@ -80,24 +82,17 @@ class MixedGraphs:
         metadata = [one for one in batch.forward.attention if isinstance(one, TritonMetadata)]
         if size not in self._graphs:
             self._graphs[size] = self._record(size)
-        graph, buffers, hidden = self._graphs[size]
+        replay, buffers, hidden = self._graphs[size]
         if batch.rows.shape[0] > buffers.max_rows or metadata[0].tiles[0].shape[0] > buffers.max_tiles:
             return None
         buffers.fill(batch, metadata)
-        graph.replay()
+        replay()
         return hidden
 
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, _Buffers, Tensor]:
+    def _record(self, size: int) -> tuple[Callable[[], None], _Buffers, Tensor]:
         buffers = _Buffers(size, self._tables.num_groups, self._rows.scratch_row, self._tables.tables.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(buffers)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._forward(buffers)
-        return graph, buffers, hidden
+        replay, hidden = self._recorder.record(lambda: self._forward(buffers))
+        return replay, buffers, hidden
 
     def _forward(self, buffers: _Buffers) -> Tensor:
         tables = self._tables
