@@ -80,6 +80,8 @@ class Runner:
         def finish() -> StepResult:
             tokens, broken = arriving.get()[:, : len(plan.rows)].tolist()
             errors = {index: MESSAGE for index, flag in enumerate(broken) if flag} if any(broken) else {}
+            for index in errors:
+                self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
             return StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
 
         return finish
