@@ -37,6 +37,9 @@ class HeadNorm(NamedTuple):
     weight_offset: float
 
 
+NO_HEAD_NORM = (None, None, 0.0, 0.0)  # in place of a HeadNorm's fields
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The rows of one step as one KV group sees them.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import (
+    NO_HEAD_NORM,
     AttentionBackend,
     AttentionBatch,
     AttentionMetadata,
@@ -85,7 +86,7 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
-        norm = head_norm or (None, None, 0.0, 0.0)
+        norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation)
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]

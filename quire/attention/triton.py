@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.base import (
+    NO_HEAD_NORM,
     AttentionBackend,
     AttentionBatch,
     AttentionMetadata,
@@ -38,9 +39,10 @@ class TritonMetadata(AttentionMetadata):
     single_tokens: Tensor  # [a] int32, and its token
     tiles: tuple[Tensor, Tensor]  # row and offset of each tile of the others, int32
     partial_tiles: tuple[Tensor, Tensor]  # the same without whole prompts
-    whole: list[tuple[int, int, Tensor]] = field(
-        default_factory=list
-    )  # (first token, length, blocks) of whole prompts
+    whole: list[tuple[int, int]] = field(default_factory=list)  # (first token, length) of whole prompts
+    # What whole prompts attend over; the current layer's, from write to attend.
+    qkv: Tensor | None = None
+    keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
-        norm = head_norm or (None, None, 0.0, 0.0)
+        norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         metadata.qkv = metadata.keys = None
         if metadata.whole and _is_plain(spec):
             metadata.qkv = qkv
@@ -125,15 +127,17 @@ class TritonAttention(AttentionBackend):
         if plain and metadata.whole == [(0, query.shape[0])]:
             return _whole_prompt(spec, query, metadata, 0)
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
-        common = (spec.scale, spec.soft_cap, spec.sliding_window)
+        scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles = (metadata.single_index, metadata.single_tokens)
         if singles[0].shape[0]:
             splits = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
-            decode_attention(query, cache, batch.tables, *singles, *shared, out, *common, splits=splits)
+            decode_attention(
+                query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window, splits=splits
+            )
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
-            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, *common)
+            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
         for start, length in metadata.whole if plain else ():
             part = query[start : start + length]
             out[start : start + length] = _whole_prompt(spec, part, metadata, start)

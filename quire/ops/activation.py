@@ -4,11 +4,14 @@ buffer differently from the others on a CPU, so a row's result would depend on w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op
+
+Gated = Callable[[Tensor], Tensor]
 
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
@@ -34,14 +37,14 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, width, generator=generator) * 8.0,)
 
 
-SILU_AND_MUL = Op(
+SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,
     generate_inputs,
     1e-5,
     (Implementation("triton", "triton.activation:silu_and_mul", ("cuda",)),),
 )
-GELU_TANH_AND_MUL = Op(
+GELU_TANH_AND_MUL: Op[Gated] = Op(
     "gelu_tanh_and_mul",
     gelu_tanh_and_mul,
     generate_inputs,

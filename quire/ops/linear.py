@@ -33,9 +33,9 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     """
     if recipe.row_tile is not None and x.shape[0] != recipe.row_tile:
         return _in_row_tiles(x, recipe.row_tile, lambda tile: linear_transposed(tile, weight, bias, recipe))
-    k_chunk, x_t = recipe.k_chunk, x.t()
+    k_chunk, x_t = recipe.k_chunk or x.shape[-1], x.t()
     out = torch.mm(weight[:, :k_chunk], x_t[:k_chunk])
-    for start in range(k_chunk or x.shape[-1], x.shape[-1], k_chunk or 1):
+    for start in range(k_chunk, x.shape[-1], k_chunk):
         out.addmm_(weight[:, start : start + k_chunk], x_t[start : start + k_chunk])
     result = out.t().contiguous()
     return result if bias is None else result.add_(bias)

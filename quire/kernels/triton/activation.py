@@ -20,10 +20,9 @@ def _gated_kernel(x_ptr, out_ptr, width, x_stride, GELU: tl.constexpr, BLOCK: tl
     inside = columns < width
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+    inner = -gate
     if GELU:
         inner = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # -2 * sqrt(2 / pi) * ...
-    else:
-        inner = -gate
     out = gate / (1.0 + tl.exp(inner)) * up
     tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 

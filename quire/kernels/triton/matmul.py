@@ -174,7 +174,7 @@ _COUNTERS: dict[torch.device, Tensor] = {}
 _MAX_FEW_ROWS = 64
 
 
-def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: object) -> Tensor:
+def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:
     """x [n, K] @ weight [N, K].T + bias: own kernels where the library leaves bandwidth unused, else the library."""
     rows, (n, k) = x.shape[0], weight.shape
     if rows == 1:

@@ -1,4 +1,4 @@
-"""The two ends of a decode step that stays on the device: gather each row's inputs, then choose and append its token."""
+"""The two ends of a decode step that stays on the device: gather its inputs, then choose and append tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _gather_kernel(
 
 
 @triton.jit
-def _highest_kernel(logits_ptr, best_ptr, at_ptr, vocab_size, logits_stride, num_chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _highest_kernel(
+    logits_ptr, best_ptr, at_ptr, vocab_size, logits_stride, num_chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     begin_dependent(PDL)
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
