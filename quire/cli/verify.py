@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,9 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
     def hook_for(name: str) -> Callable[[Any, tuple[Any, ...], Any], None]:
         def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            outputs[name] = tensor.detach().clone()
+            outputs[name] = tensor.detach().clone().cpu()
             if args:
-                inputs[name] = args[0].detach().clone()
+                inputs[name] = args[0].detach().clone().cpu()
 
         return hook
 
@@ -160,12 +161,37 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
         for name, module in model.named_modules()
         if not list(module.children()) or "attn" in name or name.endswith(FIRST_LAYER)
     ]
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in watched]
-    try:
-        return _Captured(outputs, inputs, run())
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, module in watched:
+            stack.callback(module.register_forward_hook(hook_for(name)).remove)
+            _watch_fused_norms(stack, module, hook_for(name))
+        return _Captured(outputs, inputs, run().cpu())
+
+
+def _watch_fused_norms(stack: ExitStack, module: Any, hook: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+    """Norms that are no module of their own while the model runs: with an addition before them, or of each head."""
+    from quire.layers.norm import RMSNorm
+    from quire.models.blocks import AttentionBlock, PerHeadQKNorm
+
+    if isinstance(module, RMSNorm):
+        merge = module.merge
+
+        def watched_merge(hidden: Any, residual: Any) -> Any:
+            result = merge(hidden, residual)
+            hook(module, (hidden,), result)
+            return result
+
+        vars(module)["merge"] = watched_merge
+        stack.callback(vars(module).pop, "merge")
+    if isinstance(module, AttentionBlock) and isinstance(module.qk_norm, PerHeadQKNorm):
+        projection, norm = module.qkv_proj, module.qk_norm
+
+        def run_norms(_: Any, args: tuple[Any, ...]) -> None:
+            """Attention applies them itself: apply them to the same heads, for the hooks to see."""
+            for layer, piece in ((norm.q, "q_proj"), (norm.k, "k_proj")):
+                layer(_piece(projection, piece, args[0]).unflatten(-1, (-1, layer.weight.shape[0])))
+
+        stack.callback(norm.register_forward_pre_hook(run_norms).remove)
 
 
 def _compare(model: Any, ours: _Captured, theirs: _Captured, num_tokens: int) -> list[Difference]:

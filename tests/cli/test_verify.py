@@ -113,6 +113,26 @@ def test_names_the_op_that_was_tampered_with(
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"DIFFERENT, first at {named} (off by ")
 
 
+@pytest.mark.parametrize("norm", ["q", "k"])
+def test_names_a_norm_of_heads(
+    norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention applies these norms itself, and some norms add first: neither is a module's call."""
+    qwen3 = make(tmp_path, next(tiny for tiny in ARCHITECTURES if tiny.name == "qwen3"))
+    load = direct.load_model
+
+    def load_and_tamper(*args: Any) -> CausalLM:
+        loaded = load(*args)
+        add_to(f"model.layers.2.self_attn.qk_norm.{norm}.weight")(loaded)
+        return loaded
+
+    monkeypatch.setattr(direct, "load_model", load_and_tamper)
+    assert main(["verify", qwen3]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("56 ops compared"), "all norms are among them"
+    assert lines[-1].startswith(f"DIFFERENT, first at layer 2, self_attn.{norm}_norm (off by ")
+
+
 def test_a_weight_that_differs_on_disk(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
