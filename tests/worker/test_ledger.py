@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from quire.config.args import parse_bytes
@@ -123,13 +123,14 @@ DEMANDS = st.builds(
 def apply_fix(message: str, kv: int | None, length: int | None) -> tuple[int | None, int | None]:
     """What a user does who follows the message: the first of two alternatives."""
     fix = message.rpartition(";")[2].partition(" or --")[0]
-    settings = dict(re.findall(r"--(kv-cache-memory|max-model-len) (\d\w*)", fix))
-    assume(settings)  # the others ask for another model or machine
-    if "kv-cache-memory" in settings:
-        kv = parse_bytes(settings["kv-cache-memory"])
-    return kv, int(settings.get("max-model-len", 0)) or length
+    flags = dict(re.findall(r"--(kv-cache-memory|max-model-len) (\d\w*)", fix))
+    assume(flags)  # the others ask for another model or machine
+    if "kv-cache-memory" in flags:
+        kv = parse_bytes(flags["kv-cache-memory"])
+    return kv, int(flags.get("max-model-len", 0)) or length
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     demand=DEMANDS,
     more=st.integers(-MIB, 40 * MIB),
