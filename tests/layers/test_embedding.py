@@ -5,9 +5,11 @@ import torch
 
 from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear
+from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 
 GENERATOR = torch.Generator().manual_seed(0)
+F32, BF16 = Target(dtype=torch.float32), Target(dtype=torch.bfloat16)
 TABLE = torch.randn(24, 10, generator=GENERATOR)
 HIDDEN = torch.randn(4, 10, generator=GENERATOR)
 TOKENS = torch.tensor([3, 23, 0, 12, 11])
@@ -17,7 +19,7 @@ TOKENS = torch.tensor([3, 23, 0, 12, 11])
 def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
     total = torch.zeros(5, 10)
     for rank in range(size):
-        layer = VocabParallelEmbedding(24, 10, dtype=torch.float32, group=ParallelGroup(rank, size))
+        layer = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup(rank, size))
         layer.load("weight", None, TABLE)
         assert layer.pieces("weight") == {None: (24, 10)}
         total += layer(TOKENS)
@@ -25,22 +27,23 @@ def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_head_scales_then_caps_in_float32(tied: bool) -> None:
+def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
     group = ParallelGroup()
-    embedding = VocabParallelEmbedding(24, 10, dtype=torch.bfloat16, group=group)
-    linear = ColumnParallelLinear(10, 24, bias=False, dtype=torch.bfloat16, group=group)
+    embedding = VocabParallelEmbedding(24, 10, target=BF16, group=group)
+    linear = ColumnParallelLinear(10, 24, bias=False, target=BF16, group=group)
     embedding.load("weight", None, TABLE)
     linear.load("weight", None, TABLE)
-    projection = TiedProjection(embedding) if tied else linear
+    projection = TiedProjection(embedding, BF16) if tied else linear
     plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, group=group)(HIDDEN.bfloat16())
-    assert plain.dtype == torch.float32
+    assert plain.dtype == torch.bfloat16
     assert plain.is_contiguous()
-    torch.testing.assert_close(plain, HIDDEN @ TABLE.t(), atol=0.1, rtol=0.02)
+    torch.testing.assert_close(plain.float(), HIDDEN @ TABLE.t(), atol=0.1, rtol=0.02)
     shaped = LMHead(projection, logit_divisor=2.0, logit_soft_cap=3.0, group=group)(HIDDEN.bfloat16())
-    torch.testing.assert_close(shaped, 3.0 * torch.tanh(plain / 2.0 / 3.0), atol=1e-5, rtol=0)
+    assert shaped.dtype == torch.bfloat16
+    torch.testing.assert_close(shaped.float(), 3.0 * torch.tanh(plain.float() / 2.0 / 3.0), atol=0.02, rtol=0)
 
 
 def test_tied_head_holds_no_second_table() -> None:
-    embedding = VocabParallelEmbedding(24, 10, dtype=torch.float32, group=ParallelGroup())
-    head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
+    embedding = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup())
+    head = LMHead(TiedProjection(embedding, F32), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
     assert [id(parameter) for parameter in head.parameters()] == [id(embedding.weight)]

@@ -12,12 +12,13 @@ from quire.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(5, 12, generator=GENERATOR)
-F32 = torch.float32
+F32 = Target(dtype=torch.float32)
 
 
 def random(*shape: int) -> Tensor:
@@ -29,7 +30,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> None:
-    layer, weight = ColumnParallelLinear(12, 8, bias=True, dtype=torch.bfloat16, group=ParallelGroup()), random(8, 12)
+    layer, weight = (
+        ColumnParallelLinear(12, 8, bias=True, target=Target(dtype=torch.bfloat16), group=ParallelGroup()),
+        random(8, 12),
+    )
     layer.load("weight", None, weight)
     assert layer.weight.shape == (12, 8)
     assert layer.weight.is_contiguous()
@@ -41,7 +45,7 @@ def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> 
 
 @pytest.mark.parametrize("outputs", [TRANSPOSE_ROWS - 1, TRANSPOSE_ROWS, 2 * TRANSPOSE_ROWS + 3])
 def test_blocks_of_a_transposed_load_cover_every_row(outputs: int) -> None:
-    layer = ColumnParallelLinear(12, outputs, bias=False, dtype=F32, group=ParallelGroup())
+    layer = ColumnParallelLinear(12, outputs, bias=False, target=F32, group=ParallelGroup())
     weight = random(outputs, 12)
     layer.load("weight", None, weight)
     assert torch.equal(layer.weight, weight.t())
@@ -52,7 +56,7 @@ def test_column_slices_concatenate(size: int) -> None:
     weight, bias = random(8, 12), random(8)
     parts = []
     for rank in range(size):
-        layer = ColumnParallelLinear(12, 8, bias=True, dtype=F32, group=ParallelGroup(rank, size))
+        layer = ColumnParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
         parts.append(layer(X))
@@ -63,7 +67,7 @@ def test_column_slices_concatenate(size: int) -> None:
 def test_row_slices_sum_with_the_bias_once(size: int) -> None:
     weight, bias, total = random(8, 12), random(8), torch.zeros(5, 8)
     for rank in range(size):
-        layer = RowParallelLinear(12, 8, bias=True, dtype=F32, group=ParallelGroup(rank, size))
+        layer = RowParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
         share = 12 // size
@@ -78,7 +82,7 @@ def test_merged_pieces_stay_apart_on_each_rank(size: int, whole: bool) -> None:
     results: list[Tensor] = []
     for rank in range(size):
         layer = MergedColumnParallelLinear(
-            12, {"gate": 6, "up": 6}, bias=False, dtype=F32, group=ParallelGroup(rank, size)
+            12, {"gate": 6, "up": 6}, bias=False, target=F32, group=ParallelGroup(rank, size)
         )
         load(layer, whole, {"gate": gate, "up": up})
         results.append(layer(X).unflatten(-1, (2, -1)))
@@ -93,7 +97,7 @@ def test_qkv_is_split_by_heads_and_kv_heads_are_shared_by_more_ranks(size: int, 
     heads, kv_heads, dim = 4, 2, 3
     q, k, v = random(heads * dim, 12), random(kv_heads * dim, 12), random(kv_heads * dim, 12)
     for rank in range(size):
-        layer = QKVParallelLinear(12, heads, kv_heads, dim, bias=False, dtype=F32, group=ParallelGroup(rank, size))
+        layer = QKVParallelLinear(12, heads, kv_heads, dim, bias=False, target=F32, group=ParallelGroup(rank, size))
         load(layer, whole, {"q_proj": q, "k_proj": k, "v_proj": v})
         local, local_kv = heads // size, max(1, kv_heads // size)
         first_kv = rank * kv_heads // size
@@ -114,13 +118,13 @@ def load(layer: Linear, whole: bool, pieces: dict[str, Tensor]) -> None:
 
 
 def test_pieces_announce_checkpoint_shapes_whatever_the_rank_holds() -> None:
-    layer = QKVParallelLinear(12, 4, 2, 3, bias=True, dtype=F32, group=ParallelGroup(1, 2))
+    layer = QKVParallelLinear(12, 4, 2, 3, bias=True, target=F32, group=ParallelGroup(1, 2))
     assert layer.pieces("weight") == {"q_proj": (12, 12), "k_proj": (6, 12), "v_proj": (6, 12)}
     assert layer.pieces("bias") == {"q_proj": (12,), "k_proj": (6,), "v_proj": (6,)}
-    row = RowParallelLinear(12, 8, bias=False, dtype=F32, group=ParallelGroup(1, 2))
+    row = RowParallelLinear(12, 8, bias=False, target=F32, group=ParallelGroup(1, 2))
     assert row.pieces("weight") == {None: (8, 12)}
 
 
 def test_kv_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 KV heads cannot be shared evenly by 3 ranks"):
-        QKVParallelLinear(12, 6, 2, 3, bias=False, dtype=F32, group=ParallelGroup(0, 3))
+        QKVParallelLinear(12, 6, 2, 3, bias=False, target=F32, group=ParallelGroup(0, 3))

@@ -32,8 +32,10 @@ def test_same_as_a_plain_product(recipe: MatmulRecipe, rows: int) -> None:
     expected = x.double() @ weight.double()
     torch.testing.assert_close(linear(x, weight, None, recipe), expected.float())
     torch.testing.assert_close(linear(x, weight, bias, recipe), (expected + bias.double()).float())
-    transposed = linear_transposed(x, weight.t().contiguous(), recipe)
+    transposed = linear_transposed(x, weight.t().contiguous(), None, recipe)
     torch.testing.assert_close(transposed, expected.float())
+    with_bias = linear_transposed(x, weight.t().contiguous(), bias, recipe)
+    torch.testing.assert_close(with_bias, (expected + bias.double()).float())
     assert transposed.is_contiguous(), "the sampler writes into it"
 
 
@@ -58,7 +60,7 @@ def test_tiles_give_a_row_the_same_bits_in_any_batch(tile: int, transposed: bool
 
     def run(rows: Tensor) -> Tensor:
         return (
-            linear_transposed(rows, weight.t().contiguous(), recipe)
+            linear_transposed(rows, weight.t().contiguous(), bias, recipe)
             if transposed
             else linear(rows, weight, bias, recipe)
         )
@@ -76,7 +78,7 @@ def test_a_found_recipe_keeps_its_promise_for_other_values(inner: int, outer: in
     table = weight.t().contiguous()
 
     def product(rows: Tensor, recipe: MatmulRecipe) -> Tensor:
-        return linear_transposed(rows, table, recipe) if transposed else linear(rows, weight, None, recipe)
+        return linear_transposed(rows, table, None, recipe) if transposed else linear(rows, weight, None, recipe)
 
     probe = probe_row(inner, torch.float32)
     recipe = find_recipe(lambda rows, chunk: product(rows, MatmulRecipe(1, chunk)), probe, 128)

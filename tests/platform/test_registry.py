@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from quire.platform.base import Platform
 from quire.platform.registry import PLATFORMS, get_platform
@@ -10,7 +11,7 @@ from quire.types.errors import UnknownNameError
 
 
 def test_auto_finds_a_platform() -> None:
-    assert get_platform("auto").name == "cpu"
+    assert get_platform("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
@@ -22,5 +23,5 @@ def test_every_platform_is_complete(name: str) -> None:
 
 
 def test_an_unknown_device() -> None:
-    with pytest.raises(UnknownNameError, match="unknown device 'abacus'; known: cpu"):
+    with pytest.raises(UnknownNameError, match="unknown device 'abacus'; known: cpu, cuda"):
         get_platform("abacus")

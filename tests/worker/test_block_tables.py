@@ -43,18 +43,17 @@ def test_deltas_add_up(plans: list[dict[tuple[int, int, int], int]]) -> None:
     assert tables.tables.count_nonzero() == sum(block != 0 for block in expected.values())
 
 
-def test_tables_of_a_batch_are_as_wide_as_its_longest_context() -> None:
+def test_the_row_of_nobody_has_only_the_null_block() -> None:
     tables = BlockTables(GROUPS, ROWS, LENGTH, BLOCK, CPU)
     tables.apply(plan_of({(1, row, index): 10 * row + index + 1 for row in range(ROWS) for index in range(4)}))
-    assert tables.of_rows(1, torch.tensor([2, 0]), 16).tolist() == [[21, 22], [1, 2]]
-    assert tables.of_rows(1, torch.tensor([1]), 17).tolist() == [[11, 12, 13]]
-    assert tables.of_rows(0, torch.tensor([1]), 1).tolist() == [[0]]
+    assert tables.tables.shape[1] == ROWS + 1
+    assert tables.slots(1, torch.tensor([ROWS]), torch.tensor([3])).tolist() == [3]
 
 
 @given(st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, LENGTH - 1)), min_size=1))
 def test_a_slot_is_block_and_offset(tokens: list[tuple[int, int]]) -> None:
     tables = BlockTables(GROUPS, ROWS, LENGTH, BLOCK, CPU)
-    tables.tables[1] = torch.arange(ROWS * tables.tables.shape[2]).view(ROWS, -1) + 5
+    tables.tables[1] = torch.arange(tables.tables[1].numel()).view_as(tables.tables[1]) + 5
     rows, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
     slots = tables.slots(1, rows, positions)
     assert slots.dtype == torch.int64

@@ -38,7 +38,10 @@ class RecordingBackend(AttentionBackend):
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:  # type: ignore[override]  # looked at by the test
         return batch
 
-    def forward(self, *args: object) -> Tensor:
+    def write(self, *args: object) -> Tensor:
+        raise AssertionError("not called here")
+
+    def attend(self, *args: object) -> Tensor:
         raise AssertionError("not called here")
 
 
@@ -50,6 +53,7 @@ def make_state(rng: random.Random) -> tuple[RequestRows, BlockTables]:
     for row in range(ROWS):
         tokens = [rng.randrange(500) for _ in range(rng.randint(1, LENGTH))]
         rows.start(RowStart(row, str(row), tokens, 1, rng.randrange(len(tokens)), SamplingParams(), 0, ()))
+    rows.apply_staged_writes()
     return rows, tables
 
 
@@ -78,14 +82,19 @@ def test_against_plain_python(seed: int, decode_only: bool) -> None:
     assert batch.sample_indices == [
         index for index, (n, count) in enumerate(zip(left, counts, strict=True)) if n == count
     ]
+    assert batch.sample_rows == batch.sample_rows_tensor.tolist() == [chosen[index] for index in batch.sample_indices]
+    assert batch.last_tokens.tolist() == [batch.starts[index] + counts[index] - 1 for index in batch.sample_indices]
 
     contexts = [state.host_num_computed[row] + count for row, count in zip(chosen, counts, strict=True)]
-    width = -(-max(contexts) // BLOCK)
+    starts = [*batch.starts, len(tokens)]
     for group, attention in enumerate(batch.forward.attention):
         assert isinstance(attention, AttentionBatch)
         assert (attention.query_lens, attention.context_lens) == (counts, contexts)
         table = tables.tables[group]
-        assert attention.block_tables.tolist() == [table[row, :width].tolist() for row in chosen]
+        assert torch.equal(attention.tables, table)
+        assert attention.rows.tolist() == chosen
+        assert (attention.contexts.tolist(), attention.query_starts.tolist()) == (contexts, starts)
+        assert (attention.contexts.dtype, attention.query_starts.dtype) == (torch.int32, torch.int32)
         slots = [int(table[row, position // BLOCK]) * BLOCK + position % BLOCK for row, position in tokens]
         assert attention.slot_mapping.tolist() == slots + zeros
     assert (batch.input_ids.dtype, batch.positions.dtype) == (torch.int64, torch.int64)

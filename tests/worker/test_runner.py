@@ -52,7 +52,7 @@ def step(worker: Worker, number: int, counts: dict[int, int], starts: tuple[RowS
         block_indices=[index for _, index in cells],
         block_ids=[1 + 8 * row + index for row, index in cells],
     )
-    return worker.execute(plan)
+    return worker.execute(plan)()
 
 
 def test_a_row_samples_when_it_has_caught_up(worker: Worker, logits: torch.Tensor) -> None:
@@ -95,14 +95,14 @@ def test_a_row_may_start_after_a_prefix_hit(worker: Worker, logits: torch.Tensor
         block_indices=[0, 1, 2],
         block_ids=[1, 2, 20],
     )
-    assert worker.execute(shared).token_ids == [[int(logits[-1].argmax())]]
+    assert worker.execute(shared)().token_ids == [[int(logits[-1].argmax())]]
 
 
 def test_a_freed_row_serves_the_next_request(worker: Worker, logits: torch.Tensor) -> None:
     wanted = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)
     step(worker, 0, {0: 5}, (start(0, PROMPT[:5], wanted),))
     plan = StepPlan(1, [0], [20], freed_rows=[0], starts=[start(0, PROMPT[:20])])
-    result = worker.execute(plan)
+    result = worker.execute(plan)()
     assert result.token_ids == [[int(logits[19].argmax())]]
     assert (result.logprobs, result.prompt_logprobs) == ({}, {}), "nothing of the row's first owner is left"
 
