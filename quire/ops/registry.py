@@ -1,0 +1,12 @@
+"""All ops there are, for whoever wants each of them: tests, and lists of what a platform would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.ops.activation import GELU_TANH_AND_MUL, SILU_AND_MUL
+from quire.ops.base import Op
+from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
+from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
+
+OPS: tuple[Op[Any], ...] = (SILU_AND_MUL, GELU_TANH_AND_MUL, LINEAR, LINEAR_TRANSPOSED, RMS_NORM, ADD_RMS_NORM)

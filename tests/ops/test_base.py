@@ -1,0 +1,49 @@
+"""Ops choose the first implementation that serves a target, import only that one, and say why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quire.ops.base import Implementation, Op, Target
+from quire.ops.registry import OPS
+
+GPU = Implementation("fast", "nowhere:run", ("gpu",), (torch.bfloat16,))
+OP = Op("twice", lambda x: 2 * x, lambda seed: (torch.ones(seed),), implementations=(GPU,))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (Target("cpu", torch.bfloat16), "torch reference; fast runs on gpu"),
+        (Target("gpu", torch.float32), "torch reference; fast takes no torch.float32"),
+    ],
+)
+def test_the_reference_serves_everything_else(target: Target, reason: str) -> None:
+    assert OP.choose(target) == (OP.reference, reason)
+
+
+def test_an_implementation_that_serves_is_loaded() -> None:
+    assert GPU.refuses(Target("gpu", torch.bfloat16)) is None
+    with pytest.raises(ModuleNotFoundError, match=r"quire\.kernels\.nowhere"):
+        OP.bind(Target("gpu", torch.bfloat16))
+
+
+def test_a_cpu_runs_references() -> None:
+    for op in OPS:
+        assert op.bind(Target()) is op.reference
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    """All that an engine on a CPU imports, in a Python where triton cannot be imported."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import quire.worker.worker, quire.ops.registry, quire.attention.registry, quire.models.registry, quire.cli.main
+from quire.ops.base import Target
+[op.bind(Target()) for op in quire.ops.registry.OPS]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
