@@ -1,0 +1,62 @@
+"""Every implementation of every op against the op's reference, on the inputs that the op itself makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import Implementation, Op
+from quire.ops.registry import OPS
+from tests.kernels.device import DEVICE, HAS_TRITON, NATIVE
+
+CASES = [
+    pytest.param(op, implementation, id=f"{op.name}-{implementation.name}")
+    for op in OPS
+    for implementation in op.implementations
+]
+HALF_TOLERANCE = 2e-2  # relative to the largest value
+
+
+def load(implementation: Implementation) -> Any:
+    if implementation.path.startswith("triton.") and not HAS_TRITON:
+        pytest.skip("triton is not installed")
+    if not NATIVE and "cpu" not in implementation.platforms and not implementation.path.startswith("triton."):
+        pytest.skip(f"runs on {', '.join(implementation.platforms)} only, and has no interpreter")
+    return implementation.load()
+
+
+def tensors_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 17])
+@pytest.mark.parametrize(("op", "implementation"), CASES)
+def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None:
+    run, inputs = load(implementation), op.generate_inputs(seed)
+    placed = [value.to(DEVICE) if isinstance(value, Tensor) else value for value in inputs]
+    before = [value.clone() if isinstance(value, Tensor) else value for value in placed]
+    expected, actual = tensors_of(op.reference(*inputs)), tensors_of(run(*placed))
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, atol=op.tolerance, rtol=op.tolerance)
+        assert mine.is_contiguous()
+    for was, now in zip(before, placed, strict=True):
+        assert torch.equal(was, now) if isinstance(was, Tensor) else was == now, "an op leaves its inputs alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("op", "implementation"), CASES)
+def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torch.dtype) -> None:
+    if dtype not in implementation.dtypes:
+        pytest.skip(f"{implementation.name} takes no {dtype}")
+    run, inputs = load(implementation), op.generate_inputs(5)
+    rounded = [value.to(dtype) if isinstance(value, Tensor) else value for value in inputs]
+    wide = [value.float() if isinstance(value, Tensor) else value for value in rounded]
+    placed = [value.to(DEVICE) if isinstance(value, Tensor) else value for value in rounded]
+    for mine, theirs in zip(tensors_of(run(*placed)), tensors_of(op.reference(*wide)), strict=True):
+        assert mine.dtype == dtype
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(mine.cpu().float(), theirs, atol=HALF_TOLERANCE * scale, rtol=HALF_TOLERANCE)

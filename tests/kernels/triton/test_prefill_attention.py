@@ -1,0 +1,87 @@
+"""Tiles of queries over the paged cache, with and without a cached prefix, against dense attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionSpec
+from tests.kernels.device import DEVICE, HALF
+from tests.kernels.triton.paged import Paged, assert_close, int32, make_paged, needs_triton
+
+pytestmark = needs_triton
+UNTOUCHED = 123.0
+
+
+def run(
+    spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]], query_tile: int = 16, keys: int = 32
+) -> Tensor:
+    from quire.kernels.triton.prefill_attention import prefill_attention
+
+    out = torch.full((paged.query.shape[0], spec.num_heads * spec.head_dim), UNTOUCHED, device=DEVICE)
+    out = out.to(paged.query.dtype)
+    prefill_attention(
+        paged.query,
+        paged.cache,
+        paged.tables,
+        paged.rows,
+        paged.contexts,
+        paged.query_starts,
+        int32([row for row, _ in tiles]),
+        int32([offset for _, offset in tiles]),
+        out,
+        spec.scale,
+        spec.soft_cap,
+        spec.sliding_window,
+        query_tile=query_tile,
+        keys=keys,
+    )
+    return out
+
+
+def tiles_of(queries: list[int], tile: int = 16) -> list[tuple[int, int]]:
+    return [(row, start) for row, count in enumerate(queries) for start in range(0, count, tile)]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0)])
+def test_rows_with_and_without_a_cached_prefix(window: int | None, cap: float | None) -> None:
+    """Blocks before the window belong to others by then: they are NaN here and must not be read."""
+    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
+    queries, contexts = [5, 30, 1, 33], [5, 70, 33, 113]
+    paged = make_paged(spec, queries, contexts)
+    assert_close(run(spec, paged, tiles_of(queries)), paged.expected)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads"), [(32, 6, 2), (64, 1, 1), (80, 3, 3), (96, 2, 1), (128, 4, 2), (256, 3, 1)]
+)
+def test_shapes_of_heads(head_dim: int, heads: int, kv_heads: int) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    paged = make_paged(spec, [18], [27])
+    assert_close(run(spec, paged, tiles_of([18]), keys=16), paged.expected)
+
+
+def test_padding_and_tokens_of_no_tile() -> None:
+    spec = AttentionSpec(2, 1, 32, 0.2)
+    paged = make_paged(spec, [20, 3, 17], [20, 40, 17])
+    tiles = [(0, 0), (-1, -1), (2, 0), (0, 16), (2, 16), (-1, -1)]
+    out = run(spec, paged, tiles)
+    computed = [*range(20), *range(23, 40)]
+    assert_close(out[computed], paged.expected[computed])
+    assert bool((out[20:23] == UNTOUCHED).all())
+
+
+def test_the_tiles_that_are_used() -> None:
+    from quire.kernels.triton.prefill_attention import QUERY_TILE
+
+    spec = AttentionSpec(1, 1, 32, 0.2)
+    paged = make_paged(spec, [QUERY_TILE + 3], [QUERY_TILE + 40])
+    assert_close(run(spec, paged, tiles_of([QUERY_TILE + 3], QUERY_TILE), QUERY_TILE, 128), paged.expected)
+
+
+def test_half_precision() -> None:
+    spec = AttentionSpec(4, 2, 64, 0.125)
+    paged = make_paged(spec, [20], [50])
+    half = Paged(**{**vars(paged), "query": paged.query.to(HALF), "cache": paged.cache.to(HALF)})
+    assert_close(run(spec, half, tiles_of([20])), paged.expected, 3e-2)

@@ -1,0 +1,77 @@
+"""The fused pass from projected qkv to the cache, against the torch ops it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.qkv import split_qkv
+from tests.kernels.device import DEVICE
+from tests.kernels.triton.paged import assert_close, needs_triton
+
+pytestmark = needs_triton
+BLOCK, BLOCKS = 16, 5
+
+
+def rotation_of(tokens: int, rotary_dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(tokens, 1, rotary_dim // 2, generator=generator) * 6.0
+    return torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+
+
+def placed(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(DEVICE)
+
+
+@pytest.mark.parametrize(("norm", "keep_keys"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim"),
+    [(4, 2, 32, 32), (3, 1, 80, 0), (2, 2, 64, 16), (1, 1, 256, 256), (5, 1, 96, 48)],
+)
+def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool, keep_keys: bool) -> None:
+    from quire.kernels.triton.qkv import prepare_qkv
+
+    tokens, offset = 5, 1.0
+    generator = torch.Generator().manual_seed(dim + heads)
+    wide = torch.randn(tokens, (heads + 2 * kv_heads) * dim + 3, generator=generator)
+    qkv = wide[:, :-3]  # a line may be longer than what belongs to it
+    weights = [torch.randn(dim, generator=generator) if norm else None for _ in range(2)]
+    rotation = rotation_of(tokens, rotary_dim, generator) if rotary_dim else None
+    slots = torch.randperm((BLOCKS - 1) * BLOCK, generator=generator)[:tokens] + BLOCK
+    cache = torch.full((2, BLOCKS, kv_heads, BLOCK, dim), 9.0, device=DEVICE)
+    k_out = torch.empty(tokens, kv_heads, dim, device=DEVICE) if keep_keys else None
+    query = prepare_qkv(
+        wide.to(DEVICE)[:, :-3],
+        placed(weights[0]),
+        placed(weights[1]),
+        1e-6,
+        offset,
+        None if rotation is None else (rotation[0].to(DEVICE), rotation[1].to(DEVICE)),
+        slots.to(DEVICE),
+        cache,
+        heads,
+        k_out,
+    )
+    q, k, v = split_qkv(qkv.contiguous(), heads, kv_heads, *weights, 1e-6, offset, rotation)
+    assert_close(query, q)
+    if k_out is not None:
+        assert_close(k_out, k)
+    expected = torch.full((2, BLOCKS, kv_heads, BLOCK, dim), 9.0)
+    for part, values in enumerate((k, v)):
+        expected[part, slots // BLOCK, :, slots % BLOCK] = values
+    assert_close(cache, expected)
+
+
+def test_many_tokens_take_several_heads_per_program() -> None:
+    from quire.kernels.triton.qkv import prepare_qkv
+
+    tokens, heads, kv_heads, dim = 19, 200, 10, 2
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(0))
+    assert tokens * (heads + 2 * kv_heads) > 4096
+    cache = torch.zeros(2, 2, kv_heads, BLOCK, dim, device=DEVICE)
+    slots = torch.arange(tokens)
+    query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, heads)
+    q, k, v = split_qkv(qkv, heads, kv_heads, None, None, 0.0, 0.0, None)
+    assert_close(query, q)
+    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)[:, :tokens]
+    assert_close(flat, torch.stack((k, v)))

@@ -1,0 +1,94 @@
+"""The two ends of a recorded decode step, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE
+from tests.kernels.triton.paged import needs_triton
+
+pytestmark = needs_triton
+SCRATCH = 4
+
+
+def test_inputs_are_gathered_by_row() -> None:
+    from quire.kernels.triton.step import gather_inputs
+
+    generator = torch.Generator().manual_seed(0)
+    block_size, groups = 8, 3
+    token_ids = torch.randint(0, 1 << 30, (5, 50), generator=generator, dtype=torch.int32)
+    tables = torch.randint(0, (1 << 31) - 1, (groups, 5, 7), generator=generator, dtype=torch.int32)
+    computed = torch.tensor([0, 7, 8, 49, 0])
+    rows = [3, 1, 4, 0, 2, 4]
+    input_ids, positions, contexts, slots = gather_inputs(
+        torch.tensor(rows, device=DEVICE), *(x.to(DEVICE) for x in (token_ids, computed, tables)), block_size
+    )
+    at = computed[rows].tolist()
+    assert input_ids.tolist() == [int(token_ids[row, p]) for row, p in zip(rows, at, strict=True)]
+    assert positions.tolist() == at
+    assert contexts.tolist() == [p + 1 for p in at]
+    assert slots.tolist() == [
+        [
+            int(tables[group, row, p // block_size]) * block_size + p % block_size
+            for row, p in zip(rows, at, strict=True)
+        ]
+        for group in range(groups)
+    ], "blocks of a large cache need 64 bits"
+    assert (input_ids.dtype, positions.dtype, contexts.dtype, slots.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        torch.int64,
+    )
+
+
+class State:
+    def __init__(self) -> None:
+        self.token_ids = torch.full((5, 12), -1, dtype=torch.int32, device=DEVICE)
+        self.num_tokens = torch.tensor([3, 1, 5, 2, 0], device=DEVICE)
+        self.num_computed = torch.tensor([2, 0, 4, 1, 0], device=DEVICE)
+
+    def append(self, logits: Tensor, rows: list[int]) -> tuple[list[int], list[int]]:
+        from quire.kernels.triton.step import append_likeliest
+
+        rows_tensor = torch.tensor(rows, device=DEVICE)
+        state = (self.token_ids, self.num_tokens, self.num_computed)
+        tokens, broken = append_likeliest(logits.to(DEVICE), rows_tensor, *state, SCRATCH).tolist()
+        return tokens, broken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 7, 8192, 8197, 20000])
+def test_the_likeliest_token_is_appended(vocab: int, dtype: torch.dtype) -> None:
+    wide = torch.randn(3, vocab + 5, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits, state = wide[:, :vocab], State()
+    tokens, broken = state.append(logits, [2, SCRATCH, 0])
+    highest = logits.float().amax(-1, keepdim=True)
+    expected = [int((row == top).nonzero()[0]) for row, top in zip(logits.float(), highest, strict=True)]
+    assert (tokens, broken) == (expected, [0, 0, 0])
+    assert (int(state.token_ids[2, 5]), int(state.token_ids[0, 3])) == (expected[0], expected[2])
+    assert int((state.token_ids != -1).sum()) == 2, "nothing else is written"
+    assert state.num_tokens.tolist() == [4, 1, 6, 2, 0]
+    assert state.num_computed.tolist() == [3, 0, 5, 1, 0]
+
+
+def test_the_lowest_id_wins_among_equals() -> None:
+    logits = torch.zeros(2, 20000)
+    logits[0, [9000, 17, 19999]] = 2.0
+    logits[1, [19999, 8192]] = 2.0
+    assert State().append(logits, [0, 1]) == ([17, 8192], [0, 0])
+
+
+@pytest.mark.parametrize("at", [0, 8191, 8192, 9999])
+def test_logits_that_are_not_finite_are_told(at: int) -> None:
+    logits = torch.randn(5, 10000, generator=torch.Generator().manual_seed(0))
+    logits[1, at] = float("nan")
+    logits[2, at] = float("inf")
+    logits[3, :] = float("-inf")
+    logits[4, at] = float("-inf")  # a token that may not be chosen is no error
+    tokens, broken = State().append(logits, [0, 1, 2, 3, SCRATCH])
+    assert broken == [0, 1, 1, 1, 0]
+    assert tokens[0] == int(logits[0].argmax())
+    assert all(0 <= token < 10000 for token in tokens)
