@@ -40,7 +40,7 @@ def run(
     return out
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, None), (None, 5.0), (33, 2.0)])
 def test_single_queries(splits: int, window: int | None, cap: float | None) -> None:
     """With 8 splits most have nothing to do, and with a window some tiles are wholly outside it."""

@@ -35,7 +35,7 @@ def test_one_row(inner: int, outputs: int, with_bias: bool) -> None:
     assert_close(out, expect(x, weight, bias if with_bias else None), 1e-4)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize(("rows", "inner", "outputs"), [(3, 300, 77), (16, 64, 16), (20, 33, 5), (2, 257, 33)])
 def test_few_rows(rows: int, inner: int, outputs: int, splits: int) -> None:
     """More splits than pieces of the inner dimension leave some programs without work; the sum is whole anyway."""
