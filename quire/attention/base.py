@@ -84,6 +84,11 @@ class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; c
 class AttentionBackend(ABC):
     name: str
 
+    @classmethod
+    def refuses(cls, dtype: torch.dtype) -> str | None:
+        """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
+        return None
+
     @abstractmethod
     def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, keys and values together."""

@@ -8,5 +8,9 @@ from quire.utils.registry import Registry
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     "quire.attention",
-    {"torch_ref": "torch_ref:TorchAttention", "triton": "triton:TritonAttention"},
+    {
+        "torch_ref": "torch_ref:TorchAttention",
+        "cpu_native": "cpu_native:NativeAttention",
+        "triton": "triton:TritonAttention",
+    },
 )

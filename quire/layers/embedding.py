@@ -8,7 +8,7 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.embedding import embed, embed_range
-from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED
+from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, linear_transposed
 from quire.ops.soft_cap import soft_cap
 from quire.parallel.groups import ParallelGroup
 
@@ -45,6 +45,10 @@ class TiedProjection(nn.Module):
         self.embedding = embedding
         self._product = LINEAR_TRANSPOSED.bind(target)
         self.recipe = DIRECT  # how to call the product batch-invariantly; set by the self-check at start
+
+    @property
+    def is_invariant(self) -> bool:
+        return self._product is not linear_transposed
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._product(hidden, self.embedding.weight, None, self.recipe)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
-from quire.ops.linear import DIRECT, choose_product
+from quire.ops.linear import DIRECT, choose_product, linear
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
@@ -53,6 +53,11 @@ class Linear(WeightedLayer):
         self.weight = empty_parameter(*shape, dtype=target.dtype)
         self.bias = empty_parameter(self.out_features, dtype=target.dtype) if bias else None
         self._pieces = tuple(pieces)
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the product itself never depends on the batch, so that no recipe is needed."""
+        return self._product is not linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, in_features] -> [n, out_features]."""

@@ -16,12 +16,14 @@ def fill_dummy(named_parameters: Iterable[tuple[str, Tensor]], seed: int = 0) ->
     """Fill in place, each parameter from the seed and its own name, so that order and neighbours do not matter.
 
     Values are uniform in [-AMPLITUDE, AMPLITUDE]; the weights of norms lie that close to 1. The numbers are drawn
-    as float32 on the host, so that every dtype and device gets the same ones.
+    as float32 where the parameter lives: billions of them would take minutes on the host.
     """
     for name, parameter in named_parameters:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.empty(parameter.shape).uniform_(-AMPLITUDE, AMPLITUDE, generator=generator)
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        values = torch.empty(parameter.shape, device=parameter.device).uniform_(
+            -AMPLITUDE, AMPLITUDE, generator=generator
+        )
         if parameter.dim() == 1 and "norm" in name:
             values += 1
         parameter.copy_(values)

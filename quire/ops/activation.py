@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, native
 
 Gated = Callable[[Tensor], Tensor]
 
@@ -42,12 +42,12 @@ SILU_AND_MUL: Op[Gated] = Op(
     silu_and_mul,
     generate_inputs,
     1e-5,
-    (Implementation("triton", "triton.activation:silu_and_mul", ("cuda",)),),
+    (Implementation("triton", "triton.activation:silu_and_mul", ("cuda",)), native("silu_and_mul")),
 )
 GELU_TANH_AND_MUL: Op[Gated] = Op(
     "gelu_tanh_and_mul",
     gelu_tanh_and_mul,
     generate_inputs,
     1e-5,
-    (Implementation("triton", "triton.activation:gelu_tanh_and_mul", ("cuda",)),),
+    (Implementation("triton", "triton.activation:gelu_tanh_and_mul", ("cuda",)), native("gelu_tanh_and_mul")),
 )

@@ -32,6 +32,8 @@ class Implementation:
     path: str
     platforms: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    unavailable: str | None = None
+    """"module:function" in quire.kernels that says why it cannot run on this machine, or None if it can."""
 
     def refuses(self, target: Target) -> str | None:
         """Why it cannot serve this target; None if it can."""
@@ -39,11 +41,15 @@ class Implementation:
             return f"runs on {', '.join(self.platforms)}"
         if target.dtype not in self.dtypes:
             return f"takes no {target.dtype}"
-        return None
+        return None if self.unavailable is None else _find(self.unavailable)()
 
     def load(self) -> Any:
-        module, _, function = self.path.partition(":")
-        return getattr(importlib.import_module(f"quire.kernels.{module}"), function)
+        return _find(self.path)
+
+
+def native(function: str) -> Implementation:
+    """A function of the compiled CPU library."""
+    return Implementation("native", f"cpu.ops:{function}", ("cpu",), (torch.float32,), "cpu.library:unavailable")
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,8 @@ class Op(Generic[F]):
 
     def bind(self, target: Target) -> F:
         return self.choose(target)[0]
+
+
+def _find(path: str) -> Any:
+    module, _, function = path.partition(":")
+    return getattr(importlib.import_module(f"quire.kernels.{module}"), function)

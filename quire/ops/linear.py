@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, Target
+from quire.ops.base import Implementation, Op, Target, native
 from quire.ops.invariance import MatmulRecipe
 
 DIRECT = MatmulRecipe(min_rows=1)
@@ -79,5 +79,5 @@ LINEAR_TRANSPOSED: Op[Product] = Op(
     linear_transposed,
     generate_transposed_inputs,
     1e-4,
-    (Implementation("triton", "triton.matmul:linear_transposed", ("cuda",)),),
+    (Implementation("triton", "triton.matmul:linear_transposed", ("cuda",)), native("linear_transposed")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -42,12 +42,16 @@ def generate_add_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float
 
 
 RMS_NORM = Op(
-    "rms_norm", rms_norm, generate_inputs, 1e-5, (Implementation("triton", "triton.norm:rms_norm", ("cuda",)),)
+    "rms_norm",
+    rms_norm,
+    generate_inputs,
+    1e-5,
+    (Implementation("triton", "triton.norm:rms_norm", ("cuda",)), native("rms_norm")),
 )
 ADD_RMS_NORM = Op(
     "add_rms_norm",
     add_rms_norm,
     generate_add_inputs,
     1e-5,
-    (Implementation("triton", "triton.norm:add_rms_norm", ("cuda",)),),
+    (Implementation("triton", "triton.norm:add_rms_norm", ("cuda",)), native("add_rms_norm")),
 )

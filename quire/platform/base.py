@@ -36,7 +36,7 @@ class Platform(ABC):
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
     default_steps_in_flight: int
-    default_attention_backend: str
+    attention_backends: tuple[str, ...]  # in order of preference
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch
     graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed

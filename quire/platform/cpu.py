@@ -20,7 +20,7 @@ class CpuPlatform(Platform):
     default_max_num_seqs = 64
     default_max_num_batched_tokens = 512
     default_steps_in_flight = 1
-    default_attention_backend = "torch_ref"
+    attention_backends = ("cpu_native", "torch_ref")
     asynchronous = False
     batch_invariant = True
     graph_sizes = ()

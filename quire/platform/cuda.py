@@ -25,7 +25,7 @@ class CudaPlatform(Platform):
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 8192
     default_steps_in_flight = 2
-    default_attention_backend = "triton"
+    attention_backends = ("triton",)
     asynchronous = True
     batch_invariant = False
     graph_sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)

@@ -51,7 +51,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     _check_format(config.model.load_format, source)
     model_config = load_config(source)
     description = describe(model_config)
-    settings = resolve(config, _defaults(platform))
+    settings = resolve(config, _defaults(platform, _dtype(config, platform)))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
     demand = _demand(config, model_config, description, settings, dtype, backend, platform.name)
@@ -79,15 +79,26 @@ def _check_format(load_format: str, source: ModelSource) -> None:
         )
 
 
-def _defaults(platform: Platform) -> DeviceDefaults:
+def _dtype(config: EngineConfig, platform: Platform) -> torch.dtype:
+    given = config.model.dtype
+    return platform.default_dtype if given == "auto" else getattr(torch, given)
+
+
+def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
     return DeviceDefaults(
         device=platform.name,
         dtype=str(platform.default_dtype).removeprefix("torch."),
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,
-        attention_backend=platform.default_attention_backend,
+        attention_backend=_best_backend(platform, dtype),
     )
+
+
+def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
+    """The first of the platform's backends that can serve; the last one always can."""
+    *preferred, last = platform.attention_backends
+    return next((name for name in preferred if BACKENDS.get(name).refuses(dtype) is None), last)
 
 
 def kv_layout(description: ModelDescription, dtype: torch.dtype, block_size: int) -> KVLayout:

@@ -16,6 +16,8 @@ from quire.ops.linear import linear, linear_transposed
 def make_invariant(model: CausalLM, max_tokens: int, max_samples: int) -> tuple[list[int], list[int]]:
     """Set every layer's recipe; returns the ladders of admitted token counts and of admitted logits rows."""
     head = model.lm_head.projection
+    if all(layer.is_invariant for layer in model.modules() if isinstance(layer, Linear | TiedProjection)):
+        return [], []
     found: dict[tuple[object, ...], MatmulRecipe] = {}
     for layer in (module for module in model.modules() if isinstance(module, Linear) and module is not head):
         key = (layer.weight.shape, layer.weight.dtype, layer.bias is None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.attention.base import AttentionSpec, make_batch
+from quire.attention.base import AttentionBackend, AttentionSpec, make_batch
 from quire.attention.torch_ref import TorchAttention
 
 BLOCK = 16
@@ -33,9 +33,11 @@ def dense(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Sequences:
     """Random sequences with scattered blocks, run step by step through one backend."""
 
-    def __init__(self, spec: AttentionSpec, lengths: list[int], seed: int = 0) -> None:
+    def __init__(
+        self, spec: AttentionSpec, lengths: list[int], seed: int = 0, backend: AttentionBackend | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.spec, self.lengths, self.backend = spec, lengths, TorchAttention()
+        self.spec, self.lengths, self.backend = spec, lengths, backend or TorchAttention()
         blocks = [-(-n // BLOCK) for n in lengths]
         order = 1 + torch.randperm(sum(blocks), generator=generator)
         shape = self.backend.cache_shape(sum(blocks) + 1, BLOCK, spec.num_kv_heads, spec.head_dim)

@@ -1,0 +1,74 @@
+"""The native library's functions over tensors: float32, contiguous, on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import bound
+
+
+def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:
+    """x [n, K] @ weight [N, K].T + bias [N]. Every element is summed in the same order whatever n is."""
+    x = x.contiguous()
+    rows, inner = x.shape
+    n = weight.shape[0]
+    out = torch.empty(rows, n)
+    bound().quire_linear(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, inner
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    out = torch.empty(flat.shape)
+    bound().quire_add_rms_norm(
+        flat.data_ptr(),
+        None,
+        weight.data_ptr(),
+        out.data_ptr(),
+        None,
+        *flat.shape,
+        flat.stride(0),
+        eps,
+        weight_offset,
+    )
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    bound().quire_add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        *x.shape,
+        x.stride(0),
+        eps,
+        weight_offset,
+    )
+    return out, total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, 0)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, 1)
+
+
+def _gated(gate_up: Tensor, gelu: int) -> Tensor:
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width)
+    bound().quire_gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
+    return out
