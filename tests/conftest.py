@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
 from hypothesis import settings
 
 from tests.kernels.device import HAS_TRITON, NATIVE
@@ -17,7 +18,18 @@ settings.load_profile("quire")
 for name in ("QUIRE_LOG_LEVEL", "QUIRE_DEBUG"):
     os.environ.pop(name, None)
 
+# Two workers share two cores: a test's own threads would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton decides on import whether it compiles or interprets, and transformers imports it: settled before any test.
 if HAS_TRITON and not NATIVE and os.environ.get("TRITON_INTERPRET") != "1":
     assert "triton" not in sys.modules, "triton was imported before it was told to interpret"
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without the native library: what the torch references do."""
+    from quire.kernels.cpu import library
+
+    monkeypatch.setattr(library, "load", lambda: None)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from quire.cli.main import main
 from quire.cli.verify import DEFAULT_TEXT, Difference, Report, verify
 from quire.config.engine import EngineConfig
+from quire.layers.linear import Linear
 from quire.models.base import CausalLM
 from quire.types.errors import ConfigError
 from quire.worker import direct
@@ -63,7 +64,12 @@ def test_prints_equal_and_exits_with_0(model: str, capsys: pytest.CaptureFixture
 
 def add_to(name: str, rows: slice = slice(None)) -> Callable[[CausalLM], None]:
     def tamper(model: CausalLM) -> None:
-        model.get_parameter(name).data[..., rows] += 0.05
+        weight = model.get_parameter(name).data
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        # Outputs are the lines of a transposed weight, else its columns.
+        (weight if isinstance(layer, Linear) and layer.transposed else weight.t() if weight.dim() > 1 else weight)[
+            rows
+        ] += 0.05
 
     return tamper
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
+from quire.kernels.cpu import library
 from quire.types.sampling import SamplingParams
 from quire.worker.planning import plan_memory
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model, run_alone
@@ -24,9 +26,14 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp(request.param), **MODELS[request.param])
+@pytest.fixture(scope="module", params=[*MODELS, "llama, torch ops"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Through the native kernels, and one also through the torch references, which keep the same promise."""
+    name, _, torch_ops = request.param.partition(", ")
+    with pytest.MonkeyPatch.context() as patch:
+        if torch_ops:
+            patch.setattr(library, "load", lambda: None)
+        yield make_model(tmp_path_factory.mktemp(name), **MODELS[name])
 
 
 @pytest.fixture(scope="module")

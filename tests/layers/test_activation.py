@@ -9,8 +9,8 @@ from quire.types.errors import ModelError
 
 
 def test_names_of_model_configs() -> None:
-    assert gated_activation("silu", Target()) is silu_and_mul
-    assert gated_activation("gelu_pytorch_tanh", Target()) is gelu_tanh_and_mul
+    assert gated_activation("silu", Target("elsewhere")) is silu_and_mul
+    assert gated_activation("gelu_pytorch_tanh", Target("elsewhere")) is gelu_tanh_and_mul
 
 
 def test_an_unknown_activation_is_named_with_the_known_ones() -> None:

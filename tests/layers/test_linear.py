@@ -45,7 +45,7 @@ def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> 
 
 @pytest.mark.parametrize("outputs", [TRANSPOSE_ROWS - 1, TRANSPOSE_ROWS, 2 * TRANSPOSE_ROWS + 3])
 def test_blocks_of_a_transposed_load_cover_every_row(outputs: int) -> None:
-    layer = ColumnParallelLinear(12, outputs, bias=False, target=F32, group=ParallelGroup())
+    layer = ColumnParallelLinear(12, outputs, bias=False, target=Target("elsewhere"), group=ParallelGroup())
     weight = random(outputs, 12)
     layer.load("weight", None, weight)
     assert torch.equal(layer.weight, weight.t())

@@ -13,7 +13,7 @@ WEIGHT = torch.linspace(-1, 1, 8)
 
 
 def test_offset_is_added_to_the_stored_weight() -> None:
-    layer = RMSNorm(8, eps=1e-5, target=Target(), weight_offset=1.0)
+    layer = RMSNorm(8, eps=1e-5, target=Target("elsewhere"), weight_offset=1.0)
     layer.load("weight", None, WEIGHT)
     assert torch.equal(layer.weight, WEIGHT)
     torch.testing.assert_close(layer(X), rms_norm(X, WEIGHT + 1.0, 1e-5))
@@ -28,7 +28,7 @@ def test_split_features_are_normalized_together() -> None:
             return X
 
     for rank in range(2):
-        layer = ParallelRMSNorm(8, eps=1e-5, target=Target(), group=ParallelGroup(rank, 2, Gathered()))
+        layer = ParallelRMSNorm(8, eps=1e-5, target=Target("elsewhere"), group=ParallelGroup(rank, 2, Gathered()))
         layer.load("weight", None, WEIGHT)
         part = slice(4 * rank, 4 * rank + 4)
         assert torch.equal(layer(X[:, part]), rms_norm(X, WEIGHT, 1e-5)[:, part])

@@ -60,7 +60,7 @@ def test_inputs_embeds_replace_the_tokens_and_are_not_written() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_runs_in_low_precision_close_to_float32(architecture: str, dtype: torch.dtype) -> None:
+def test_runs_in_low_precision_close_to_float32(torch_kernels: None, architecture: str, dtype: torch.dtype) -> None:
     low, full = make(architecture, dtype), make(architecture)
     assert {parameter.dtype for parameter in low.parameters()} == {dtype}
     logits, expected = PagedSequence(low, 16).feed(TOKENS), PagedSequence(full, 16).feed(TOKENS)

@@ -21,6 +21,8 @@ from tests.e2e.tiny import make_engine, make_model, run_alone
 
 MAX_TOKENS, MAX_SAMPLES = 130, 20
 
+pytestmark = pytest.mark.usefixtures("torch_kernels")  # native products need no recipe
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
