@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +11,20 @@ from torch import Tensor
 
 from quire.ops.base import Implementation, Op
 from quire.ops.registry import OPS
+from quire.platform.host import HOST
 from tests.kernels.device import DEVICE, HAS_TRITON, NATIVE
 
 CASES = [
     pytest.param(op, implementation, id=f"{op.name}-{implementation.name}")
     for op in OPS
     for implementation in op.implementations
+]
+HALF_CASES = [
+    pytest.param(op, implementation, dtype, id=f"{op.name}-{implementation.name}-{dtype}")
+    for op in OPS
+    for implementation in op.implementations
+    for dtype in (torch.bfloat16, torch.float16)
+    if dtype in implementation.dtypes
 ]
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
@@ -28,6 +37,12 @@ def load(implementation: Implementation) -> Any:
     return implementation.load()
 
 
+def place(implementation: Implementation, values: Sequence[Any]) -> list[Any]:
+    """Where it runs: an implementation for CPUs reads host memory, also on a machine with a GPU."""
+    device = HOST if "cpu" in implementation.platforms else DEVICE
+    return [value.to(device) if isinstance(value, Tensor) else value for value in values]
+
+
 def tensors_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
@@ -36,7 +51,7 @@ def tensors_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("op", "implementation"), CASES)
 def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None:
     run, inputs = load(implementation), op.generate_inputs(seed)
-    placed = [value.to(DEVICE) if isinstance(value, Tensor) else value for value in inputs]
+    placed = place(implementation, inputs)
     before = [value.clone() if isinstance(value, Tensor) else value for value in placed]
     expected, actual = tensors_of(op.reference(*inputs)), tensors_of(run(*placed))
     assert len(actual) == len(expected)
@@ -47,15 +62,12 @@ def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None
         assert torch.equal(was, now) if isinstance(was, Tensor) else was == now, "an op leaves its inputs alone"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("op", "implementation"), CASES)
+@pytest.mark.parametrize(("op", "implementation", "dtype"), HALF_CASES)
 def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torch.dtype) -> None:
-    if dtype not in implementation.dtypes:
-        pytest.skip(f"{implementation.name} takes no {dtype}")
     run, inputs = load(implementation), op.generate_inputs(5)
     rounded = [value.to(dtype) if isinstance(value, Tensor) else value for value in inputs]
     wide = [value.float() if isinstance(value, Tensor) else value for value in rounded]
-    placed = [value.to(DEVICE) if isinstance(value, Tensor) else value for value in rounded]
+    placed = place(implementation, rounded)
     for mine, theirs in zip(tensors_of(run(*placed)), tensors_of(op.reference(*wide)), strict=True):
         assert mine.dtype == dtype
         scale = float(theirs.abs().max())
