@@ -61,7 +61,7 @@ class NativeAttention(AttentionBackend):
         q = torch.empty(tokens, spec.num_heads, spec.head_dim)
         q_weight, k_weight, eps, offset = head_norm or (None, None, 0.0, 0.0)
         cos, sin = rotation or (None, None)
-        library.bound().quire_prepare_qkv(
+        library.bound().prepare_qkv(
             qkv.data_ptr(),
             None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
@@ -89,7 +89,7 @@ class NativeAttention(AttentionBackend):
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim)
         if query.shape[0] > metadata.num_tokens:
             out[metadata.num_tokens :] = 0.0
-        library.bound().quire_attention(
+        library.bound().attention(
             query.data_ptr(),
             cache.data_ptr(),
             batch.tables.data_ptr(),

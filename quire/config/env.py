@@ -25,6 +25,11 @@ def debug_checks() -> bool:
     return os.environ.get("QUIRE_DEBUG", "") not in ("", "0")
 
 
+def cpu_instruction_set() -> str | None:
+    """QUIRE_CPU_ISA: the CPU kernels to use, such as avx2. Unset: the best that the processor runs."""
+    return os.environ.get("QUIRE_CPU_ISA") or None
+
+
 def api_keys() -> tuple[str, ...]:
     """QUIRE_API_KEY: API keys of `quire serve`, separated by commas, besides those of its flags."""
     return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())

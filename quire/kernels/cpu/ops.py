@@ -14,7 +14,7 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     rows, inner = x.shape
     n = weight.shape[0]
     out = torch.empty(rows, n)
-    bound().quire_linear(
+    bound().linear(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, inner
     )
     return out
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
     out = torch.empty(flat.shape)
-    bound().quire_add_rms_norm(
+    bound().add_rms_norm(
         flat.data_ptr(),
         None,
         weight.data_ptr(),
@@ -44,7 +44,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty(x.shape), torch.empty(x.shape)
-    bound().quire_add_rms_norm(
+    bound().add_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
@@ -70,5 +70,5 @@ def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width)
-    bound().quire_gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
+    bound().gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
     return out

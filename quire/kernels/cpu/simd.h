@@ -7,6 +7,7 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 namespace quire {
+namespace QUIRE_NS {
 constexpr int LANES = 16;
 constexpr int ROW_TILE = 4, OUT_TILE = 6;
 using Vec = __m512;
@@ -28,10 +29,12 @@ static inline Vec round_nearest(Vec v) { return _mm512_roundscale_ps(v, _MM_FROU
 static inline Vec scale_by_power(Vec v, Vec n) {  // v * 2^n for integral n
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
 }
+}  // namespace QUIRE_NS
 }  // namespace quire
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 namespace quire {
+namespace QUIRE_NS {
 constexpr int LANES = 8;
 constexpr int ROW_TILE = 4, OUT_TILE = 3;
 using Vec = __m256;
@@ -60,9 +63,11 @@ static inline Vec round_nearest(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO
 static inline Vec scale_by_power(Vec v, Vec n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
+}  // namespace QUIRE_NS
 }  // namespace quire
 #else
 namespace quire {
+namespace QUIRE_NS {
 constexpr int LANES = 4;
 constexpr int ROW_TILE = 2, OUT_TILE = 2;
 struct Vec {
@@ -90,10 +95,12 @@ static inline Vec vmax(Vec a, Vec b) { return each([&](int i) { return a.x[i] > 
 static inline float sum(Vec v) { return (v.x[0] + v.x[2]) + (v.x[1] + v.x[3]); }
 static inline Vec round_nearest(Vec v) { return each([&](int i) { return std::nearbyint(v.x[i]); }); }
 static inline Vec scale_by_power(Vec v, Vec n) { return each([&](int i) { return std::ldexp(v.x[i], (int)n.x[i]); }); }
+}  // namespace QUIRE_NS
 }  // namespace quire
 #endif
 
 namespace quire {
+namespace QUIRE_NS {
 // exp by range reduction to [-ln2/2, ln2/2] and a polynomial (the Taylor terms up to r^7, whose rest is below half a
 // unit in the last place there). Arguments below -87 count as -87, which is 1.6e-38; above 88 the result is infinite;
 // NaN is passed on.
@@ -114,4 +121,5 @@ static inline Vec exp(Vec x) {
     const Vec beyond = vmax(zero(), sub(x, high));
     return mul(scale_by_power(p, n), fma(beyond, set(1e38f), set(1.0f)));
 }
+}  // namespace QUIRE_NS
 }  // namespace quire

@@ -1,0 +1,96 @@
+// The library's C interface: which instruction sets this build and this processor share, and each one's kernels.
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+
+#define KERNEL(name, ...) void name(__VA_ARGS__);
+namespace quire {
+namespace portable {
+#include "kernels.def"
+}
+#ifdef QUIRE_X86
+namespace avx2 {
+#include "kernels.def"
+}
+namespace avx512 {
+#include "kernels.def"
+}
+#endif
+}  // namespace quire
+#undef KERNEL
+
+namespace {
+
+struct Kernel {
+    const char* name;
+    void* function;
+};
+
+struct InstructionSet {
+    const char* name;
+    const Kernel* kernels;
+    bool (*runs_here)();
+};
+
+#define KERNEL(name, ...) {#name, (void*)&QUIRE_SET::name},
+#define QUIRE_SET quire::portable
+const Kernel portable_kernels[] = {
+#include "kernels.def"
+    {nullptr, nullptr}};
+#undef QUIRE_SET
+#ifdef QUIRE_X86
+#define QUIRE_SET quire::avx2
+const Kernel avx2_kernels[] = {
+#include "kernels.def"
+    {nullptr, nullptr}};
+#undef QUIRE_SET
+#define QUIRE_SET quire::avx512
+const Kernel avx512_kernels[] = {
+#include "kernels.def"
+    {nullptr, nullptr}};
+#undef QUIRE_SET
+
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// The best first.
+const InstructionSet sets[] = {
+#ifdef QUIRE_X86
+    {"avx512", avx512_kernels, has_avx512},
+    {"avx2", avx2_kernels, has_avx2},
+#endif
+    {"portable", portable_kernels, [] { return true; }},
+};
+constexpr int NUM_SETS = sizeof(sets) / sizeof(sets[0]);
+
+}  // namespace
+
+#define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The names of the instruction sets that run here, the best first; null past the last.
+QUIRE_EXPORT const char* quire_instruction_set(int index) {
+    for (int i = 0; i < NUM_SETS; ++i)
+        if (sets[i].runs_here() && index-- == 0) return sets[i].name;
+    return nullptr;
+}
+
+// The address of a kernel; null if there is none of that name.
+QUIRE_EXPORT void* quire_kernel(const char* instruction_set, const char* name) {
+    for (int i = 0; i < NUM_SETS; ++i) {
+        if (std::strcmp(sets[i].name, instruction_set) != 0 || !sets[i].runs_here()) continue;
+        for (const Kernel* kernel = sets[i].kernels; kernel->name; ++kernel)
+            if (std::strcmp(kernel->name, name) == 0) return kernel->function;
+    }
+    return nullptr;
+}
+
+QUIRE_EXPORT void quire_set_threads(int count) { quire::set_threads(count); }
+QUIRE_EXPORT int quire_num_threads() { return quire::num_threads(); }

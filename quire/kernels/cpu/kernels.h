@@ -1,0 +1,31 @@
+// What every source with kernels includes: the vector type, the thread pool and the declarations of kernels.def.
+//
+// Such a source is compiled once per instruction set, each time into its own namespace QUIRE_NS. Whatever it uses from
+// outside must be a plain function of pool.cpp, or be inlined for certain: a template or an inline function of the
+// standard library would be emitted once per instruction set under one name, and the linker would keep any of them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace quire {
+namespace QUIRE_NS {
+#define KERNEL(name, ...) void name(__VA_ARGS__);
+#include "kernels.def"
+#undef KERNEL
+
+// f(index, count) over [0, width) in vectors, the rest through a part of one, so that each element is treated alike.
+template <class F>
+static inline void map(int64_t width, F f) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) f(i, LANES);
+    if (i < width) f(i, (int)(width - i));
+}
+
+static inline Vec get(const float* p, int n) { return n == LANES ? load(p) : load_part(p, n); }
+static inline void put(float* p, Vec v, int n) { n == LANES ? store(p, v) : store_part(p, v, n); }
+}  // namespace QUIRE_NS
+}  // namespace quire
