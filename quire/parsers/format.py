@@ -1,0 +1,77 @@
+"""What a tool format and a reasoning format are: data, from which parser, grammar and generator are made.
+
+Markers are written as the model's own template writes them, with the white space around them. Parsers forgive
+differences in white space; grammars and generators write it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from quire.parsers.codec import Codec
+
+IdStyle = Literal["openai", "mistral", "kimi"]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of the arguments
+    strict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """How calls are written: `begin` `opening` (`call_begin` CALL `call_end`) joined by `between`, `end`.
+
+    `begin` to `end` is a section; a format whose calls stand alone has none. A `call_begin` is also understood
+    where no section was begun, as models forget it, unless it is empty.
+    """
+
+    models: str  # whom it is for, for people
+    codec: Codec  # what stands between call_begin and call_end
+    begin: tuple[str, ...] = ()  # spellings of the section's beginning; the first is the one to write
+    opening: str = ""  # follows `begin`, as the bracket of a list does
+    end: str = ""
+    call_begin: str = ""
+    call_end: str = ""
+    between: str = ""
+    one_per_section: bool = False  # each call is written in a section of its own
+    bare: bool = False  # at the beginning of a line a section needs no `begin`
+    special: bool = False  # some markers are special tokens: detokenize with skip_special_tokens=False
+    id_style: IdStyle = "openai"  # what ids of calls must look like for the model's template
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """Thinking between `begin` and `end`. It is open from the start if the prompt ends inside such a block."""
+
+    models: str
+    begin: str
+    end: str
+    answer_begin: str = ""  # wraps the reply that follows the thinking
+    answer_end: str = ""
+    special: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelFormat:
+    """Messages with headers, each for a channel and perhaps a recipient: tool and reasoning format in one."""
+
+    models: str
+    start: str
+    channel: str
+    message: str
+    constrain: str
+    ends: tuple[str, ...]  # end of a message, of a turn, of a call
+    hidden_channel: str  # what is thinking; every other channel without a recipient is text
+    text_channel: str
+    call_channel: str
+    namespace: str  # what recipients begin with that are the caller's functions
+    special: bool = True
+    id_style: IdStyle = "openai"
