@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from quire.layers.linear import ColumnParallelLinear
-from quire.layers.weights import WeightedLayer, empty_parameter
+from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.registry import choose_method
+from quire.layers.weights import Blocks, Format, Weight, WeightedLayer
 from quire.ops.base import Target
-from quire.ops.embedding import embed, embed_range
-from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, linear_transposed
+from quire.ops.embedding import embed_range
 from quire.ops.soft_cap import soft_cap
 from quire.parallel.groups import ParallelGroup
 
@@ -18,40 +21,55 @@ class VocabParallelEmbedding(WeightedLayer):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, target: Target, group: ParallelGroup) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.first_token, self.num_tokens = group.slice_of(vocab_size, "vocabulary")
-        self.weight = empty_parameter(self.num_tokens, hidden_size, dtype=target.dtype)
+        self.method = choose_method(target).table(MatrixSpec(hidden_size, (self.num_tokens,), False, target))
         self._group = group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [n] -> [n, hidden]."""
         if self._group.size == 1:
-            return embed(self.weight, token_ids)
-        rows = embed_range(self.weight, token_ids, self.first_token)
+            return self.method.embed(token_ids)
+        rows = embed_range(self.method.embed, token_ids, self.first_token, self.num_tokens)
         return self._group.collectives.all_reduce(rows)
 
-    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
-        return {None: (self.vocab_size, self.weight.shape[1])}
+    def weight_names(self) -> tuple[str, ...]:
+        return ("weight",)
 
-    def load(self, parameter: str, piece: str | None, tensor: Tensor) -> None:
-        self.weight.data.copy_(tensor[self.first_token : self.first_token + self.num_tokens])
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        return {None: (self.vocab_size, self.hidden_size)}
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        first, size = self.first_token, self.num_tokens
+        self.method.load(0, weight.rows(first, size) if isinstance(weight, Blocks) else weight[first : first + size])
+
+    def finish(self) -> None:
+        self.method.finish()
+
+    def planned_bytes(self, formats: Mapping[tuple[str, str | None], Format]) -> int:
+        return self.method.planned_bytes([formats[("weight", None)].name])
 
 
 class TiedProjection(nn.Module):
     """hidden @ table^T over the embedding's own storage, so that the table exists once."""
 
-    def __init__(self, embedding: VocabParallelEmbedding, target: Target) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
         super().__init__()
         self.embedding = embedding
-        self._product = LINEAR_TRANSPOSED.bind(target)
-        self.recipe = DIRECT  # how to call the product batch-invariantly; set by the self-check at start
 
     @property
-    def is_invariant(self) -> bool:
-        return self._product is not linear_transposed
+    def method(self) -> LinearMethod:
+        return self.embedding.method
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._product(hidden, self.embedding.weight, None, self.recipe)
+        return self.embedding.method.multiply(hidden)
+
+
+class HeadProjection(ColumnParallelLinear):
+    """A head with a matrix of its own, which a quantization method may treat unlike other layers."""
+
+    def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
+        return quantization.head(spec)
 
 
 class LMHead(nn.Module):
@@ -59,7 +77,7 @@ class LMHead(nn.Module):
 
     def __init__(
         self,
-        projection: TiedProjection | ColumnParallelLinear,
+        projection: TiedProjection | HeadProjection,
         *,
         logit_divisor: float | None,
         logit_soft_cap: float | None,

@@ -6,11 +6,70 @@ Knows checkpoint names and shapes, not files: reading is the loader's work.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a checkpoint stores values: a float type has blocks of one value."""
+
+    name: str  # such as "BF16" or "Q4_K"
+    values_per_block: int
+    bytes_per_block: int
+
+    def splits_at(self, *columns: int) -> bool:
+        """Whether a row can be cut at these columns without cutting a block."""
+        return not any(column % self.values_per_block for column in columns)
+
+
+F32 = Format("F32", 1, 4)
+_FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def float_format(dtype: torch.dtype) -> Format:
+    """The format of plain values of a type, named as checkpoints name it."""
+    return Format(_FLOAT_NAMES.get(dtype, str(dtype).removeprefix("torch.").upper()), 1, dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in a block-quantized format, as it is stored: a row is a whole number of blocks."""
+
+    format: Format
+    data: Tensor  # [rows, bytes per row] uint8; may alias a read-only mapping
+    decode: Callable[[Tensor], Tensor] = field(repr=False)  # blocks [n, bytes per block] -> float32 [n, values]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1] // self.format.bytes_per_block * self.format.values_per_block
+
+    def rows(self, start: int, size: int) -> Blocks:
+        return replace(self, data=self.data[start : start + size])
+
+    def columns(self, start: int, size: int) -> Weight:
+        """Still blocks if the cut falls between them, else decoded."""
+        if not self.format.splits_at(start, size):
+            return self.tensor()[:, start : start + size]
+        return replace(self, data=self.data[:, self._byte(start) : self._byte(start + size)])
+
+    def tensor(self) -> Tensor:
+        """The values in float32, a new tensor."""
+        return self.decode(self.data.reshape(-1, self.format.bytes_per_block)).view(self.shape)
+
+    def _byte(self, column: int) -> int:
+        return column // self.format.values_per_block * self.format.bytes_per_block
+
+
+Weight = Tensor | Blocks
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    return weight.tensor() if isinstance(weight, Blocks) else weight
 
 
 @dataclass(frozen=True)
@@ -74,18 +133,39 @@ class MappedModule(nn.Module):
 
 
 class WeightedLayer(nn.Module):
-    """A layer with parameters. It says what a checkpoint must hold for it and writes that in its own layout."""
+    """A layer with weights. It says what a checkpoint must hold for it and keeps that in its own layout."""
+
+    def weight_names(self) -> tuple[str, ...]:
+        """What a checkpoint calls this layer's weights, such as ("weight", "bias")."""
+        return tuple(name for name, _ in self.named_parameters(recurse=False))
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         """The checkpoint shape of each piece of `parameter`; the key None stands for a parameter of one piece."""
         return {None: tuple(self.get_parameter(parameter).shape)}
 
-    def load(self, parameter: str, piece: str | None, tensor: Tensor) -> None:
-        """Write one piece, or with piece None the whole, converting to the parameter's dtype.
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        """Take one piece, or with piece None the whole, and keep it in this layer's own form.
 
-        `tensor` has the checkpoint's shape and may alias a read-only mapping.
+        `weight` has the checkpoint's shape and may alias a read-only mapping.
         """
-        self.get_parameter(parameter).data.copy_(tensor)
+        self.get_parameter(parameter).data.copy_(as_tensor(weight))
+
+    def finish(self) -> None:
+        """All weights are there; called once before the first forward. Most layers have nothing left to do."""
+        return None
+
+    def planned_bytes(self, formats: Mapping[tuple[str, str | None], Format]) -> int:
+        """Bytes this layer's weights take when the checkpoint stores (parameter, piece) in these formats."""
+        return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
+
+
+def weighted_layers(model: nn.Module) -> list[tuple[str, WeightedLayer]]:
+    """Every layer with weights and its path, each once; parameters that belong to no such layer are a mistake."""
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, WeightedLayer)}
+    owned = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    stray = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
+    assert not stray, f"{', '.join(stray)} belong to no WeightedLayer"
+    return list(layers.items())
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.layers.weights import Format, Weight, float_format
+
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key for tensor names by which layers.2 comes before layers.10."""
@@ -22,6 +24,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the tensor `get` returns; float32 for a dequantized block format
     num_bytes: int  # stored size in the file
+    blocks: Format | None = None  # how `stored` hands it out, if not as a tensor of `dtype`
+
+    @property
+    def format(self) -> Format:
+        return self.blocks or float_format(self.dtype)
 
 
 class Checkpoint(ABC):
@@ -36,3 +43,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def get(self, name: str) -> Tensor:
         """Read one tensor. May block on disk. The result may alias a mapped file: copy before writing."""
+
+    def stored(self, name: str) -> Weight:
+        """Read one tensor as it is stored: blocks where the format has them, else what `get` returns."""
+        return self.get(name)
+
+    def release(self, name: str) -> None:
+        """The tensor was read and copied: its mapped pages need not stay in memory. It can still be read again."""
+        return None

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import nn
+
+from quire.layers.weights import weighted_layers
 
 AMPLITUDE = 1e-3
 
 
 @torch.no_grad()
-def fill_dummy(named_parameters: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
-    """Fill in place, each parameter from the seed and its own name, so that order and neighbours do not matter.
+def fill_dummy(
+    model: nn.Module, seed: int = 0, device: torch.device | None = None, amplitude: float = AMPLITUDE
+) -> None:
+    """Load made-up weights, each from the seed and its own name, so that order and neighbours do not matter.
 
-    Values are uniform in [-AMPLITUDE, AMPLITUDE]; the weights of norms lie that close to 1. The numbers are drawn
-    as float32 where the parameter lives: billions of them would take minutes on the host.
+    Values are uniform in [-amplitude, amplitude]; the weights of norms lie that close to 1. The numbers are drawn
+    as float32 on the model's `device` (default: the host): there, billions of them would take minutes.
     """
-    for name, parameter in named_parameters:
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.empty(parameter.shape, device=parameter.device).uniform_(
-            -AMPLITUDE, AMPLITUDE, generator=generator
-        )
-        if parameter.dim() == 1 and "norm" in name:
-            values += 1
-        parameter.copy_(values)
+    device = device or torch.device(torch.get_default_device())
+    for path, layer in weighted_layers(model):
+        for name in layer.weight_names():
+            shapes = list(layer.pieces(name).values())
+            shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            digest = hashlib.sha256(f"{seed}:{path}.{name}".encode()).digest()
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            values = torch.empty(shape, device=device).uniform_(-amplitude, amplitude, generator=generator)
+            if len(shape) == 1 and "norm" in path:
+                values += 1
+            layer.load(name, None, values)
+        layer.finish()

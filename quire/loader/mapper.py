@@ -3,10 +3,11 @@ parameter is filled exactly once. Everything is checked before the first tensor 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quire.layers.weights import Destination, MappedModule, WeightedLayer
+from quire.layers.weights import Destination, Format, MappedModule, WeightedLayer, weighted_layers
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.types.errors import WeightMismatchError
 
@@ -62,23 +63,38 @@ class _Plan:
 
 
 def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress | None = None) -> LoadReport:
-    """Fill every parameter of `model`, converting to its dtype. Reads each tensor once, in the checkpoint's order."""
+    """Fill every layer of `model`, each in its own form. Reads each tensor once, in the checkpoint's order."""
     tensors = checkpoint.tensors()
     plan = _make_plan(model, tensors)
     plan.check()
     total = sum(tensors[name].num_bytes for name in plan.writes)
-    done = 0
+    done, still_open = 0, Counter(target.layer for target, _ in plan.writes.values())
     for name, (target, destination) in plan.writes.items():
-        tensor = checkpoint.get(name)
-        if tuple(tensor.shape) != tensors[name].shape:
+        weight = checkpoint.stored(name)
+        if tuple(weight.shape) != tensors[name].shape:
             raise WeightMismatchError(
-                f"{name} was announced as {list(tensors[name].shape)} but holds {list(tensor.shape)}"
+                f"{name} was announced as {list(tensors[name].shape)} but holds {list(weight.shape)}"
             )
-        target.layer.load(destination.parameter, destination.piece, tensor)
+        target.layer.load(destination.parameter, destination.piece, weight)
+        del weight
+        checkpoint.release(name)
+        still_open[target.layer] -= 1
+        if not still_open[target.layer]:
+            target.layer.finish()
         done += tensors[name].num_bytes
         if progress is not None:
             progress(done, total)
     return LoadReport(len(plan.writes), total, plan.ignored)
+
+
+def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes that the weights take once they are loaded from these tensors; checks what `load_weights` checks."""
+    plan = _make_plan(model, tensors)
+    plan.check()
+    formats: dict[WeightedLayer, dict[tuple[str, str | None], Format]] = {}
+    for name, (target, destination) in plan.writes.items():
+        formats.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].format
+    return sum(layer.planned_bytes(stored) for layer, stored in formats.items())
 
 
 def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
@@ -110,13 +126,12 @@ def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
 
 
 def _targets(model: MappedModule) -> dict[str, _Target]:
-    """Every parameter by its path. Shared layers appear once, under their first path."""
-    targets: dict[str, _Target] = {}
-    for path, module in model.named_modules():
-        for parameter, _ in module.named_parameters(recurse=False):
-            assert isinstance(module, WeightedLayer), f"{path}.{parameter} belongs to no WeightedLayer"
-            targets[f"{path}.{parameter}"] = _Target(module, module.pieces(parameter))
-    return targets
+    """Every weight by its path. Shared layers appear once, under their first path."""
+    return {
+        f"{path}.{name}": _Target(layer, layer.pieces(name))
+        for path, layer in weighted_layers(model)
+        for name in layer.weight_names()
+    }
 
 
 def _listing(names: list[str]) -> str:

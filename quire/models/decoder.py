@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from quire.attention.base import Rotation
 from quire.layers.attention import Attention, ForwardBatch
-from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear
+from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
@@ -108,12 +107,12 @@ class DecoderLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config, ctx)
-        projection: TiedProjection | ColumnParallelLinear
+        projection: TiedProjection | HeadProjection
         if config.tied_embeddings:
-            projection = TiedProjection(self.model.embed_tokens, ctx.target)
+            projection = TiedProjection(self.model.embed_tokens)
             self.weight_map = self.weight_map.ignoring("lm_head.weight")
         else:
-            projection = ColumnParallelLinear(
+            projection = HeadProjection(
                 config.hidden_size, config.vocab_size, bias=False, target=ctx.target, group=ctx.group
             )
             self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))

@@ -18,10 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Target:
-    """What implementations are chosen by: the platform's name and the type of activations."""
+    """What implementations are chosen by: the platform's name, the type of activations, and how weights are kept."""
 
     platform: str = "cpu"
     dtype: torch.dtype = torch.float32
+    quantization: str = "auto"  # a name in quire/layers/quant/registry.py, or "auto"
 
 
 @dataclass(frozen=True)

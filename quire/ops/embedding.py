@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -10,8 +12,8 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     return table.index_select(0, token_ids)
 
 
-def embed_range(table: Tensor, token_ids: Tensor, first: int) -> Tensor:
-    """Rows of a table that holds tokens [first, first + len(table)); other tokens give zeros."""
+def embed_range(look_up: Callable[[Tensor], Tensor], token_ids: Tensor, first: int, size: int) -> Tensor:
+    """Rows of a table that holds tokens [first, first + size), looked up from its start; other tokens give zeros."""
     local = token_ids - first
-    outside = (local < 0) | (local >= table.shape[0])
-    return table.index_select(0, local.masked_fill_(outside, 0)).masked_fill_(outside.unsqueeze(-1), 0)
+    outside = (local < 0) | (local >= size)
+    return look_up(local.masked_fill_(outside, 0)).masked_fill_(outside.unsqueeze(-1), 0)

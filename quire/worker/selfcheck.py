@@ -5,37 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.embedding import TiedProjection
-from quire.layers.linear import Linear
+from quire.layers.quant.base import TableMethod
+from quire.layers.quant.plain import PlainLinear
 from quire.models.base import CausalLM
 from quire.ops.invariance import MatmulRecipe, find_recipe, probe_row, row_ladder
-from quire.ops.linear import linear, linear_transposed
 
 
 @torch.inference_mode()
 def make_invariant(model: CausalLM, max_tokens: int, max_samples: int) -> tuple[list[int], list[int]]:
-    """Set every layer's recipe; returns the ladders of admitted token counts and of admitted logits rows."""
-    head = model.lm_head.projection
-    if all(layer.is_invariant for layer in model.modules() if isinstance(layer, Linear | TiedProjection)):
-        return [], []
+    """Set the recipe of every product that needs one; returns the ladders of admitted tokens and of logits rows."""
+    head = model.lm_head.projection.method
+    wanting = [m for m in model.modules() if isinstance(m, PlainLinear) and not m.is_invariant]
     found: dict[tuple[object, ...], MatmulRecipe] = {}
-    for layer in (module for module in model.modules() if isinstance(module, Linear) and module is not head):
-        key = (layer.weight.shape, layer.weight.dtype, layer.bias is None)
-        if key not in found:
-            found[key] = _find(layer, max_tokens)
-        layer.recipe = found[key]
-    head.recipe = _find(head, max_samples)
-    min_tokens = max((recipe.min_rows for recipe in found.values()), default=1)
-    return row_ladder(min_tokens, max_tokens), row_ladder(head.recipe.min_rows, max_samples)
+    token_ladder: list[int] = []
+    sample_ladder: list[int] = []
+    for method in wanting:
+        if method is head:
+            method.recipe = find_recipe(method.probe, _probe(method), max_samples)
+            sample_ladder = row_ladder(method.recipe.min_rows, max_samples)
+        elif not isinstance(method, TableMethod):  # an untied table only looks up rows
+            key = (method.weight.shape, method.weight.dtype, method.bias is None)
+            if key not in found:
+                found[key] = find_recipe(method.probe, _probe(method), max_tokens)
+            method.recipe = found[key]
+    if found:
+        token_ladder = row_ladder(max(recipe.min_rows for recipe in found.values()), max_tokens)
+    return token_ladder, sample_ladder
 
 
-def _find(layer: Linear | TiedProjection, max_rows: int) -> MatmulRecipe:
-    def product(x: Tensor, k_chunk: int | None) -> Tensor:
-        recipe = MatmulRecipe(min_rows=1, k_chunk=k_chunk)
-        if isinstance(layer, TiedProjection):
-            return linear_transposed(x, layer.embedding.weight, None, recipe)
-        return linear(x, layer.weight, layer.bias, recipe)
-
-    weight = layer.embedding.weight if isinstance(layer, TiedProjection) else layer.weight
-    inner = weight.shape[1] if isinstance(layer, TiedProjection) else weight.shape[0]
-    return find_recipe(product, probe_row(inner, weight.dtype), max_rows)
+def _probe(method: PlainLinear) -> Tensor:
+    return probe_row(method.spec.in_features, method.weight.dtype)

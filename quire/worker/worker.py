@@ -78,7 +78,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
     with plan.platform.device:
         model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
     if config.model.load_format == "dummy":
-        fill_dummy(model.named_parameters(), config.model.seed)
+        fill_dummy(model, config.model.seed, plan.platform.device)
     else:
         load_weights(model, open_checkpoint(plan.source), progress)
     return model.eval()

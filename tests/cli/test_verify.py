@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from quire.cli.main import main
 from quire.cli.verify import DEFAULT_TEXT, Difference, Report, verify
 from quire.config.engine import EngineConfig
-from quire.layers.linear import Linear
+from quire.layers.quant.plain import PlainLinear
 from quire.models.base import CausalLM
 from quire.types.errors import ConfigError
 from quire.worker import direct
@@ -67,9 +67,7 @@ def add_to(name: str, rows: slice = slice(None)) -> Callable[[CausalLM], None]:
         weight = model.get_parameter(name).data
         layer = model.get_submodule(name.removesuffix(".weight"))
         # Outputs are the lines of a transposed weight, else its columns.
-        (weight if isinstance(layer, Linear) and layer.transposed else weight.t() if weight.dim() > 1 else weight)[
-            rows
-        ] += 0.05
+        (weight.t() if isinstance(layer, PlainLinear) and not layer.transposed else weight)[rows] += 0.05
 
     return tamper
 
@@ -86,16 +84,16 @@ def wrong_cap(model: CausalLM) -> None:
 @pytest.mark.parametrize(
     ("tamper", "named"),
     [
-        (add_to("model.embed_tokens.weight"), "model.embed_tokens"),
+        (add_to("model.embed_tokens.method.weight"), "model.embed_tokens"),
         (add_to("model.layers.0.attn_norm.weight"), "layer 0, input_layernorm"),
-        (add_to("model.layers.2.self_attn.qkv_proj.weight", slice(0, 8)), "layer 2, self_attn.q_proj"),
-        (add_to("model.layers.2.self_attn.qkv_proj.weight", slice(-8, None)), "layer 2, self_attn.v_proj"),
-        (add_to("model.layers.1.self_attn.o_proj.weight"), "layer 1, self_attn.o_proj"),
+        (add_to("model.layers.2.self_attn.qkv_proj.method.weight", slice(0, 8)), "layer 2, self_attn.q_proj"),
+        (add_to("model.layers.2.self_attn.qkv_proj.method.weight", slice(-8, None)), "layer 2, self_attn.v_proj"),
+        (add_to("model.layers.1.self_attn.o_proj.method.weight"), "layer 1, self_attn.o_proj"),
         (wrong_window, "layer 3, self_attn.attention"),
         (add_to("model.layers.1.mlp_norm.weight"), "layer 1, post_attention_layernorm"),
-        (add_to("model.layers.3.mlp.gate_up_proj.weight", slice(-8, None)), "layer 3, mlp.up_proj"),
+        (add_to("model.layers.3.mlp.gate_up_proj.method.weight", slice(-8, None)), "layer 3, mlp.up_proj"),
         (add_to("model.norm.weight"), "model.norm"),
-        (add_to("lm_head.projection.weight"), "lm_head"),
+        (add_to("lm_head.projection.method.weight"), "lm_head"),
         (wrong_cap, "logits"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.embedding import LMHead, TiedProjection, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear
+from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 
@@ -30,10 +29,10 @@ def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
 def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
     group = ParallelGroup()
     embedding = VocabParallelEmbedding(24, 10, target=BF16, group=group)
-    linear = ColumnParallelLinear(10, 24, bias=False, target=BF16, group=group)
+    linear = HeadProjection(10, 24, bias=False, target=BF16, group=group)
     embedding.load("weight", None, TABLE)
     linear.load("weight", None, TABLE)
-    projection = TiedProjection(embedding, BF16) if tied else linear
+    projection = TiedProjection(embedding) if tied else linear
     plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, group=group)(HIDDEN.bfloat16())
     assert plain.dtype == torch.bfloat16
     assert plain.is_contiguous()
@@ -45,5 +44,7 @@ def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
 
 def test_tied_head_holds_no_second_table() -> None:
     embedding = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup())
-    head = LMHead(TiedProjection(embedding, F32), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
-    assert [id(parameter) for parameter in head.parameters()] == [id(embedding.weight)]
+    head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
+    assert [id(parameter) for parameter in head.parameters()] == [
+        id(parameter) for parameter in embedding.parameters()
+    ]

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from quire.layers.linear import (
-    TRANSPOSE_ROWS,
     ColumnParallelLinear,
     Linear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from quire.layers.quant.plain import TRANSPOSE_ROWS, PlainLinear
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
@@ -35,10 +35,11 @@ def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> 
         random(8, 12),
     )
     layer.load("weight", None, weight)
-    assert layer.weight.shape == (12, 8)
-    assert layer.weight.is_contiguous()
-    assert torch.equal(layer.weight, weight.bfloat16().t())
-    assert layer.bias is not None
+    assert isinstance(layer.method, PlainLinear)
+    assert layer.method.weight.shape == (12, 8)
+    assert layer.method.weight.is_contiguous()
+    assert torch.equal(layer.method.weight, weight.bfloat16().t())
+    assert layer.method.bias is not None
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
@@ -48,7 +49,8 @@ def test_blocks_of_a_transposed_load_cover_every_row(outputs: int) -> None:
     layer = ColumnParallelLinear(12, outputs, bias=False, target=Target("elsewhere"), group=ParallelGroup())
     weight = random(outputs, 12)
     layer.load("weight", None, weight)
-    assert torch.equal(layer.weight, weight.t())
+    assert isinstance(layer.method, PlainLinear)
+    assert torch.equal(layer.method.weight, weight.t())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

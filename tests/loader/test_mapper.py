@@ -74,11 +74,11 @@ def test_every_tensor_is_read_once_in_order_and_lands_where_it_belongs() -> None
     assert seen[-1] == (report.num_bytes, report.num_bytes)
     parameters, data = dict(model.named_parameters()), checkpoint.data
     attention = [data[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(parameters["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(attention).t())
+    assert torch.equal(parameters["model.layers.1.self_attn.qkv_proj.method.weight"], torch.cat(attention).t())
     assert torch.equal(
         parameters["model.layers.0.mlp_norm.weight"], data["model.layers.0.post_attention_layernorm.weight"]
     )
-    assert torch.equal(parameters["lm_head.projection.weight"], data["lm_head.weight"].t())
+    assert torch.equal(parameters["lm_head.projection.method.weight"], data["lm_head.weight"].t())
 
 
 def test_merged_checkpoint_tensors_fill_all_pieces() -> None:
@@ -90,8 +90,9 @@ def test_merged_checkpoint_tensors_fill_all_pieces() -> None:
         shapes[f"{prefix}qkv_proj.weight"] = (32, 16)
     model, checkpoint = build(), DictCheckpoint(shapes)
     load_weights(model, checkpoint)
-    name = "model.layers.1.self_attn.qkv_proj.weight"
-    assert torch.equal(dict(model.named_parameters())[name], checkpoint.data[name].t())
+    name = "model.layers.1.self_attn.qkv_proj"
+    found = dict(model.named_parameters())[f"{name}.method.weight"]
+    assert torch.equal(found, checkpoint.data[f"{name}.weight"].t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -101,7 +102,7 @@ def test_values_are_converted_to_the_dtype_of_the_model(dtype: torch.dtype, stor
     load_weights(model, checkpoint)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     expected = checkpoint.data["model.embed_tokens.weight"].to(dtype)
-    assert torch.equal(dict(model.named_parameters())["model.embed_tokens.weight"], expected)
+    assert torch.equal(dict(model.named_parameters())["model.embed_tokens.method.weight"], expected)
 
 
 def test_tied_head_ignores_a_stored_copy_and_inv_freq_by_name() -> None:
@@ -168,7 +169,7 @@ def test_every_parameter_of_every_architecture_has_a_checkpoint_name(architectur
     model = build(architectures=[architecture], sliding_window=8, head_dim=4)
     for path, module in model.named_modules():
         if isinstance(module, WeightedLayer):
-            for parameter, _ in module.named_parameters(recurse=False):
+            for parameter in module.weight_names():
                 for piece in module.pieces(parameter):
                     destination = Destination(path, parameter, piece)
                     assert model.weight_map.resolve(model.weight_map.checkpoint_name(destination)) == destination

@@ -19,10 +19,7 @@ TOKENS = [5, 250, 17, 33, 90, 2, 41]
 def make(architecture: str, dtype: torch.dtype = torch.float32, **keys: Any) -> DecoderLM:
     config = {**SIZES, "architectures": [architecture], "head_dim": 16, "sliding_window": 8, **keys}
     model = build(config, 64, dtype)
-    fill_dummy(model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            parameter.mul_(200.0)
+    fill_dummy(model, amplitude=0.2)
     return model
 
 

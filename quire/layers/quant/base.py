@@ -1,0 +1,110 @@
+"""How a linear layer keeps its matrix and multiplies by it: the interface of quantization methods.
+
+Layers slice what a checkpoint holds and hand over the rank's part; a method stores it in its own form. Neither knows
+architectures or files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quire.layers.weights import Weight, empty_parameter
+from quire.ops.base import Target
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """The part of a layer's matrices that this rank holds: pieces [outputs, in_features], one above the other."""
+
+    in_features: int
+    pieces: tuple[int, ...]  # outputs of each piece; pieces may be stored in different formats
+    bias: bool
+    target: Target
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.pieces)
+
+
+class LinearMethod(nn.Module, ABC):
+    """One layer's matrix and bias. Filled by `load`, closed by `finish`, then used by `multiply`.
+
+    What is allocated in the constructor lands on the current default device, which may be "meta" in planning.
+    """
+
+    def __init__(self, spec: MatrixSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.bias = empty_parameter(spec.out_features, dtype=spec.target.dtype) if spec.bias else None
+
+    @abstractmethod
+    def load(self, piece: int, rows: Weight) -> None:
+        """Take piece number `piece`, [spec.pieces[piece], in_features]: a tensor of any float type, or blocks.
+
+        Called once for each piece, in any order. `rows` may be a non-contiguous view and may alias a mapped file
+        whose pages are released afterwards: keep a copy. With dummy weights it lies on the method's device.
+        """
+
+    def load_bias(self, start: int, values: Tensor) -> None:
+        """Write the biases of outputs [start, start + len(values))."""
+        assert self.bias is not None
+        self.bias.data[start : start + values.shape[0]].copy_(values)
+
+    def finish(self) -> None:
+        """All pieces and the bias are there; called once, before the first product. Few methods need it."""
+        return None
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [n, in_features] -> [n, out_features], in x's type, the bias added."""
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a row's result never depends on the other rows. If not, the self-check looks for a recipe."""
+        return True
+
+    @abstractmethod
+    def planned_bytes(self, formats: Sequence[str]) -> int:
+        """Bytes that the matrix, without its bias, takes when pieces come in these formats ("F32", "BF16", "Q4_K").
+
+        Called before loading, on any device; raises ConfigError for a format that the method does not take.
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+
+class TableMethod(LinearMethod):
+    """An embedding table [tokens, hidden] of one piece: rows can also be looked up. A tied head multiplies by it."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [n], all within the table -> rows [n, hidden] in the target's type."""
+
+
+class Quantization(ABC):
+    """A way to keep a whole model's weights: what each kind of layer gets. One instance serves all layers."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, target: Target) -> str | None:
+        """Why it cannot serve this target, with the fix; None if it can."""
+
+    @abstractmethod
+    def linear(self, spec: MatrixSpec) -> LinearMethod:
+        """For the projections of attention and MLP."""
+
+    def head(self, spec: MatrixSpec) -> LinearMethod:
+        """For a language-model head of its own."""
+        return self.linear(spec)
+
+    @abstractmethod
+    def table(self, spec: MatrixSpec) -> TableMethod:
+        """For token embeddings, which a tied head shares."""

@@ -1,0 +1,30 @@
+"""Quantization methods by name. Adding one is a new file with a `Quantization` and one line here."""
+
+from __future__ import annotations
+
+from quire.layers.quant.base import Quantization
+from quire.ops.base import Target
+from quire.types.errors import ConfigError
+from quire.utils.registry import Registry
+
+METHODS: Registry[type[Quantization]] = Registry(
+    "quantization method",
+    "quire.layers.quant",
+    {
+        "none": "plain:Plain",
+    },
+)
+# What "auto" means: the first of these that does not refuse. "none" never does.
+AUTOMATIC = ("none",)
+
+
+def choose_method(target: Target) -> Quantization:
+    """The method that the target names; ConfigError if it cannot serve."""
+    if target.quantization == "auto":
+        methods = (METHODS.get(name)() for name in AUTOMATIC)
+        return next(method for method in methods if method.refuses(target) is None)
+    method = METHODS.get(target.quantization)()
+    reason = method.refuses(target)
+    if reason is not None:
+        raise ConfigError(f"quantization is {target.quantization!r} but {reason}")
+    return method
