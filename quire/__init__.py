@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from quire.types.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.types.sampling import PoolingParams, SamplingParams
+    from quire.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "RequestOutput",
     "ResourceError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -55,6 +57,7 @@ _HOMES = {
     "RequestOutput": "quire.types.outputs",
     "ResourceError": "quire.types.errors",
     "SamplingParams": "quire.types.sampling",
+    "StructuredOutputsParams": "quire.types.structured",
 }
 
 # Hidden from type checkers: they read the imports above, and a name that is not among them stays an error.

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.structured import GrammarSource
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -33,6 +34,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sampling key, always set: params.seed folded with the child index, or drawn at random."""
     max_tokens: int = 16
     """params.max_tokens after clamping to what the context leaves."""
+    grammar: GrammarSource | None = None
+    """What the output must obey: params.structured_outputs after checking."""
     prompt_embeds: bytes | None = None
     media: tuple[MediaItem, ...] = ()
     adapter_id: int = 0

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.types.errors import RequestError
+from quire.types.structured import StructuredOutputsParams
 
 # Below this, dividing logits by the temperature overflows float32; it is treated as greedy.
 MIN_TEMPERATURE = 1e-5
@@ -71,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Words that must not be generated."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """bad_words as token ids. The frontend fills this in: the engine knows no text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A schema, a regular expression, choices or a grammar that the output obeys."""
     extra_args: dict[str, Any] | None = None
     """Values for plug-ins; Quire itself reads none."""
 

@@ -1,0 +1,80 @@
+"""What a backend for structured output offers: grammars that are compiled once, and a matcher for each request.
+
+A matcher stands at the end of a request's known tokens and says which tokens may come next. Knows token ids and the
+bytes they stand for; knows no request and no tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.types.structured import GrammarSource, Vocabulary
+
+# [rows, words] int32: bit i of word w allows token 32 * w + i.
+Masks = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SchemaSupport:
+    """Which parts of JSON Schema a backend enforces; what is not listed is refused, or known to say nothing."""
+
+    keywords: frozenset[str]
+    formats: frozenset[str]
+
+
+class Matcher(ABC):
+    """The state of one request. Used by one thread at a time."""
+
+    @abstractmethod
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Go on over these tokens. False if the grammar does not allow them: `error` says why."""
+
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether nothing may follow, so that the output has to end here."""
+
+    @property
+    @abstractmethod
+    def error(self) -> str | None:
+        """Why this matcher cannot go on, if so."""
+
+
+class Grammar(ABC):
+    """A compiled grammar. Shared by requests; may be used from any thread."""
+
+    @abstractmethod
+    def matcher(self) -> Matcher:
+        """A new matcher at the beginning. Cheap."""
+
+
+class Backend(ABC):
+    """Compiles grammars for one vocabulary and computes masks. Built on first use, off the engine's loop."""
+
+    schema_support: ClassVar[SchemaSupport]
+
+    @abstractmethod
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """May block for a second and hold the interpreter's lock."""
+
+    @staticmethod
+    @abstractmethod
+    def check_regex(pattern: str) -> str | None:
+        """What is wrong with a regular expression, None if nothing. Needs no vocabulary; quick."""
+
+    @abstractmethod
+    def compile(self, source: GrammarSource) -> Grammar:
+        """Blocks, without the interpreter's lock while it matters. GrammarError if the source cannot be used."""
+
+    @abstractmethod
+    def fill(self, matchers: Sequence[Matcher], masks: Masks) -> None:
+        """Write what may follow each matcher's tokens into its line; end-of-sequence where the output may end.
+
+        Blocks without the interpreter's lock. A matcher that fails has its `error` set and any mask.
+        """
