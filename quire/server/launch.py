@@ -29,7 +29,7 @@ from quire.server.app import build_app
 from quire.server.context import EngineProvider
 from quire.server.logs import setup_server_logging
 from quire.server.metrics_route import make_metrics_router
-from quire.server.supervisor import EngineSupervisor, SupervisorOptions
+from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
 from quire.types.errors import ConfigError, EngineError
 from quire.types.messages import StartupPhase
 from quire.utils.log import get_logger
@@ -52,8 +52,11 @@ class Supervisor(EngineProvider, Protocol):
     async def stop(self) -> None: ...
 
 
-def run_server(config: EngineConfig, settings: ServerConfig) -> None:
-    """Serve a model until SIGTERM or SIGINT; raises the cause if the engine cannot be kept running."""
+def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClient = launch_client) -> None:
+    """Serve a model until SIGTERM or SIGINT; raises the cause if the engine cannot be kept running.
+
+    `launch` starts the engine process; tests and benchmarks give others.
+    """
     setup_server_logging(settings.log_format)
     api_keys = collect_api_keys(settings)
     model_names = settings.served_model_name or (config.model.model,)
@@ -72,7 +75,9 @@ def run_server(config: EngineConfig, settings: ServerConfig) -> None:
         )
 
         async def main() -> None:
-            supervisor = EngineSupervisor(config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer)
+            supervisor = EngineSupervisor(
+                config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer, launch=launch
+            )
             app = build_app(
                 supervisor,
                 text,
