@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 
@@ -41,8 +43,8 @@ class Blocks:
     """A matrix in a block-quantized format, as it is stored: a row is a whole number of blocks."""
 
     format: Format
-    data: Tensor  # [rows, bytes per row] uint8; may alias a read-only mapping
-    decode: Callable[[Tensor], Tensor] = field(repr=False)  # blocks [n, bytes per block] -> float32 [n, values]
+    data: NDArray[np.uint8]  # [rows, bytes per row]; may alias a mapped file, and its rows may lie apart
+    decode: Callable[[NDArray[np.uint8]], Tensor] = field(repr=False)  # such data -> float32 [rows, values]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +61,7 @@ class Blocks:
 
     def tensor(self) -> Tensor:
         """The values in float32, a new tensor."""
-        return self.decode(self.data.reshape(-1, self.format.bytes_per_block)).view(self.shape)
+        return self.decode(self.data)
 
     def _byte(self, column: int) -> int:
         return column // self.format.values_per_block * self.format.bytes_per_block

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.layers.weights import Blocks, Format, Weight
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
 from quire.loader.gguf_file import GgufFile, GgufTensor
 from quire.loader.gguf_names import ROPE_TABLES, hf_tensor_name
-from quire.loader.gguf_quants import FLOAT_TYPES, SUPPORTED_TYPES, decoded_dtype, dequantize
+from quire.loader.gguf_quants import BLOCK_SIZES, FLOAT_TYPES, SUPPORTED_TYPES, decoded_dtype, dequantize
 from quire.types.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class RawBlocks:
-    """A tensor in its stored block format, rows in Hugging Face's order."""
-
-    type: str  # such as "Q4_K"
-    shape: tuple[int, ...]  # of the values
-    blocks: NDArray[np.uint8]  # [rows, bytes per row]; may alias the mapped file
-
-
 class GgufCheckpoint(Checkpoint):
-    """Reads one GGUF file; block formats are dequantized to float32 by `get` and handed out as stored by `raw`."""
+    """Reads one GGUF file; block formats are dequantized by `get` and handed out as they are by `stored`."""
 
     generation_config: dict[str, Any]  # the keys of generation_config.json that the file implies
 
@@ -42,7 +33,7 @@ class GgufCheckpoint(Checkpoint):
         stored = self._stored_by_hf_name()
         self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
         self._infos = {
-            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes)
+            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_format(tensor))
             for name, tensor in self._stored.items()
         }
 
@@ -60,19 +51,20 @@ class GgufCheckpoint(Checkpoint):
             value = pairs.transpose(1, 2).reshape(value.shape)
         return value
 
-    def raw(self, name: str) -> RawBlocks:
-        """A block-quantized matrix without decoding it; a row is a whole number of blocks."""
-        tensor = self._find(name)
-        if tensor.type in FLOAT_TYPES:
-            raise CheckpointError(
-                f"{self.file.path}: tensor {name!r} is stored as {tensor.type}, which has no blocks; read it with get"
-            )
-        blocks = self.file.data(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
+    def stored(self, name: str) -> Weight:
+        """A block-quantized matrix as it is, rows in Hugging Face's order; anything else as `get` has it."""
+        tensor, format = self._find(name), self._infos[name].blocks
+        if format is None:
+            return self.get(name)
+        blocks = self.file.data(tensor).reshape(tensor.shape[0], -1)
         heads = self._interleaved_heads(name)
         if heads:
             pairs = blocks.reshape(heads, -1, 2, blocks.shape[1])
             blocks = pairs.swapaxes(1, 2).reshape(blocks.shape)
-        return RawBlocks(tensor.type, tensor.shape, blocks)
+        return Blocks(format, blocks, partial(_decode, format))
+
+    def release(self, name: str) -> None:
+        self.file.release(self._find(name))
 
     def _find(self, name: str) -> GgufTensor:
         if name not in self._stored:
@@ -110,3 +102,15 @@ class GgufCheckpoint(Checkpoint):
                 )
             stored[name] = tensor
         return stored
+
+
+def _block_format(tensor: GgufTensor) -> Format | None:
+    """The format of a block-quantized matrix; None for what is handed out as a tensor."""
+    if tensor.type in FLOAT_TYPES or len(tensor.shape) != 2:
+        return None
+    return Format(tensor.type, *BLOCK_SIZES[tensor.type])
+
+
+def _decode(format: Format, blocks: NDArray[np.uint8]) -> Tensor:
+    shape = (blocks.shape[0], blocks.shape[1] // format.bytes_per_block * format.values_per_block)
+    return dequantize(blocks.reshape(-1), format.name, shape)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.loader.mapped import MappedFile
 from quire.types.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -84,24 +85,21 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                if self.size == 0:
-                    raise CheckpointError(f"{self.path} is empty, not a GGUF file; download it again")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}; check the path") from error
-        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        reader = _Reader(self.path, self._map, self.size)
+        self._file = MappedFile(self.path)
+        self.size = self._file.size
+        reader = _Reader(self.path, self._file.buffer, self.size)
         num_tensors, num_metadata = reader.header()
         self.metadata = reader.metadata(num_metadata)
         self._check_not_split()
         self.tensors = reader.tensors(num_tensors, self._alignment())
 
     def data(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """The tensor's stored bytes: a read-only view of the mapped file, no copy."""
-        return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        """The tensor's stored bytes: a view of the mapped file, no copy. Not to be written to."""
+        return self._file.view(tensor.offset, tensor.num_bytes)
+
+    def release(self, tensor: GgufTensor) -> None:
+        """The tensor was copied: its pages need not stay in memory. It can still be read again."""
+        self._file.release(tensor.offset, tensor.num_bytes)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

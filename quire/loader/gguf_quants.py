@@ -21,7 +21,8 @@ FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float1
 # Values decoded at a time: 1 MiB of float32, so that the intermediate results stay in the CPU's cache.
 _CHUNK_VALUES = 1 << 18
 
-_BLOCK_SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
+# values and bytes of a block
+BLOCK_SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -155,7 +156,7 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
     stored.numpy()[...] = data  # one copy: the mapping is read-only, which torch cannot express
     if type_name in FLOAT_TYPES:
         return stored.view(FLOAT_TYPES[type_name]).view(shape)
-    values_per_block, bytes_per_block = _BLOCK_SIZES[type_name]
+    values_per_block, bytes_per_block = BLOCK_SIZES[type_name]
     decode = _DECODERS[type_name]
     blocks = stored.view(-1, bytes_per_block)
     result = torch.empty(math.prod(shape) // values_per_block, values_per_block)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
+from quire.loader.mapped import MappedFile
 from quire.loader.model_config import read_json, read_optional_json
 from quire.types.errors import CheckpointError
 
@@ -46,11 +46,13 @@ class SafetensorsCheckpoint(Checkpoint):
         self.generation_config = read_optional_json(self.folder / "generation_config.json")
         infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._starts: dict[str, int] = {}  # offset of the first byte in the file
+        self._open: dict[Path, MappedFile] = {}
         for path, names in self._shards().items():
-            header = read_header(path)
+            header, starts = read_header(path)
             _check_names(path, names, set(header))
             infos |= header
+            self._starts |= starts
             self._files |= dict.fromkeys(header, path)
         self._infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
 
@@ -60,14 +62,19 @@ class SafetensorsCheckpoint(Checkpoint):
     def get(self, name: str) -> Tensor:
         if name not in self._files:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        info, stored = self._infos[name], self._mapped(name).view(self._starts[name], self._infos[name].num_bytes)
+        if stored.ctypes.data % info.dtype.itemsize:
+            stored = stored.copy()  # the format aligns nothing, torch assumes alignment
+        return torch.from_numpy(stored).view(info.dtype).view(info.shape)
+
+    def release(self, name: str) -> None:
+        self._mapped(name).release(self._starts[name], self._infos[name].num_bytes)
+
+    def _mapped(self, name: str) -> MappedFile:
         path = self._files[name]
-        try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            tensor: Tensor = self._open[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read tensor {name!r} from {path}: {error}; download it again") from error
-        return tensor
+        if path not in self._open:
+            self._open[path] = MappedFile(path)
+        return self._open[path]
 
     def _shards(self) -> dict[Path, set[str] | None]:
         """Each file and the tensors that the index expects in it (None: there is no index)."""
@@ -112,8 +119,8 @@ def _check_names(path: Path, expected: set[str] | None, found: set[str]) -> None
     )
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, shapes and types of one file, checked against its size."""
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Names, shapes and types of one file, checked against its size, and where each tensor starts."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -131,6 +138,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         infos = {name: _tensor_info(path, name, entry) for name, entry in entries.items()}
+        starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a corrupt header ({error!r}); download it again") from error
@@ -139,7 +147,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path} is truncated or damaged: its header describes {end} bytes but the file has {size}; "
             f"download it again"
         )
-    return infos
+    return infos, starts
 
 
 def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
@@ -149,9 +157,9 @@ def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
         )
     dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize:
+    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
             f"{path}: tensor {name!r} of shape {list(shape)} and type {entry['dtype']} needs "
-            f"{math.prod(shape) * dtype.itemsize} bytes but has {end - begin}; download the file again"
+            f"{math.prod(shape) * dtype.itemsize} bytes but has {begin} to {end}; download the file again"
         )
     return TensorInfo(shape, dtype, end - begin)

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
+from quire.layers.weights import Blocks, Format, as_tensor
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.gguf_file import GgufFile
-from quire.loader.gguf_quants import dequantize
 from quire.loader.hub import resolve_model
 from quire.types.errors import CheckpointError
 from tests.loader.gguf_tiny import TINY_MODELS, VOCAB_SIZE, write_tiny_gguf
@@ -157,23 +157,30 @@ def test_half_floats_keep_their_type(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q_proj", "k_proj", "v_proj"])
-def test_raw_blocks_decode_to_the_same_values(folder: Path, kind: str) -> None:
+def test_stored_blocks_decode_to_the_same_values(folder: Path, kind: str) -> None:
     path = folder / "raw.gguf"
     write_tiny_gguf("llama", path, "Q4_0")
     checkpoint = GgufCheckpoint(path)
     name = f"model.layers.1.self_attn.{kind}.weight"
-    raw = checkpoint.raw(name)
-    assert raw.type == "Q4_0"
-    assert raw.blocks.shape == (raw.shape[0], raw.shape[1] // 32 * 18)
-    decoded = dequantize(np.ascontiguousarray(raw.blocks).reshape(-1), raw.type, raw.shape)
-    assert torch.equal(decoded, checkpoint.get(name))
+    stored = checkpoint.stored(name)
+    assert isinstance(stored, Blocks)
+    assert stored.format == checkpoint.tensors()[name].format == Format("Q4_0", 32, 18)
+    assert stored.shape == checkpoint.tensors()[name].shape
+    assert torch.equal(stored.tensor(), checkpoint.get(name))
+    assert torch.equal(as_tensor(stored.rows(4, 8).columns(32, 32)), checkpoint.get(name)[4:12, 32:])
+    assert isinstance(stored.columns(32, 32), Blocks)
+    assert torch.equal(as_tensor(stored.columns(8, 50)), checkpoint.get(name)[:, 8:58]), "a cut inside a block"
 
 
-def test_raw_refuses_a_tensor_without_blocks(folder: Path) -> None:
+def test_floats_are_handed_out_as_tensors(folder: Path) -> None:
     path = folder / "raw32.gguf"
     write_tiny_gguf("llama", path)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight' is stored as F32, which has no blocks"):
-        GgufCheckpoint(path).raw("model.norm.weight")
+    checkpoint = GgufCheckpoint(path)
+    for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight"):
+        stored = checkpoint.stored(name)
+        assert isinstance(stored, torch.Tensor)
+        assert torch.equal(stored, checkpoint.get(name))
+        assert checkpoint.tensors()[name].format == Format("F32", 1, 4)
 
 
 def test_an_absent_tensor_is_named(folder: Path) -> None:

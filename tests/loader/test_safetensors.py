@@ -81,10 +81,10 @@ def test_a_damaged_header_never_gives_another_error(whole: Path, data: st.DataOb
     damaged = whole.with_name("damaged.safetensors")
     damaged.write_bytes(content)
     try:
-        infos = read_header(damaged)
+        infos, starts = read_header(damaged)
     except CheckpointError:
         return
-    assert all(info.num_bytes >= 0 for info in infos.values())
+    assert all(0 <= starts[name] <= starts[name] + info.num_bytes <= len(content) for name, info in infos.items())
 
 
 def test_a_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_an_absent_tensor_and_a_file_that_vanished_are_named(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="has no tensor 'nothing'"):
         checkpoint.get("nothing")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read tensor 'lm_head\.weight'"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: No such file"):
         checkpoint.get("lm_head.weight")
