@@ -30,6 +30,8 @@ class Reader(ABC):
     """Reads one call."""
 
     status: Status = Status.MORE
+    complete: bool = False  # the arguments that were passed on are a whole JSON object
+    unsaid: str = ""  # what was read after them, for the case that it turns out not to belong to a call
 
     @abstractmethod
     def read(self, text: str, position: int, final: bool) -> int:
@@ -43,7 +45,9 @@ class Reader(ABC):
 class Codec(ABC):
     """One way to write a name and arguments."""
 
-    first: str = ""  # the character a bare call begins with
+    @abstractmethod
+    def begins(self, char: str) -> bool:
+        """Whether a call can begin with this character."""
 
     @abstractmethod
     def reader(self, sink: CallSink, tools: Mapping[str, Tool]) -> Reader:

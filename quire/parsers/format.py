@@ -42,7 +42,8 @@ class ToolFormat:
     call_end: str = ""
     between: str = ""
     one_per_section: bool = False  # each call is written in a section of its own
-    bare: bool = False  # at the beginning of a line a section needs no `begin`
+    bare: bool = False  # at the beginning of a line a section needs no `begin`; names of unknown tools are text then
+    ignored: tuple[str, ...] = ()  # markers that may stand around calls and mean nothing
     special: bool = False  # some markers are special tokens: detokenize with skip_special_tokens=False
     id_style: IdStyle = "openai"  # what ids of calls must look like for the model's template
 
@@ -52,10 +53,10 @@ class ReasoningFormat:
     """Thinking between `begin` and `end`. It is open from the start if the prompt ends inside such a block."""
 
     models: str
-    begin: str
-    end: str
-    answer_begin: str = ""  # wraps the reply that follows the thinking
-    answer_end: str = ""
+    begin: tuple[str, ...]  # spellings; the first is the one to write
+    end: tuple[str, ...]
+    answer: tuple[str, ...] = ()  # what may wrap the reply that follows the thinking
+    lead: str = ""  # what stands between the end of the thinking and the reply
     special: bool = False
 
 

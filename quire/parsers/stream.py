@@ -1,51 +1,36 @@
-"""The parser of one output: text goes in as it is generated, events come out; knows nothing of tokens' ids.
+"""Makes the parser of one output: text goes in as it is generated, events come out.
 
 However the text is cut into pieces, the events join to the same reply. What is not well-formed becomes text.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from quire.parsers.events import Event, TextDelta
-from quire.parsers.format import Tool
+from quire.parsers.base import OutputParser, PlainParser
+from quire.parsers.channels import ChannelParser
+from quire.parsers.format import ChannelFormat, ReasoningFormat, Tool, ToolFormat
+from quire.parsers.machine import TagParser
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
+__all__ = ["OutputParser", "make_parser", "needs_special_tokens", "new_call_id", "plain", "reasoning_is_open"]
 
-class OutputParser(ABC):
-    """One per output (per choice). Not thread-safe; never raises because of what a model says."""
-
-    @abstractmethod
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
-        """Take in the next piece of text. Only what may turn out to be part of a marker is held back."""
-
-    @abstractmethod
-    def finish(self) -> list[Event]:
-        """The output is over, complete or cut short: let out what was held back and end an open call."""
-
-
-class PlainParser(OutputParser):
-    """All of the output is text."""
-
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        return []
+# Where a turn ends in the templates of models that think, for callers that do not give the special tokens.
+_TURN_MARK = re.compile(r"<[|\uff5c]|[|\uff5c]>|\[/?[A-Z_]+\]|\]~b\]|\[e~\[|</?s>|<(?:start|end)_of_")
 
 
 def plain() -> OutputParser:
+    """A parser for which all of the output is text."""
     return PlainParser()
 
 
 def needs_special_tokens(tool_format: str | None, reasoning_format: str | None) -> bool:
     """Whether the output must be detokenized with skip_special_tokens=False to be parsed."""
-    tool = None if tool_format is None else TOOL_FORMATS.get(tool_format)
-    reasoning = None if reasoning_format is None else REASONING_FORMATS.get(reasoning_format)
-    return any(chosen is not None and chosen.special for chosen in (tool, reasoning))
+    chosen = (_tool_format(tool_format), _reasoning_format(reasoning_format))
+    return any(layout is not None and layout.special for layout in chosen)
 
 
 def make_parser(
@@ -64,19 +49,64 @@ def make_parser(
     open. `special_tokens` are the tokenizer's: where the formats need skip_special_tokens off, those that mean
     nothing to them are dropped. Without `parse_tools` calls stay in the text, and thinking without `parse_reasoning`.
     """
-    return plain()
+    tool, reasoning = _tool_format(tool_format), _reasoning_format(reasoning_format)
+    dropped = special_tokens if needs_special_tokens(tool_format, reasoning_format) else ()
+    known = {item.name: item for item in tools}
+    channels = next((layout for layout in (tool, reasoning) if isinstance(layout, ChannelFormat)), None)
+    if channels is not None:
+        # Channels are both: without them the text cannot be told from its headers.
+        return ChannelParser(
+            channels,
+            prompt_text=prompt_text,
+            tools=known,
+            parse_tools=parse_tools and tool is not None,
+            parse_reasoning=parse_reasoning and reasoning is not None,
+            dropped=dropped,
+        )
+    tags = tool if parse_tools and isinstance(tool, ToolFormat) else None
+    thoughts = reasoning if parse_reasoning and isinstance(reasoning, ReasoningFormat) else None
+    if tags is None and thoughts is None and not dropped:
+        return plain()
+    thinking = thoughts is not None and _ends_inside(thoughts, prompt_text, special_tokens)
+    return TagParser(tags, thoughts, tools=known, thinking=thinking, dropped=dropped)
 
 
 def reasoning_is_open(reasoning_format: str | None, prompt_text: str, special_tokens: Collection[str] = ()) -> bool:
     """Whether the prompt ends inside a block of thinking, so that the output begins in it."""
-    return False
+    reasoning = _reasoning_format(reasoning_format)
+    return isinstance(reasoning, ReasoningFormat) and _ends_inside(reasoning, prompt_text, special_tokens)
 
 
-def new_call_id(tool_format: str, name: str, index: int) -> str:
+def _ends_inside(reasoning: ReasoningFormat, prompt: str, special_tokens: Collection[str]) -> bool:
+    """The last beginning of a block has no end, and the turn that it stands in is the last."""
+    begin = max(((prompt.rfind(mark.strip()), len(mark.strip())) for mark in reasoning.begin), default=(-1, 0))
+    if begin[0] < 0:
+        return False
+    tail = prompt[sum(begin) :]
+    if not tail.strip():
+        return True
+    if any(mark.strip() in tail for mark in reasoning.end):
+        return False
+    # Text follows. It is thinking to be continued, unless somebody only mentioned the marker in an earlier turn.
+    if special_tokens:
+        return not any(token in tail for token in special_tokens)
+    return _TURN_MARK.search(tail) is None
+
+
+def new_call_id(tool_format: str | None, name: str, index: int) -> str:
     """An id for a call that came without one, of the form that the model's chat template accepts."""
-    style = TOOL_FORMATS.get(tool_format).id_style
+    tool = _tool_format(tool_format)
+    style = "openai" if tool is None else tool.id_style
     if style == "kimi":
         return f"functions.{name}:{index}"
     letters = string.ascii_letters + string.digits
     random_part = "".join(secrets.choice(letters) for _ in range(9 if style == "mistral" else 24))
     return random_part if style == "mistral" else f"call_{random_part}"
+
+
+def _tool_format(name: str | None) -> ToolFormat | ChannelFormat | None:
+    return None if name is None else TOOL_FORMATS.get(name)
+
+
+def _reasoning_format(name: str | None) -> ReasoningFormat | ChannelFormat | None:
+    return None if name is None else REASONING_FORMATS.get(name)

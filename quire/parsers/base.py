@@ -1,0 +1,30 @@
+"""What every parser of outputs can do, and the one that finds nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from quire.parsers.events import Event, TextDelta
+
+
+class OutputParser(ABC):
+    """One per output (per choice). Not thread-safe; never raises because of what a model says."""
+
+    @abstractmethod
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+        """Take in the next piece of text. Only what may turn out to be part of a marker is held back."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """The output is over, complete or cut short: let out what was held back and end an open call."""
+
+
+class PlainParser(OutputParser):
+    """All of the output is text."""
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []

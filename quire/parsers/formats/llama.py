@@ -1,0 +1,38 @@
+"""Llama: calls as bare JSON objects (3.1 to 3.3), and as a list of Python calls (3.2, 4)."""
+
+from __future__ import annotations
+
+from quire.parsers.format import ToolFormat
+from quire.parsers.json_calls import JsonEnvelope
+from quire.parsers.python_calls import PythonCall
+
+LLAMA3_JSON = ToolFormat(
+    models="Llama 3.1, 3.2, 3.3",
+    begin=("<|python_tag|>",),
+    codec=JsonEnvelope(arguments_key="parameters", known_keys_only=True),
+    between="; ",
+    bare=True,
+    ignored=("<|eom_id|>", "<|eot_id|>"),
+    special=True,
+)
+
+PYTHONIC = ToolFormat(
+    models="Llama 3.2 and others that call in Python",
+    opening="[",
+    codec=PythonCall(),
+    between=", ",
+    end="]",
+    bare=True,
+)
+
+LLAMA4_PYTHONIC = ToolFormat(
+    models="Llama 4",
+    begin=("<|python_start|>",),
+    opening="[",
+    codec=PythonCall(),
+    between=", ",
+    end="]",
+    bare=True,
+    ignored=("<|python_end|>", "<|eom|>", "<|eot|>"),
+    special=True,
+)

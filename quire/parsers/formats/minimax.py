@@ -1,0 +1,25 @@
+"""MiniMax M2: several calls to a section, all in tags; thinking that the prompt opens."""
+
+from __future__ import annotations
+
+from quire.parsers.format import ReasoningFormat, ToolFormat
+from quire.parsers.xml_calls import TaggedArguments
+
+MINIMAX_M2 = ToolFormat(
+    models="MiniMax M2, M2.1",
+    begin=("<minimax:tool_call>\n",),
+    call_begin='<invoke name="',
+    codec=TaggedArguments(
+        name_end='">\n',
+        key_begin='<parameter name="',
+        key_end='">',
+        value_end="</parameter>\n",
+        end="</invoke>",
+    ),
+    between="\n",
+    end="\n</minimax:tool_call>",
+)
+
+MINIMAX_M2_THINKING = ReasoningFormat(
+    models="MiniMax M2, M2.1", begin=("<think>\n",), end=("\n</think>",), lead="\n\n"
+)
