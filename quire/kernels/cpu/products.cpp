@@ -1,70 +1,289 @@
-// Matrix products in float32. Every output element is summed in one fixed order, whatever the number of rows and
-// wherever a row stands in them, so results never depend on the batch.
-#include "kernels.h"
+// Products of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
+// first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the batch.
+#include "panels.h"
 
 namespace quire {
 namespace QUIRE_NS {
 namespace {
 
-// An output is the dot product of a row of x and a row of the weight: LANES partial sums over k, k + LANES, ..., added
-// by `sum`. Tiles of ROWS x OUTS share loads; they do not change the order of any sum.
-template <int ROWS, int OUTS>
-inline void tile(const float* x, int64_t x_stride, const float* w, int64_t inner, const float* bias, float* out,
-                 int64_t out_stride) {
-    Vec acc[ROWS][OUTS];
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 14, TILE_PANELS = 2, DIRECT_PANELS = 4, MOST_DIRECT_ROWS = 4;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1, DIRECT_PANELS = 2, MOST_DIRECT_ROWS = 1;
+#else
+constexpr int TILE_ROWS = 2, TILE_PANELS = 1, DIRECT_PANELS = 1, MOST_DIRECT_ROWS = 1;
+#endif
+constexpr int64_t DEPTH = 384;       // elements along k that a tile of weights holds: it should fit the first-level cache
+constexpr int64_t CHUNK_ROWS = 252;  // rows of x that pass by a tile before it is given up
+
+struct Segment {
+    const uint8_t* panels;
+    int64_t format, outputs;
+};
+
+// What matrix.py builds: inner, outputs of all segments, bias (an address or 0), segments, and then each segment.
+struct Plan {
+    int64_t inner, outputs;
+    const float* bias;
+    int64_t num_segments;
+    Segment segments[1];
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Columns [0, width) of `count` vectors.
+inline void load_columns(Vec* v, int count, const float* p, int64_t width) {
+    for (int i = 0; i < count; ++i) {
+        const int64_t left = width - i * LANES;
+        v[i] = left >= LANES ? load(p + i * LANES) : left > 0 ? load_part(p + i * LANES, (int)left) : zero();
+    }
+}
+
+inline void store_columns(const Vec* v, int count, float* p, int64_t width, const float* bias) {
+    for (int i = 0; i < count; ++i) {
+        const int64_t left = width - i * LANES;
+        if (left <= 0) return;
+        const int n = left >= LANES ? LANES : (int)left;
+        put(p + i * LANES, bias ? add(v[i], get(bias + i * LANES, n)) : v[i], n);
+    }
+}
+
+// Elements [from, from + depth) along k of one panel as float32 [depth][PANEL]; both are multiples of BLOCK.
+template <int F>
+void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, float* out) {
+    constexpr Layout L = LAYOUTS[F];
+    const uint8_t* scale_at = panel + from / L.group * L.scales_per_group();
+    const uint8_t* code_at = panel + L.codes_at(inner) + from / L.step * STEP_BYTES<F>;
+    for (int64_t k = 0; k < depth; k += L.group) {
+        Scales<F> scales;
+        scales.load_group(scale_at);
+        scale_at += L.scales_per_group();
+        for (int j = 0; j < L.group; j += L.step) {
+            Codes<F> codes;
+            codes.load_step(code_at);
+            code_at += STEP_BYTES<F>;
+            unrolled<L.step>([&](auto index) __attribute__((always_inline)) {
+                constexpr int I = decltype(index)::value;
+                for (int v = 0; v < VECS; ++v) store(out + v * LANES, codes.template weight<I>(scales, v));
+                out += PANEL;
+            });
+        }
+    }
+}
+
+// ---- few rows: weights are made in registers and used at once
+// DIRECT_PANELS panels, `panel_stride` bytes apart, of which `width` columns are wanted.
+template <int F, int ROWS>
+void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_stride, float* out, int64_t stride,
+            int64_t width, const float* bias) {
+    constexpr Layout L = LAYOUTS[F];
+    constexpr int PANELS = DIRECT_PANELS;
+    Vec acc[ROWS][PANELS * VECS];
     for (int r = 0; r < ROWS; ++r)
-        for (int o = 0; o < OUTS; ++o) acc[r][o] = zero();
+        for (int v = 0; v < PANELS * VECS; ++v) acc[r][v] = zero();
+    const uint8_t *scale_at = panel, *code_at = panel + L.codes_at(inner);
     int64_t k = 0;
-    for (; k + LANES <= inner; k += LANES) {
-        Vec xs[ROWS];
-        for (int r = 0; r < ROWS; ++r) xs[r] = load(x + r * x_stride + k);
-        for (int o = 0; o < OUTS; ++o) {
-            const Vec weight = load(w + o * inner + k);
-            for (int r = 0; r < ROWS; ++r) acc[r][o] = fma(xs[r], weight, acc[r][o]);
+    for (; k + L.group <= inner; k += L.group) {
+        Scales<F> scales[PANELS];
+        for (int p = 0; p < PANELS; ++p) scales[p].load_group(scale_at + p * panel_stride);
+        scale_at += L.scales_per_group();
+        for (int j = 0; j < L.group; j += L.step) {
+            Codes<F> codes[PANELS];
+            for (int p = 0; p < PANELS; ++p) codes[p].load_step(code_at + p * panel_stride);
+            code_at += STEP_BYTES<F>;
+            const float* at = x + k + j;
+            unrolled<L.step>([&](auto index) __attribute__((always_inline)) {
+                constexpr int I = decltype(index)::value;
+                Vec xs[ROWS];
+                for (int r = 0; r < ROWS; ++r) xs[r] = set(at[r * inner + I]);
+                for (int p = 0; p < PANELS; ++p)
+                    for (int v = 0; v < VECS; ++v) {
+                        const Vec w = codes[p].template weight<I>(scales[p], v);
+                        for (int r = 0; r < ROWS; ++r) acc[r][p * VECS + v] = fma(xs[r], w, acc[r][p * VECS + v]);
+                    }
+            });
         }
     }
     if (k < inner) {
-        const int rest = (int)(inner - k);
-        for (int o = 0; o < OUTS; ++o) {
-            const Vec weight = load_part(w + o * inner + k, rest);
-            for (int r = 0; r < ROWS; ++r) acc[r][o] = fma(load_part(x + r * x_stride + k, rest), weight, acc[r][o]);
+        float weights[BLOCK * PANEL];
+        for (int p = 0; p < PANELS; ++p) {
+            expand<F>(panel + p * panel_stride, inner, k / BLOCK * BLOCK, BLOCK, weights);
+            for (int64_t i = k; i < inner; ++i)
+                for (int v = 0; v < VECS; ++v)
+                    for (int r = 0; r < ROWS; ++r)
+                        acc[r][p * VECS + v] = fma(set(x[r * inner + i]), load(weights + i % BLOCK * PANEL + v * LANES),
+                                                   acc[r][p * VECS + v]);
         }
     }
+    for (int r = 0; r < ROWS; ++r) store_columns(acc[r], PANELS * VECS, out + r * stride, width, bias);
+}
+
+// Panels [begin, end) of a segment for at most MOST_DIRECT_ROWS rows.
+template <int F>
+void direct_panels(const float* x, int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end,
+                   float* out, int64_t stride, const float* bias) {
+    const int64_t panel_bytes = LAYOUTS[F].panel_bytes(inner);
+    while (begin < end) {
+        // A panel on its own is multiplied several times at once; the first result counts.
+        const bool full = end - begin >= DIRECT_PANELS;
+        const int64_t column = begin * PANEL, left = segment.outputs - column, apart = full ? panel_bytes : 0;
+        const int64_t width = full ? left : least(left, PANEL);
+        const uint8_t* panel = segment.panels + begin * panel_bytes;
+        const float* shift = bias ? bias + column : nullptr;
+        unrolled<MOST_DIRECT_ROWS>([&](auto index) {
+            constexpr int ROWS = decltype(index)::value + 1;
+            if (rows == ROWS) direct<F, ROWS>(x, inner, panel, apart, out + column, stride, width, shift);
+        });
+        begin += full ? DIRECT_PANELS : 1;
+    }
+}
+
+// ---- many rows: weights are made once per tile, which all rows of a chunk pass by
+struct Tile {
+    const float* weights;  // TILE_PANELS x [depth][PANEL], `panel_stride` floats apart
+    int64_t panel_stride, depth, width;
+    bool first;         // start from zero instead of what `out` holds
+    const float* bias;  // added to the last
+};
+
+template <int ROWS>
+void multiply(const Tile& tile, const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+    Vec acc[ROWS][TILE_PANELS * VECS];
+    for (int r = 0; r < ROWS; ++r) {
+        if (tile.first)
+            for (int v = 0; v < TILE_PANELS * VECS; ++v) acc[r][v] = zero();
+        else
+            load_columns(acc[r], TILE_PANELS * VECS, out + r * out_stride, tile.width);
+    }
+    const float* w = tile.weights;
+    const int64_t second = tile.panel_stride;
+    // Rows are reached from three pointers, so that few registers hold addresses.
+    constexpr int REACH = 5;
+    const float *x0 = x, *x1 = x + REACH * x_stride, *x2 = x + 2 * REACH * x_stride;
+    for (int64_t k = 0; k < tile.depth; ++k) {
+        Vec ws[TILE_PANELS * VECS];
+        for (int v = 0; v < VECS; ++v) ws[v] = load(w + v * LANES);
+        if constexpr (TILE_PANELS == 2)
+            for (int v = 0; v < VECS; ++v) ws[VECS + v] = load(w + second + v * LANES);
+        w += PANEL;
+        for (int r = 0; r < ROWS; ++r) {
+            const float* base = r < REACH ? x0 : r < 2 * REACH ? x1 : x2;
+            const Vec xs = set(base[(r % REACH) * x_stride]);
+            for (int v = 0; v < TILE_PANELS * VECS; ++v) acc[r][v] = fma(xs, ws[v], acc[r][v]);
+        }
+        ++x0, ++x1, ++x2;
+    }
     for (int r = 0; r < ROWS; ++r)
-        for (int o = 0; o < OUTS; ++o) out[r * out_stride + o] = sum(acc[r][o]) + (bias ? bias[o] : 0.0f);
+        store_columns(acc[r], TILE_PANELS * VECS, out + r * out_stride, tile.width, tile.bias);
 }
 
-template <int OUTS>
-inline void tile_rows(const float* x, int64_t rows, const float* w, int64_t inner, const float* bias, float* out,
-                      int64_t n) {
-    int64_t r = 0;
-    for (; r + ROW_TILE <= rows; r += ROW_TILE)
-        tile<ROW_TILE, OUTS>(x + r * inner, inner, w, inner, bias, out + r * n, n);
-    for (; r + 2 <= rows; r += 2) tile<2, OUTS>(x + r * inner, inner, w, inner, bias, out + r * n, n);
-    if (r < rows) tile<1, OUTS>(x + r * inner, inner, w, inner, bias, out + r * n, n);
+using Multiply = void (*)(const Tile&, const float*, int64_t, float*, int64_t);
+template <int... R>
+struct Multiplies {
+    static constexpr Multiply table[] = {nullptr, multiply<R>...};
+};
+#if defined(__AVX512F__)
+using AllMultiplies = Multiplies<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>;
+#elif defined(__AVX2__) && defined(__FMA__)
+using AllMultiplies = Multiplies<1, 2, 3, 4, 5, 6>;
+#else
+using AllMultiplies = Multiplies<1, 2>;
+#endif
+
+// One tile of TILE_PANELS panels for all given rows.
+template <int F>
+void tile_rows(const float* x, int64_t x_stride, int64_t rows, int64_t inner, const Segment& segment, int64_t panel,
+               float* out, int64_t out_stride, const float* bias) {
+    const int64_t panel_bytes = LAYOUTS[F].panel_bytes(inner), column = panel * PANEL;
+    const int64_t count = least(TILE_PANELS, ceil_div(segment.outputs, PANEL) - panel);
+    const int64_t depths = ceil_div(inner, DEPTH), depth = ceil_div(ceil_div(inner, depths), BLOCK) * BLOCK;
+    const int64_t blocks = ceil_div(rows, TILE_ROWS);
+    float* weights = (float*)scratch(0, TILE_PANELS * DEPTH * PANEL * sizeof(float));
+    for (int64_t k = 0; k < inner; k += depth) {
+        const int64_t left = least(depth, inner - k);
+        for (int64_t p = 0; p < count; ++p)
+            expand<F>(segment.panels + (panel + p) * panel_bytes, inner, k, ceil_div(left, BLOCK) * BLOCK,
+                      weights + p * depth * PANEL);
+        const Tile tile{weights, depth * PANEL, left, segment.outputs - column, k == 0,
+                        bias && k + depth >= inner ? bias + column : nullptr};
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+            AllMultiplies::table[end - begin](tile, x + begin * x_stride + k, x_stride, out + begin * out_stride + column,
+                                              out_stride);
+        }
+    }
 }
 
-void outputs(const float* x, int64_t rows, const float* w, int64_t inner, const float* bias, float* out, int64_t n,
-             int64_t begin, int64_t end) {
-    int64_t o = begin;
-    for (; o + OUT_TILE <= end; o += OUT_TILE)
-        tile_rows<OUT_TILE>(x, rows, w + o * inner, inner, bias ? bias + o : nullptr, out + o, n);
-    for (; o < end; ++o) tile_rows<1>(x, rows, w + o * inner, inner, bias ? bias + o : nullptr, out + o, n);
+struct Kernels {
+    void (*direct)(const float*, int64_t, int64_t, const Segment&, int64_t, int64_t, float*, int64_t, const float*);
+    void (*tile)(const float*, int64_t, int64_t, int64_t, const Segment&, int64_t, float*, int64_t, const float*);
+};
+template <int... F>
+struct ByFormat {
+    static constexpr Kernels table[] = {{direct_panels<F>, tile_rows<F>}...};
+};
+using AllKernels = ByFormat<0, 1, 2, 3, 4, 5, 6, 7, 8, 9>;
+
+// f(segment, begin, end, column) for the parts of [begin, end) that lie in each segment, which has ceil(outputs / unit)
+// indices.
+template <class F>
+inline void split(const Plan& plan, int64_t unit, int64_t begin, int64_t end, const F& f) {
+    int64_t start = 0, column = 0;
+    for (int64_t s = 0; s < plan.num_segments; ++s) {
+        const Segment& segment = plan.segments[s];
+        const int64_t count = ceil_div(segment.outputs, unit);
+        const int64_t from = begin > start ? begin - start : 0, to = least(end - start, count);
+        if (from < to) f(segment, from, to, column);
+        start += count;
+        column += segment.outputs;
+    }
+}
+
+inline int64_t units(const Plan& plan, int64_t unit) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < plan.num_segments; ++s) count += ceil_div(plan.segments[s].outputs, unit);
+    return count;
+}
+
+void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
+    constexpr int64_t UNIT = PANEL * DIRECT_PANELS;
+    const int64_t grain = 1 + (1 << 14) / (plan.inner * UNIT);
+    parallel(units(plan, UNIT), grain, [&](int64_t begin, int64_t end) {
+        split(plan, UNIT, begin, end, [&](const Segment& segment, int64_t from, int64_t to, int64_t column) {
+            AllKernels::table[segment.format].direct(x, rows, plan.inner, segment, from * DIRECT_PANELS,
+                                                     least(to * DIRECT_PANELS, ceil_div(segment.outputs, PANEL)),
+                                                     out + column, plan.outputs,
+                                                     plan.bias ? plan.bias + column : nullptr);
+        });
+    });
+}
+
+void many_rows(const Plan& plan, const float* x, int64_t x_stride, float* out, int64_t rows) {
+    constexpr int64_t UNIT = PANEL * TILE_PANELS;
+    const int64_t tiles = units(plan, UNIT), chunks = ceil_div(rows, CHUNK_ROWS);
+    parallel(tiles * chunks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t chunk = i / tiles, tile = i % tiles;
+            const int64_t first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
+            split(plan, UNIT, tile, tile + 1, [&](const Segment& segment, int64_t from, int64_t, int64_t column) {
+                AllKernels::table[segment.format].tile(x + first * x_stride, x_stride, count, plan.inner, segment,
+                                                       from * TILE_PANELS, out + first * plan.outputs + column,
+                                                       plan.outputs, plan.bias ? plan.bias + column : nullptr);
+            });
+        }
+    });
 }
 
 }  // namespace
 
-void linear(const float* x, const float* w, const float* bias, float* out, int64_t rows, int64_t n, int64_t inner) {
-    // Rows in chunks whose x stays in the second-level cache while all weights pass by.
-    int64_t chunk = (384 << 10) / (inner * (int64_t)sizeof(float)) / ROW_TILE * ROW_TILE;
-    chunk = chunk < 8 * ROW_TILE ? 8 * ROW_TILE : chunk;
-    const int64_t grain = OUT_TILE * (1 + (1 << 16) / (inner * OUT_TILE * (rows < 16 ? rows : 16)));
-    parallel(n, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t r = 0; r < rows; r += chunk) {
-            const int64_t count = rows - r < chunk ? rows - r : chunk;
-            outputs(x + r * inner, count, w, inner, bias, out + r * n, n, begin, end);
-        }
-    });
+void product(const void* plan_address, const float* x, float* out, int64_t rows) {
+    const Plan& plan = *(const Plan*)plan_address;
+    if (rows <= 0) return;
+    if (rows <= MOST_DIRECT_ROWS)
+        few_rows(plan, x, out, rows);
+    else
+        many_rows(plan, x, plan.inner, out, rows);
 }
 
 }  // namespace QUIRE_NS

@@ -1,0 +1,162 @@
+"""Packed weight matrices and products with them: float32 rows times weights that stay quantized in memory.
+
+Knows formats and bytes, not layers or files. Every output element is summed in one order whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.cpu.library import bound
+from quire.types.errors import CheckpointError, ConfigError
+
+PANEL = 16  # outputs that lie side by side in memory
+
+# The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32.
+FORMATS = (
+    *("float32", "bfloat16", "float16"),
+    *("code4", "code4_min", "code4_min_f32"),
+    *("code8", "code8_min", "code8_min_f32", "code8_f32"),
+)
+# GGUF type -> its number in pack.cpp is its place here; values and bytes of a block, and the format it becomes.
+BLOCK_TYPES: dict[str, tuple[int, int, str]] = {
+    "Q4_0": (32, 18, "code4"),
+    "Q4_1": (32, 20, "code4_min"),
+    "Q5_0": (32, 22, "code8"),
+    "Q5_1": (32, 24, "code8_min"),
+    "Q8_0": (32, 34, "code8"),
+    "Q4_K": (256, 144, "code4_min_f32"),
+    "Q5_K": (256, 176, "code8_min_f32"),
+    "Q6_K": (256, 210, "code8_f32"),
+}
+# What float weights can be stored as.
+STORAGES: dict[str, str] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "code8",
+    "int4": "code4_min",
+}
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def packed_bytes(source: str, rows: int, inner: int) -> int:
+    """Bytes of a packed [rows, inner] matrix of a GGUF block type or a storage, such as "Q4_K" or "int8"."""
+    name = BLOCK_TYPES[source][2] if source in BLOCK_TYPES else STORAGES[source]
+    size = ctypes.c_int64()
+    bound().panel_bytes(FORMATS.index(name), inner, ctypes.addressof(size))
+    return -(-rows // PANEL) * size.value
+
+
+class PackedMatrix:
+    """A matrix [rows, inner] of weights in panels of 16 rows, in one of FORMATS."""
+
+    def __init__(self, panels: Tensor, format: str, rows: int, inner: int) -> None:
+        self.panels = panels  # [bytes] uint8
+        self.format = format
+        self.rows = rows
+        self.inner = inner
+
+    @classmethod
+    def from_blocks(cls, type: str, blocks: NDArray[np.uint8], inner: int) -> PackedMatrix:
+        """blocks [rows, bytes of a row] as a GGUF file has them; rows may lie apart. No value changes."""
+        if type not in BLOCK_TYPES:
+            raise ConfigError(f"cannot pack {type!r} blocks; use one of {', '.join(BLOCK_TYPES)}")
+        values, num_bytes, format = BLOCK_TYPES[type]
+        rows = blocks.shape[0]
+        if inner % values or blocks.shape[1] != inner // values * num_bytes:
+            raise CheckpointError(
+                f"{type} rows of {inner} values take whole blocks of {values}, {num_bytes} bytes each;"
+                f" got {blocks.shape[1]} bytes a row"
+            )
+        if blocks.strides[1] != 1:
+            blocks = np.ascontiguousarray(blocks)
+        panels = torch.empty(packed_bytes(type, rows, inner), dtype=torch.uint8)
+        bound().pack_blocks(
+            blocks.ctypes.data, blocks.strides[0], list(BLOCK_TYPES).index(type), panels.data_ptr(), rows, inner
+        )
+        return cls(panels, format, rows, inner)
+
+    @classmethod
+    def from_float(cls, weight: Tensor, storage: str = "float32") -> PackedMatrix:
+        """weight [rows, inner] of a float type, kept as `storage`; int8 and int4 have a scale per 32 values."""
+        if storage not in STORAGES:
+            raise ConfigError(f"cannot store weights as {storage!r}; use one of {', '.join(STORAGES)}")
+        if weight.dtype not in _SOURCES:
+            weight = weight.float()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        rows, inner = weight.shape
+        panels = torch.empty(packed_bytes(storage, rows, inner), dtype=torch.uint8)
+        refused = ctypes.c_int64()
+        bound().pack_floats(
+            weight.data_ptr(),
+            weight.stride(0) * weight.itemsize,
+            _SOURCES.index(weight.dtype),
+            FORMATS.index(STORAGES[storage]),
+            panels.data_ptr(),
+            rows,
+            inner,
+            ctypes.addressof(refused),
+        )
+        if refused.value >= 0:
+            raise CheckpointError(
+                f"row {refused.value} of a matrix has values that are not finite or too large for {storage};"
+                " store it as float32"
+            )
+        return cls(panels, STORAGES[storage], rows, inner)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.numel()
+
+    def dequantize(self) -> Tensor:
+        """The weights as float32 [rows, inner]."""
+        return self.embed(torch.arange(self.rows))
+
+    def embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """ids [n] int64, all below `rows` -> those rows [n, inner] as float32."""
+        ids = ids.contiguous()
+        if out is None:
+            out = torch.empty(ids.shape[0], self.inner)
+        bound().unpack_rows(
+            self.panels.data_ptr(),
+            FORMATS.index(self.format),
+            self.inner,
+            ids.data_ptr(),
+            ids.shape[0],
+            out.data_ptr(),
+        )
+        return out
+
+
+class Product:
+    """x -> x @ concat(matrices).T + bias, for matrices of one inner size; each may have its own format."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix], bias: Tensor | None = None) -> None:
+        inner = matrices[0].inner
+        assert all(matrix.inner == inner for matrix in matrices)
+        self.inner = inner
+        self.outputs = sum(matrix.rows for matrix in matrices)
+        bias = None if bias is None else bias.float().contiguous()
+        self._held = (tuple(matrices), bias)  # the plan has their addresses
+        segments = [(m.panels.data_ptr(), FORMATS.index(m.format), m.rows) for m in matrices]
+        numbers = [inner, self.outputs, 0 if bias is None else bias.data_ptr(), len(segments)]
+        numbers += [number for segment in segments for number in segment]
+        self._plan = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._address = ctypes.addressof(self._plan)
+        self._product = bound().product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, inner] float32 -> [n, outputs]."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty(rows, self.outputs)
+        self._product(self._address, x.data_ptr(), out.data_ptr(), rows)
+        return out

@@ -1,0 +1,191 @@
+// How weights are kept: panels of 16 outputs, in which element k of the 16 outputs lies side by side. Products multiply
+// them by one broadcast element of x at a time, so each output is summed over k in order, and no sum crosses lanes.
+//
+// A panel is [scales][codes]. Codes are floats, or integers that become w = fma(code, scale, minimum) with a scale and
+// perhaps a minimum per output and group of k. The inner size is padded with zeros to a multiple of BLOCK.
+#pragma once
+#include "kernels.h"
+
+namespace quire {
+namespace QUIRE_NS {
+
+constexpr int PANEL = 16;  // outputs
+constexpr int BLOCK = 32;  // elements along k
+constexpr int VECS = PANEL / LANES;
+
+// The numbers are those of matrix.py.
+enum Format : int64_t {
+    FLOAT32 = 0,
+    BFLOAT16 = 1,     // per output a word of elements 2i (low half) and 2i + 1
+    FLOAT16 = 2,
+    CODE4 = 3,         // per output a word of 8 elements, the first in the low bits; f16 scale; code - 8
+    CODE4_MIN = 4,     // f16 scale and minimum
+    CODE4_MIN_F32 = 5, // f32 scale and minimum
+    CODE8 = 6,         // f16 scale
+    CODE8_MIN = 7,
+    CODE8_MIN_F32 = 8,
+    CODE8_F32 = 9,     // f32 scale for each 16 elements
+    NUM_FORMATS = 10,
+};
+
+struct Layout {
+    int bits;         // of a code
+    int step;         // elements along k that are loaded at a time
+    int group;        // elements along k that share a scale
+    int scale_bytes;  // of one scale or minimum; 0 if there are none
+    bool has_min;
+    int zero;  // the code that means 0
+
+    constexpr int scales_per_group() const { return scale_bytes * PANEL * (has_min ? 2 : 1); }
+    constexpr int64_t padded(int64_t inner) const { return (inner + BLOCK - 1) / BLOCK * BLOCK; }
+    constexpr int64_t codes_at(int64_t inner) const { return (padded(inner) / group * scales_per_group() + 63) / 64 * 64; }
+    constexpr int64_t panel_bytes(int64_t inner) const { return codes_at(inner) + padded(inner) * bits * PANEL / 8; }
+};
+
+constexpr Layout LAYOUTS[NUM_FORMATS] = {
+    {32, 1, 32, 0, false, 0}, {16, 2, 32, 0, false, 0}, {16, 1, 32, 0, false, 0}, {4, 8, 32, 2, false, 8},
+    {4, 8, 32, 2, true, 0},   {4, 8, 32, 4, true, 0},   {8, 1, 32, 2, false, 0},  {8, 1, 32, 2, true, 0},
+    {8, 1, 32, 4, true, 0},   {8, 1, 16, 4, false, 0},
+};
+
+static inline float half_to_float(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
+    uint32_t bits = rest + (112u << 23);                    // the exponent's new bias
+    if (rest >= 0x0f800000) bits = rest + (224u << 23);     // infinite or not a number
+    float value;
+    std::memcpy(&value, &bits, 4);
+    if (rest < 0x00800000) {                                // subnormal: the hidden bit of 2^-14 is taken off again
+        bits = rest + (113u << 23);
+        std::memcpy(&value, &bits, 4);
+        value -= 6.103515625e-05f;
+    }
+    std::memcpy(&bits, &value, 4);
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// ---- vectors of LANES outputs from memory, for each instruction set
+#if defined(__AVX512F__)
+using Words = __m512i;
+static inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+static inline Vec load_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline Vec load_int8(const void* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+template <int I>
+static inline Vec bfloat(Words w) {
+    return _mm512_castsi512_ps(I ? _mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(w, 16));
+}
+template <int I, int ZERO>
+static inline Vec nibble(Words w) {
+    const Vec table = _mm512_setr_ps(0 - ZERO, 1 - ZERO, 2 - ZERO, 3 - ZERO, 4 - ZERO, 5 - ZERO, 6 - ZERO, 7 - ZERO, 8 - ZERO,
+                                     9 - ZERO, 10 - ZERO, 11 - ZERO, 12 - ZERO, 13 - ZERO, 14 - ZERO, 15 - ZERO);
+    return _mm512_permutexvar_ps(I ? _mm512_srli_epi32(w, 4 * I) : w, table);  // looks at the low four bits alone
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+using Words = __m256i;
+static inline Words load_words(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline Vec load_half(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline Vec load_int8(const void* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+template <int I>
+static inline Vec bfloat(Words w) {
+    return _mm256_castsi256_ps(I ? _mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(w, 16));
+}
+template <int I, int ZERO>
+static inline Vec nibble(Words w) {
+    const __m256i code = _mm256_and_si256(I ? _mm256_srli_epi32(w, 4 * I) : w, _mm256_set1_epi32(15));
+    return _mm256_cvtepi32_ps(ZERO ? _mm256_sub_epi32(code, _mm256_set1_epi32(ZERO)) : code);
+}
+#else
+struct Words {
+    uint32_t x[LANES];
+};
+static inline Words load_words(const void* p) {
+    Words w;
+    std::memcpy(w.x, p, sizeof w.x);
+    return w;
+}
+static inline Vec load_half(const void* p) {
+    uint16_t h[LANES];
+    std::memcpy(h, p, sizeof h);
+    return each([&](int i) { return half_to_float(h[i]); });
+}
+static inline Vec load_int8(const void* p) { return each([&](int i) { return (float)((const int8_t*)p)[i]; }); }
+template <int I>
+static inline Vec bfloat(Words w) {
+    for (int i = 0; i < LANES; ++i) w.x[i] = I ? w.x[i] & 0xffff0000u : w.x[i] << 16;
+    Vec v;
+    std::memcpy(v.x, w.x, sizeof v.x);
+    return v;
+}
+template <int I, int ZERO>
+static inline Vec nibble(Words w) {
+    return each([&](int i) { return (float)((int)(w.x[i] >> (4 * I) & 15) - ZERO); });
+}
+#endif
+
+// ---- from codes to weights
+// The scale and minimum of one panel in one group.
+template <int F>
+struct Scales {
+    Vec scale[VECS], minimum[VECS];
+
+    inline void load_group(const uint8_t* p) {
+        constexpr Layout L = LAYOUTS[F];
+        for (int v = 0; v < VECS; ++v) {
+            if constexpr (L.scale_bytes == 2) scale[v] = load_half(p + v * LANES * 2);
+            if constexpr (L.scale_bytes == 4) scale[v] = load((const float*)p + v * LANES);
+            if constexpr (L.has_min && L.scale_bytes == 2) minimum[v] = load_half(p + (PANEL + v * LANES) * 2);
+            if constexpr (L.has_min && L.scale_bytes == 4) minimum[v] = load((const float*)p + PANEL + v * LANES);
+        }
+    }
+};
+
+// The codes of one panel for `step` elements along k.
+template <int F>
+struct Codes {
+    const uint8_t* p;
+    Words words[VECS];
+
+    inline void load_step(const uint8_t* from) {
+        constexpr Layout L = LAYOUTS[F];
+        p = from;
+        if constexpr (L.step > 1)
+            for (int v = 0; v < VECS; ++v) words[v] = load_words(from + v * LANES * 4);
+    }
+
+    // Weights of element I of the step.
+    template <int I>
+    inline Vec weight(const Scales<F>& s, int v) const {
+        constexpr Layout L = LAYOUTS[F];
+        if constexpr (F == FLOAT32) return load((const float*)p + v * LANES);
+        if constexpr (F == BFLOAT16) return bfloat<I>(words[v]);
+        if constexpr (F == FLOAT16) return load_half(p + v * LANES * 2);
+        if constexpr (L.scale_bytes > 0) {
+            Vec code;
+            if constexpr (L.bits == 4)
+                code = nibble<I, L.zero>(words[v]);
+            else
+                code = load_int8(p + v * LANES);
+            return L.has_min ? fma(code, s.scale[v], s.minimum[v]) : mul(code, s.scale[v]);
+        }
+    }
+};
+
+template <int F>
+constexpr int STEP_BYTES = LAYOUTS[F].step * LAYOUTS[F].bits * PANEL / 8;
+
+// f(std::integral_constant) for 0 .. N - 1, unrolled.
+template <int I>
+struct Index {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, class F>
+static inline __attribute__((always_inline)) void unrolled(const F& f) {
+    if constexpr (I < N) {
+        f(Index<I>());
+        unrolled<N, I + 1>(f);
+    }
+}
+
+}  // namespace QUIRE_NS
+}  // namespace quire

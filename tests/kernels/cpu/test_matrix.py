@@ -1,0 +1,267 @@
+"""Packed matrices: exact values, products independent of the batch to the last bit, bounded quantization."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.cpu import library
+from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, PackedMatrix, Product, packed_bytes
+from quire.loader.gguf_quants import dequantize
+from quire.types.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
+
+KINDS = (*BLOCK_TYPES, *STORAGES)
+
+
+def random_blocks(type: str, rows: int, inner: int, seed: int) -> NDArray[np.uint8]:
+    values, num_bytes, _ = BLOCK_TYPES[type]
+    return np.random.default_rng(seed).integers(0, 256, (rows, inner // values * num_bytes), dtype=np.uint8)
+
+
+def sane_blocks(type: str, rows: int, inner: int, seed: int) -> NDArray[np.uint8]:
+    """Random codes with scales as a quantizer would choose them."""
+    generator = np.random.default_rng(seed)
+    data = random_blocks(type, rows, inner, seed)
+    values, num_bytes, _ = BLOCK_TYPES[type]
+    blocks = data.reshape(rows, -1, num_bytes)
+    halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(type, (0,))
+    for start in halves:
+        scales = (generator.standard_normal(blocks.shape[:2]) / values).astype(np.float16)
+        blocks[:, :, start : start + 2] = scales[..., None].view(np.uint8)
+    return data
+
+
+def make(kind: str, rows: int, inner: int, seed: int) -> PackedMatrix:
+    if kind in BLOCK_TYPES:
+        return PackedMatrix.from_blocks(kind, sane_blocks(kind, rows, inner, seed), inner)
+    return PackedMatrix.from_float(torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)), kind)
+
+
+def inner_size(kind: str, wanted: int) -> int:
+    """The next size that the kind can have."""
+    unit = BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else 1
+    return -(-wanted // unit) * unit
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Equal values, and NaN in the same places."""
+    np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@settings(max_examples=12)
+@given(rows=st.integers(1, 40), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+def test_any_blocks_keep_their_values(type: str, rows: int, blocks: int, seed: int) -> None:
+    inner = blocks * BLOCK_TYPES[type][0]
+    data = random_blocks(type, rows, inner, seed)  # with scales of any kind: infinite, NaN, subnormal
+    matrix = PackedMatrix.from_blocks(type, data, inner)
+    assert_same(matrix.dequantize(), dequantize(data.reshape(-1), type, (rows, inner)))
+    assert (matrix.rows, matrix.inner) == (rows, inner)
+    assert matrix.num_bytes == packed_bytes(type, rows, inner)
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+def test_blocks_may_be_rows_of_a_larger_array(type: str) -> None:
+    inner = 512
+    data = sane_blocks(type, 40, inner, seed=3)
+    whole = PackedMatrix.from_blocks(type, data, inner).dequantize()
+    assert torch.equal(PackedMatrix.from_blocks(type, data[7:30:2], inner).dequantize(), whole[7:30:2])
+    half = PackedMatrix.from_blocks(type, data[:, : data.shape[1] // 2], inner // 2)
+    assert torch.equal(half.dequantize(), whole[:, : inner // 2])
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_floats_are_rounded_as_torch_rounds_them(storage: str, dtype: torch.dtype) -> None:
+    bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, (19, 37), dtype=np.uint32).view(np.float32))
+    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 65519.9, 65520.0, 1e-8, 5.97e-8, 6.1e-5]
+    bits[0, : len(special)] = torch.tensor(special)
+    bits[1] = torch.randn(37)
+    weight = bits.to(dtype)
+    expected = weight.float().to(getattr(torch, storage)).float()
+    assert_same(PackedMatrix.from_float(weight, storage).dequantize(), expected)
+    assert_same(PackedMatrix.from_float(weight.t(), storage).dequantize(), expected.t())
+
+
+@pytest.mark.parametrize(("storage", "levels"), [("int8", 254), ("int4", 15)])
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 33),
+    inner=st.integers(1, 100),
+    exponent=st.integers(-12, 3),
+    offset=st.floats(-3, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_quantization_errs_by_half_a_step_at_most(
+    storage: str, levels: int, rows: int, inner: int, exponent: int, offset: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(rows, inner, generator=generator) + offset) * 10.0**exponent
+    found = PackedMatrix.from_float(weight, storage).dequantize()
+    for start in range(0, inner, 32):
+        group, error = weight[:, start : start + 32], (found - weight)[:, start : start + 32].abs().amax(1)
+        low, high = group.amin(1), group.amax(1)
+        span = 2 * group.abs().amax(1) if storage == "int8" else high - low
+        # Scale and minimum are float16, rounded outwards: by 2^-10 of themselves, or 2^-24 where they are subnormal.
+        step = (span + low.abs() * 2**-10 + 2**-24) / levels * (1 + 2**-10) + 2**-24
+        assert (error <= step / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_quantizing_what_is_quantized_changes_nothing_much(storage: str) -> None:
+    constant = torch.full((3, 64), 0.5)
+    assert torch.equal(PackedMatrix.from_float(torch.zeros(3, 64), storage).dequantize(), torch.zeros(3, 64))
+    torch.testing.assert_close(PackedMatrix.from_float(constant, storage).dequantize(), constant, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_what_cannot_be_quantized_is_refused(storage: str, value: float) -> None:
+    weight = torch.randn(20, 70)
+    weight[17, 65] = value
+    with pytest.raises(CheckpointError, match=rf"row 17 .*{storage}.*float32"):
+        PackedMatrix.from_float(weight, storage)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match="Q2_K"):
+        PackedMatrix.from_blocks("Q2_K", np.zeros((1, 84), np.uint8), 256)
+    with pytest.raises(ConfigError, match="int3"):
+        PackedMatrix.from_float(torch.zeros(1, 1), "int3")
+    with pytest.raises(CheckpointError, match="19 bytes"):
+        PackedMatrix.from_blocks("Q4_0", np.zeros((1, 19), np.uint8), 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_looked_up(kind: str) -> None:
+    matrix = make(kind, 50, inner_size(kind, 70), seed=1)
+    ids = torch.tensor([49, 0, 17, 17, 31, 48])
+    assert torch.equal(matrix.embed(ids), matrix.dequantize()[ids])
+    out = torch.empty(6, matrix.inner)
+    assert matrix.embed(ids, out) is out
+    assert matrix.embed(ids[:0]).shape == (0, matrix.inner)
+
+
+def test_every_format_is_made_by_some_kind() -> None:
+    assert {make(kind, 1, inner_size(kind, 1), 0).format for kind in KINDS} == set(FORMATS)
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25)
+@given(
+    rows=st.integers(0, 70),
+    inner=st.integers(1, 900),
+    outputs=st.integers(1, 200),
+    start=st.integers(0, 69),
+    bias=st.booleans(),
+)
+def test_a_row_has_the_same_bits_in_any_batch(
+    kind: str, rows: int, inner: int, outputs: int, start: int, bias: bool
+) -> None:
+    inner = inner_size(kind, inner)
+    matrix, generator = make(kind, outputs, inner, seed=outputs), torch.Generator().manual_seed(inner)
+    x = torch.randn(140, inner, generator=generator)
+    added = torch.randn(outputs, generator=generator) if bias else None
+    product = Product([matrix], added)
+    whole = product(x)
+    expected = torch.nn.functional.linear(
+        x.double(), matrix.dequantize().double(), None if added is None else added.double()
+    )
+    scale = x.norm(dim=1, keepdim=True) * matrix.dequantize().norm(dim=1)
+    assert ((whole - expected).abs() <= 1e-6 * scale + 1e-6 * expected.abs()).all()
+    assert torch.equal(product(x[start : start + rows]), whole[start : start + rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_batch_size_to_64_gives_the_same_bits(kind: str) -> None:
+    inner = inner_size(kind, 300)
+    product = Product([make(kind, 75, inner, seed=2)])
+    x = torch.randn(64, inner)
+    whole = product(x)
+    for rows in range(1, 65):
+        assert torch.equal(product(x[-rows:]), whole[-rows:])
+
+
+def test_each_element_is_summed_from_the_first_to_the_last() -> None:
+    """The order is part of the meaning: it is what makes every path, and every processor, agree."""
+    x, weight = torch.randn(9, 700), torch.randn(40, 700)
+    total = torch.zeros(9, 40, dtype=torch.float64)
+    for k in range(700):
+        total = (total + x[:, k, None].double() * weight[:, k].double()).float().double()
+    found = Product([PackedMatrix.from_float(weight)])(x)
+    # In float64 product and sum are rounded once more than by a fused multiply-add, which shows very rarely.
+    assert (found == total.float()).float().mean() > 0.99
+    assert torch.equal(found[:1], Product([PackedMatrix.from_float(weight)])(x[:1]))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int) -> None:
+    sizes = {"Q4_1": 40, "Q8_0": 7, "Q4_K": 16, "float32": 33, "int4": 100, "Q6_K": 1, "bfloat16": 64}
+    matrices = [make(kind, size, 512, seed=size) for kind, size in sizes.items()]
+    x, bias = torch.randn(rows, 512), torch.randn(sum(sizes.values()))
+    whole = Product(matrices, bias)(x)
+    parts = torch.cat([Product([matrix])(x) for matrix in matrices], dim=1)
+    assert torch.equal(whole, parts + bias)
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+def test_rows_of_x_may_lie_apart(rows: int) -> None:
+    product = Product([make("Q4_1", 32, 64, seed=0)])
+    x = torch.randn(rows, 200)
+    assert torch.equal(product(x[:, 5:69]), product(x[:, 5:69].contiguous()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 20])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+def test_extreme_values_are_passed_on(rows: int, storage: str) -> None:
+    inner = 70
+    weight, x = torch.zeros(20, inner), torch.zeros(rows, inner)
+    weight[:, 3], weight[2, 69] = 1.0, float("inf")
+    weight[5, 4], weight[6, 0] = float("nan"), 1e-7
+    x[:, 3], x[:, 69], x[:, 0] = 3e38, 1.0, 1e-40
+    product = Product([PackedMatrix.from_float(weight, storage)])
+    out = product(x)
+    expected = torch.full((rows, 20), 3e38)
+    expected[:, 2], expected[:, 5] = float("inf"), float("nan")
+    assert_same(out, expected)
+    x[:, 3] = 0
+    assert (product(x)[:, 6] == x[:, 0] * PackedMatrix.from_float(weight, storage).dequantize()[6, 0]).all()
+    x[0, 69] = float("nan")
+    out = product(x)
+    assert out[0].isnan().all()
+    assert not out[1:, [0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "float32"])
+def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
+    loaded = library.load()
+    assert loaded is not None
+    before, results = loaded.instruction_set, []
+    x = torch.randn(20, 576)
+    try:
+        for name in loaded.instruction_sets:
+            loaded.select(name)
+            matrix = make(kind, 90, 576, seed=4)
+            results.append(torch.cat([Product([matrix])(x), Product([matrix])(x[:1])]))
+    finally:
+        loaded.select(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_gguf_py_agrees_about_block_sizes() -> None:
+    for name, (values, num_bytes, _) in BLOCK_TYPES.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (values, num_bytes)
