@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quire.parsers.format import Tool
+from quire.parsers.lark import Lark
 
 
 class Status(enum.Enum):
@@ -56,3 +57,7 @@ class Codec(ABC):
     @abstractmethod
     def render(self, name: str, arguments: Mapping[str, Any], index: int) -> str:
         """A call as a well-behaved model writes it."""
+
+    @abstractmethod
+    def grammar(self, tool: Tool, lark: Lark) -> str:
+        """The calls of this tool whose arguments obey its schema. RequestError if that cannot be said."""

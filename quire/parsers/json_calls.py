@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.parsers.argument_grammar import object_schema
 from quire.parsers.codec import CallSink, Codec, Reader, Status
 from quire.parsers.format import Tool
 from quire.parsers.json_scan import JsonScanner, to_json
+from quire.parsers.lark import Lark
 from quire.parsers.scan import NAME, Match, match, skip_space
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -34,6 +36,10 @@ class JsonEnvelope(Codec):
 
     def render(self, name: str, arguments: Mapping[str, Any], index: int) -> str:
         return f'{{"name": {to_json(name)}, "{self.arguments_key}": {to_json(arguments)}}}'
+
+    def grammar(self, tool: Tool, lark: Lark) -> str:
+        head = lark.literal(f'{{"name": {to_json(tool.name)}, "{self.arguments_key}": ')
+        return f"{head} {lark.schema(object_schema(tool))} {lark.literal('}')}"
 
 
 class _EnvelopeReader(Reader):
@@ -175,6 +181,15 @@ class NamedJson(Codec):
         written = f"functions.{name}:{index}" if self.name_is_id else name
         written += f"{self.id_mark}{index:09d}" if self.id_mark else ""
         return f"{self.prefix}{written}{self.name_end}{to_json(arguments)}{self.json_end}"
+
+    def grammar(self, tool: Tool, lark: Lark) -> str:
+        name = lark.literal(
+            f"{self.prefix}functions.{tool.name}:" if self.name_is_id else f"{self.prefix}{tool.name}"
+        )
+        number = "/[0-9]{1,3}/" if self.name_is_id else ""
+        call_id = f"({lark.literal(self.id_mark)} /[A-Za-z0-9]{{9}}/)?" if self.id_mark else ""
+        end = lark.literal(self.json_end) if self.json_end else ""
+        return f"{name} {number} {call_id} {lark.literal(self.name_end)} {lark.schema(object_schema(tool))} {end}"
 
     def parse_header(self, header: str) -> tuple[str, str | None] | None:
         """Name and id, or None if this is no header."""

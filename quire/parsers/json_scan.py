@@ -50,6 +50,14 @@ class JsonScanner:
         self._waits = False  # for the rest of an escape
         self._read: list[str] = []
 
+    @property
+    def whole(self) -> bool:
+        return self.status is Status.DONE
+
+    @property
+    def over(self) -> bool:
+        return self.status is not Status.MORE
+
     def take(self) -> str:
         text = "".join(self._read)
         self._read.clear()

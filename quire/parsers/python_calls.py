@@ -9,13 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.parsers.argument_grammar import ANY_KEY, free_arguments, in_order, properties, with_definitions
 from quire.parsers.codec import CallSink, Codec, Reader, Status
 from quire.parsers.format import Tool
-from quire.parsers.json_scan import to_json
+from quire.parsers.json_scan import JsonScanner, to_json
+from quire.parsers.lark import Lark, many, optional
 from quire.parsers.scan import MAX_NAME, NAME, skip_space
+from quire.types.errors import RequestError
 
 _INTERESTING = re.compile(r"""["'()\[\]{},\\]""")
-_KEYWORD = re.compile(r"""\s*([^\s"'()\[\]{},=\\]+)\s*=(?!=)""")
+KEY = re.compile(r"""[^\s"'()\[\]{},=\\]+""")
+_KEYWORD = re.compile(rf"\s*({KEY.pattern})\s*=(?!=)")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 
@@ -31,7 +35,27 @@ class PythonCall(Codec):
         return _PythonReader(sink)
 
     def render(self, name: str, arguments: Mapping[str, Any], index: int) -> str:
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        return f"{name}({', '.join(f'{key}={to_json(value)}' for key, value in arguments.items())})"
+
+    def grammar(self, tool: Tool, lark: Lark) -> str:
+        comma = lark.literal(", ")
+        if free_arguments(tool):
+            item = f'{ANY_KEY} "=" {lark.schema({})}'
+            arguments = optional(f"{item} {many(f'{comma} {item}')}")
+        else:
+            for name, _, _ in properties(tool):
+                if KEY.fullmatch(name) is None:
+                    raise RequestError(
+                        f"{tool.name!r} has an argument {name!r}, which this model's tool format cannot write; "
+                        "use letters, digits and underscores",
+                        field="tools",
+                    )
+            items = [
+                (f"{lark.literal(f'{name}=')} {lark.schema(with_definitions(schema, tool))}", required)
+                for name, schema, required in properties(tool)
+            ]
+            arguments = in_order(lark, items, comma)
+        return f"{lark.literal(f'{tool.name}(')} {arguments} {lark.literal(')')}"
 
 
 class _PythonReader(Reader):
@@ -127,7 +151,10 @@ class _PythonReader(Reader):
 
 
 def _literal(source: str) -> str | None:
-    """A Python literal as JSON, or None if it is none that JSON has."""
+    """A literal of Python or of JSON as JSON, or None if it is neither."""
+    scanner = JsonScanner()
+    if scanner.scan(source, 0, final=True) == len(source) and scanner.status is Status.DONE:
+        return source
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes, which Python takes as they are

@@ -36,17 +36,19 @@ def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
         for option in schema.get(key) or ():
             if isinstance(option, Mapping):
                 found |= _types(option, root, depth - 1)
-    target = _resolve(schema.get("$ref"), root)
-    return frozenset(found) | (_types(target, root, depth - 1) if target is not None else frozenset())
+    target = resolve(schema, root)
+    return frozenset(found) | (_types(target, root, depth - 1) if target is not schema else frozenset())
 
 
-def _resolve(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a schema refers to, or the schema itself."""
+    reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
+        return schema
     target: Any = root
     for part in reference[2:].split("/"):
         target = target.get(part) if isinstance(target, Mapping) else None
-    return target if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else schema
 
 
 def _type_of(value: Any) -> str:

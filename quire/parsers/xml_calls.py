@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.parsers.argument_grammar import ANY_KEY, free_arguments, in_order, plain_value, properties, text_until
 from quire.parsers.codec import CallSink, Codec, Reader, Status
 from quire.parsers.format import Tool
-from quire.parsers.json_scan import escaped, to_json
+from quire.parsers.json_scan import JsonScanner, escaped, to_json
+from quire.parsers.lark import Lark, many
 from quire.parsers.scan import MAX_NAME, NAME, Match, match, skip_space
 from quire.parsers.values import argument_types, convert, is_text
 
@@ -47,6 +49,22 @@ class TaggedArguments(Codec):
         scalar = value is None or isinstance(value, bool)
         return str(value) if self.python_words and scalar else to_json(value)
 
+    def grammar(self, tool: Tool, lark: Lark) -> str:
+        if free_arguments(tool):
+            begin, middle = lark.literal(self.key_begin), lark.literal(self.key_end)
+            arguments = many(f"{begin} {ANY_KEY} {middle} {text_until(lark, self.value_end)}")
+        else:
+            items = [
+                (
+                    f"{lark.literal(self.key_begin + name + self.key_end)} "
+                    f"{plain_value(lark, tool, name, schema, self.value_end)}",
+                    required,
+                )
+                for name, schema, required in properties(tool)
+            ]
+            arguments = in_order(lark, items, "")
+        return f"{lark.literal(tool.name + self.name_end)} {arguments} {lark.literal(self.end)}"
+
 
 class _TagReader(Reader):
     """Passes strings on as they come, and values of other types when they are complete."""
@@ -67,7 +85,8 @@ class _TagReader(Reader):
         self._num_arguments = 0
         self._types: frozenset[str] | None = None  # of the argument whose value is being read
         self._at_value_begin = False
-        self._value: list[str] = []
+        self._seen = 0  # how much of a value in the buffer has been looked at
+        self._json: JsonScanner | None = None
 
     def read(self, text: str, position: int, final: bool) -> int:
         before = -1
@@ -163,17 +182,53 @@ class _TagReader(Reader):
             if position == len(text):
                 return position
             self._at_value_begin = False
+            self._seen = 0
+            self._json = None
             if self._breaks[0] and text[position] == "\n":
                 position += 1
+        types = self._types or frozenset()
+        return self._read_text(text, position, final) if is_text(types) else self._read_typed(text, position, final)
+
+    def _read_text(self, text: str, position: int, final: bool) -> int:
         end = text.find(self._value_end, position)
         if end >= 0:
-            self._take(text[position : self._without_break(text, position, end)], True)
+            self._say(escaped(text[position : self._without_break(text, position, end)]) + '"')
+            self._types = None
             return end + len(self._value_end)
         safe = len(text) if final else self._safe_end(text, position)
-        self._take(text[position:safe], False)
-        if final:
-            self._cut_short()
+        self._say(escaped(text[position:safe]))
         return safe
+
+    def _read_typed(self, text: str, position: int, final: bool) -> int:
+        """The value stays in the buffer until it is complete. Inside of its JSON nothing is a marker."""
+        types = self._types or frozenset()
+        at = position + self._seen
+        if self._json is None:
+            at = skip_space(text, at)
+            if at == len(text) and not final:
+                return position
+            self._json = JsonScanner()
+            if text[at : at + 1] not in ("{", "["):
+                self._json.status = Status.BAD
+        scanner = self._json
+        if scanner.status is Status.MORE:
+            at = scanner.scan(text, at)
+            scanner.take()
+            if not (final or scanner.over):
+                self._seen = at - position
+                return position
+            at = at if scanner.whole else position
+        end = text.find(self._value_end, at)
+        if end >= 0:
+            self._say(convert(text[position : self._without_break(text, position, end)], types))
+            self._types = None
+            return end + len(self._value_end)
+        self._seen = max(at, len(text) - len(self._value_end) + 1) - position
+        if not final:
+            return position
+        value = convert(text[position:], types)
+        self._say(value[:-1] if value.startswith('"') else value)
+        return len(text)
 
     def _safe_end(self, text: str, position: int) -> int:
         """Up to where the text is surely part of the value."""
@@ -187,26 +242,9 @@ class _TagReader(Reader):
     def _without_break(self, text: str, position: int, end: int) -> int:
         return end - 1 if self._breaks[1] and end > position and text[end - 1] == "\n" else end
 
-    def _take(self, piece: str, ended: bool) -> None:
-        types = self._types or frozenset()
-        if is_text(types):
-            fragment = escaped(piece) + ('"' if ended else "")
-            if fragment:
-                self._sink.arguments(fragment)
-        else:
-            self._value.append(piece)
-            if ended:
-                self._sink.arguments(convert("".join(self._value), types))
-                self._value.clear()
-        if ended:
-            self._types = None
-
-    def _cut_short(self) -> None:
-        """The output ended inside a value that has not been passed on yet."""
-        value = "".join(self._value)
-        if value:
-            converted = convert(value, self._types or frozenset())
-            self._sink.arguments(converted[:-1] if converted.startswith('"') else converted)
+    def _say(self, fragment: str) -> None:
+        if fragment:
+            self._sink.arguments(fragment)
 
     def _start(self) -> bool:
         self._started = self._started or self._sink.start(self._name)

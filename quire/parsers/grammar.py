@@ -1,0 +1,140 @@
+"""The grammar that holds a model to a tool format and to the tools' schemas; knows formats, not who compiles it.
+
+The result is llguidance's dialect of Lark. Where text is free, it is free until a call begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from quire.parsers.format import ChannelFormat, ReasoningFormat, Tool, ToolFormat
+from quire.parsers.lark import ANY_TEXT, Lark, choice, many, optional, regex
+from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+
+ToolChoice = Literal["required", "named", "auto"]
+
+
+def grammar_for(
+    tool_format: str,
+    tools: Sequence[Tool],
+    *,
+    tool_choice: ToolChoice = "required",
+    parallel: bool = True,
+    reasoning_format: str | None = None,
+    reasoning_open: bool = False,
+    special_tokens: Mapping[str, int] | None = None,
+) -> str:
+    """What the output may be.
+
+    `required`: thinking, then one or more calls of these tools, and no text. `named`: the same with one call; give
+    the one tool. `auto`: any text with calls in it; calls of strict tools obey their schemas, others get an object.
+    `reasoning_open`: the prompt ends inside of thinking. `special_tokens` maps the tokenizer's to their ids.
+    RequestError if a schema cannot be held to in this format.
+    """
+    lark = Lark(special_tokens or {})
+    layout = TOOL_FORMATS.get(tool_format)
+    held = [tool if tool.strict or tool_choice != "auto" else Tool(tool.name) for tool in tools]
+    parallel = parallel and tool_choice != "named"
+    if isinstance(layout, ChannelFormat):
+        return lark.text(_channels(lark, layout, held, tool_choice))
+    reasoning = None if reasoning_format is None else REASONING_FORMATS.get(reasoning_format)
+    thoughts = reasoning if isinstance(reasoning, ReasoningFormat) else None
+    if tool_choice == "auto":
+        return lark.text(_free(lark, layout, held, parallel, thoughts, reasoning_open))
+    begin, rest = _calls(lark, layout, held, parallel)
+    calls = f"{lark.literal(begin)} {rest}" if begin else rest
+    return lark.text(f"{_thinking(lark, thoughts, reasoning_open)} {calls}")
+
+
+def _thinking(lark: Lark, thoughts: ReasoningFormat | None, is_open: bool) -> str:
+    """The rest of the thinking if it is open; or else a whole block, or none."""
+    if thoughts is None:
+        return ""
+    rest = f"{lark.until([end.strip() for end in thoughts.end])} /[ \\n]{{0,2}}/"
+    return rest if is_open else optional(f"{_begin_thinking(lark, thoughts)} {rest}")
+
+
+def _begin_thinking(lark: Lark, thoughts: ReasoningFormat) -> str:
+    return choice([lark.literal(begin.strip()) for begin in thoughts.begin])
+
+
+def _calls(lark: Lark, layout: ToolFormat, tools: Sequence[Tool], parallel: bool) -> tuple[str, str]:
+    """How calls begin, and the grammar of what follows."""
+    call = lark.rule(choice([lark.rule(layout.codec.grammar(tool, lark)) for tool in tools]))
+    begin = layout.begin[0] if layout.begin and not layout.bare else ""
+    end = lark.literal(layout.end) if layout.end else ""
+    call_end = lark.literal(layout.call_end) if layout.call_end else ""
+    first = f"{call} {call_end}"
+    if not begin and not layout.opening:
+        # Each call stands for itself.
+        again = many(f"{lark.literal(layout.between + layout.call_begin)} {first}") if parallel else ""
+        return layout.call_begin, f"{first} {again} {end}"
+    if layout.one_per_section:
+        again = f"{lark.literal(layout.between + begin + layout.call_begin)} {first} {end}"
+        return begin + layout.call_begin, f"{first} {end} {many(again) if parallel else ''}"
+    again = many(f"{lark.literal(layout.between + layout.call_begin)} {first}") if parallel else ""
+    return begin + layout.opening + layout.call_begin, f"{first} {again} {end}"
+
+
+def _free(
+    lark: Lark,
+    layout: ToolFormat,
+    tools: Sequence[Tool],
+    parallel: bool,
+    thoughts: ReasoningFormat | None,
+    is_open: bool,
+) -> str:
+    begin, rest = _calls(lark, layout, tools, parallel)
+    repeat = many if parallel else optional
+    if layout.bare:
+        body = _bare(lark, layout, begin, rest)
+        return f"{_thinking(lark, thoughts, is_open)} {body}"
+    mark = begin.strip()
+    rest = lark.rule(f"{lark.literal(begin[begin.index(mark) + len(mark) :])} {rest}")
+    tag = lark.rule(f"{lark.until([mark])} {rest}")
+    body = f"{repeat(tag)} {lark.rule(ANY_TEXT)}"
+    if thoughts is None or is_open:
+        return f"{_thinking(lark, thoughts, is_open)} {body}"
+    # Text that begins like thinking is thinking: there calls mean nothing.
+    thinks = "|".join(re.escape(begin.strip()) for begin in thoughts.begin)
+    like_thinking = regex(rf"[ \n]*(?:{thinks})(?s:.*)")
+    head = lark.terminal(f"{ANY_TEXT} & ~{like_thinking}")
+    first_tag = f"{lark.until([mark], head)} {rest}"
+    again = body if parallel else lark.rule(ANY_TEXT)
+    after = f"{_begin_thinking(lark, thoughts)} {lark.until([end.strip() for end in thoughts.end])} {body}"
+    return choice([f"/[ \\n]*/ {after}", head, f"{first_tag} {again}"])
+
+
+def _bare(lark: Lark, layout: ToolFormat, begin: str, rest: str) -> str:
+    """Calls without a marker begin a line; so no other line may begin like one."""
+    first = layout.opening.strip() or "{"
+    line = f"(?:[ \\t]*(?:[^\\n \\t\\{first}][^\\n]*)?)"
+    text = lark.terminal(regex(f"{line}(?:\\n{line})*"))
+    call = f"{lark.literal(begin)} {rest}" if begin else rest
+    before = lark.terminal(regex(f"(?:{line}\\n)*"))
+    marked = [f"{lark.until([mark])} {call}" for mark in layout.begin if lark.is_special(mark)]
+    return choice([text, f"{before} {call}", *marked])
+
+
+def _channels(lark: Lark, layout: ChannelFormat, tools: Sequence[Tool], tool_choice: ToolChoice) -> str:
+    """After `<|start|>assistant`: thinking and a preamble if it likes, then a call, or in the end an answer."""
+    end, message = layout.ends[0], layout.message
+    again = lark.literal(f"{layout.start}assistant")
+    hidden = f"{lark.literal(layout.channel + layout.hidden_channel + message)} {lark.until([end])} {again}"
+    preamble = f"{lark.literal(layout.channel + layout.call_channel + message)} {lark.until([end])} {again}"
+    kind = f" {layout.constrain}json{message}"
+    calls = []
+    for tool in tools:
+        to = f" to={layout.namespace}{tool.name}"
+        heads = (
+            f"{to}{layout.channel}{layout.call_channel}{kind}",
+            f"{layout.channel}{layout.call_channel}{to}{kind}",
+        )
+        body = lark.schema({**tool.parameters, "type": "object"})
+        calls.append(lark.rule(f"{choice([lark.literal(head) for head in heads])} {body}"))
+    options = [f"{lark.rule(choice(calls))} {optional(lark.literal(layout.ends[-1]))}"]
+    if tool_choice == "auto":
+        options.append(f"{lark.literal(layout.channel + layout.text_channel + message)} {ANY_TEXT}")
+    return f"{optional(hidden)} {optional(preamble)} {choice(options)}"
