@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from quire.parsers.codec import Codec
 
+# A chat template that has all the strings of one of these tuples speaks the format.
+Signs = tuple[tuple[str, ...], ...]
 IdStyle = Literal["openai", "mistral", "kimi"]
 
 
@@ -34,6 +36,7 @@ class ToolFormat:
     """
 
     models: str  # whom it is for, for people
+    signs: Signs = ()
     codec: Codec  # what stands between call_begin and call_end
     begin: tuple[str, ...] = ()  # spellings of the section's beginning; the first is the one to write
     opening: str = ""  # follows `begin`, as the bracket of a list does
@@ -53,6 +56,7 @@ class ReasoningFormat:
     """Thinking between `begin` and `end`. It is open from the start if the prompt ends inside such a block."""
 
     models: str
+    signs: Signs = ()
     begin: tuple[str, ...]  # spellings; the first is the one to write
     end: tuple[str, ...]
     answer: tuple[str, ...] = ()  # what may wrap the reply that follows the thinking
@@ -65,6 +69,7 @@ class ChannelFormat:
     """Messages with headers, each for a channel and perhaps a recipient: tool and reasoning format in one."""
 
     models: str
+    signs: Signs = ()
     start: str
     channel: str
     message: str

@@ -13,6 +13,7 @@ def _token(name: str) -> str:
 
 DEEPSEEK_V3 = ToolFormat(
     models="DeepSeek V3, R1 and its distillations",
+    signs=((_token("tool▁calls▁begin"), "```json"),),
     begin=(_token("tool▁calls▁begin"),),
     call_begin=_token("tool▁call▁begin"),
     codec=NamedJson(prefix="function" + _token("tool▁sep"), name_end="\n```json\n", json_end="\n```"),
@@ -24,6 +25,7 @@ DEEPSEEK_V3 = ToolFormat(
 
 DEEPSEEK_V31 = ToolFormat(
     models="DeepSeek V3.1",
+    signs=((_token("tool▁calls▁begin"),),),
     begin=(_token("tool▁calls▁begin"),),
     call_begin=_token("tool▁call▁begin"),
     codec=NamedJson(name_end=_token("tool▁sep")),
@@ -33,5 +35,8 @@ DEEPSEEK_V31 = ToolFormat(
 )
 
 DEEPSEEK_R1 = ReasoningFormat(
-    models="DeepSeek R1, V3.1, V3.2, Kimi K2 Thinking", begin=("<think>",), end=("</think>",)
+    models="DeepSeek R1, V3.1, V3.2, Kimi K2 Thinking",
+    signs=(("<think>",), ("</think>",)),
+    begin=("<think>",),
+    end=("</think>",),
 )

@@ -7,6 +7,7 @@ from quire.parsers.xml_calls import TaggedArguments
 
 GLM45 = ToolFormat(
     models="GLM 4.5, 4.6, 4.7, Laguna",
+    signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
     call_begin="<tool_call>",
     codec=TaggedArguments(
         name_end="\n",
@@ -18,4 +19,6 @@ GLM45 = ToolFormat(
     between="\n",
 )
 
-GLM45_THINKING = ReasoningFormat(models="GLM 4.5, 4.6, 4.7", begin=("<think>",), end=("</think>",), lead="\n")
+GLM45_THINKING = ReasoningFormat(
+    models="GLM 4.5, 4.6, 4.7", signs=(("<think>", "[gMASK]"),), begin=("<think>",), end=("</think>",), lead="\n"
+)

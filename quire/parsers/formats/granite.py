@@ -7,6 +7,7 @@ from quire.parsers.json_calls import JsonEnvelope
 
 GRANITE = ToolFormat(
     models="Granite 3.0 to 3.3",
+    signs=(("<|tool_call|>", "<|start_of_role|>"),),
     begin=("<|tool_call|>", "<tool_call>"),
     opening="[",
     codec=JsonEnvelope(),
@@ -17,6 +18,7 @@ GRANITE = ToolFormat(
 
 GRANITE_THINKING = ReasoningFormat(
     models="Granite 3.2, 3.3",
+    signs=(("<think>", "<|start_of_role|>"),),
     begin=("<think>", "Here is my thought process:", "Here's my thought process:"),
     end=("</think>", "Here is my response:", "Here's my response:"),
     answer=("<response>", "</response>"),

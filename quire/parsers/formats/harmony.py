@@ -6,6 +6,7 @@ from quire.parsers.format import ChannelFormat
 
 HARMONY = ChannelFormat(
     models="gpt-oss",
+    signs=(("<|start|>", "<|channel|>", "<|message|>"),),
     start="<|start|>",
     channel="<|channel|>",
     message="<|message|>",

@@ -8,6 +8,7 @@ from quire.parsers.python_calls import PythonCall
 
 LLAMA3_JSON = ToolFormat(
     models="Llama 3.1, 3.2, 3.3",
+    signs=(("<|start_header_id|>", '"parameters": '),),
     begin=("<|python_tag|>",),
     codec=JsonEnvelope(arguments_key="parameters", known_keys_only=True),
     between="; ",
@@ -27,6 +28,7 @@ PYTHONIC = ToolFormat(
 
 LLAMA4_PYTHONIC = ToolFormat(
     models="Llama 4",
+    signs=(("<|python_start|>",), ("<|header_start|>",)),
     begin=("<|python_start|>",),
     opening="[",
     codec=PythonCall(),

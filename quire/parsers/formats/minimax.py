@@ -7,6 +7,7 @@ from quire.parsers.xml_calls import TaggedArguments
 
 MINIMAX_M2 = ToolFormat(
     models="MiniMax M2, M2.1",
+    signs=(("<minimax:tool_call>", "<invoke name="),),
     begin=("<minimax:tool_call>\n",),
     call_begin='<invoke name="',
     codec=TaggedArguments(
@@ -21,5 +22,5 @@ MINIMAX_M2 = ToolFormat(
 )
 
 MINIMAX_M2_THINKING = ReasoningFormat(
-    models="MiniMax M2, M2.1", begin=("<think>\n",), end=("\n</think>",), lead="\n\n"
+    models="MiniMax M2, M2.1", signs=(("<think>", "]~b]ai"),), begin=("<think>\n",), end=("\n</think>",), lead="\n\n"
 )

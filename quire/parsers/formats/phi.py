@@ -7,6 +7,7 @@ from quire.parsers.json_calls import JsonEnvelope
 
 PHI4_MINI = ToolFormat(
     models="Phi-4-mini, FireFunction v2",
+    signs=(("functools",), ("<|tool|>", "<|/tool|>")),
     begin=("functools", "<|tool_call|>"),
     opening="[",
     codec=JsonEnvelope(),

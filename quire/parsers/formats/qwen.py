@@ -7,6 +7,7 @@ from quire.parsers.xml_calls import TaggedArguments
 
 QWEN3_CODER = ToolFormat(
     models="Qwen3-Coder, Qwen3.5, Nemotron 3 Nano",
+    signs=(("<tool_call>", "<function=", "<parameter="),),
     begin=("<tool_call>\n",),
     call_begin="<function=",
     codec=TaggedArguments(
@@ -22,4 +23,6 @@ QWEN3_CODER = ToolFormat(
     one_per_section=True,
 )
 
-QWEN3_THINKING = ReasoningFormat(models="Qwen3, QwQ", begin=("<think>\n",), end=("\n</think>",), lead="\n\n")
+QWEN3_THINKING = ReasoningFormat(
+    models="Qwen3, QwQ", signs=(("<think>", "<|im_start|>"),), begin=("<think>\n",), end=("\n</think>",), lead="\n\n"
+)
