@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from quire.frontend.template_sandbox import (
     Budget,
@@ -81,6 +82,10 @@ class ChatTemplate:
         }
         prompt = self._run(variables)
         return _cut_at_mark(prompt, continued) if continue_final_message else prompt
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template asks for a variable, such as `tools`."""
+        return variable in jinja2.meta.find_undeclared_variables(_environment().parse(self.source))
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:

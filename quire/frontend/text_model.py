@@ -86,15 +86,21 @@ class TextModel:
             return self.defaults.params
         return msgspec.structs.replace(self.defaults.params, max_tokens=None)
 
-    def _template_source(self, chat_template: str | None, tools: Sequence[Any] | None) -> str:
-        source = chat_template or self._chat_template
-        if source is not None:
-            return source
-        if self.tokenizer is None:
-            raise RequestError("a chat needs a tokenizer, and there is none; give prompt_token_ids", "messages")
+    def own_template(self, with_tools: bool) -> ChatTemplate | None:
+        """The template that the model or the settings give for conversations with tools or without, if any."""
+        source = self._own_source(with_tools)
+        return None if source is None else self._template(source)
+
+    def _own_source(self, with_tools: bool) -> str | None:
+        if self._chat_template is not None or self.tokenizer is None:
+            return self._chat_template
         named = self.tokenizer.chat_templates
-        source = named.get("tool_use") if tools else None
-        source = source or named.get("default")
+        return (named.get("tool_use") if with_tools else None) or named.get("default")
+
+    def _template_source(self, chat_template: str | None, tools: Sequence[Any] | None) -> str:
+        source = chat_template or self._own_source(bool(tools))
+        if source is None and self.tokenizer is None:
+            raise RequestError("a chat needs a tokenizer, and there is none; give prompt_token_ids", "messages")
         if source is None:
             raise RequestError(
                 "this model has no chat template; give chat_template, or use generate() with a plain prompt",

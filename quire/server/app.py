@@ -14,6 +14,7 @@ from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.admin import admin_router
 from quire.server.admission import Admission
 from quire.server.context import EngineProvider, ServerContext
+from quire.server.conversation.formats import resolve_formats
 from quire.server.errors import install_error_handlers
 from quire.server.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
 from quire.server.openai.chat.router import chat_router
@@ -35,7 +36,8 @@ def build_app(
     extra_routers: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext."""
-    context = ServerContext(provider, text, settings, tuple(model_names), Admission(settings.max_queue))
+    formats = resolve_formats(text, settings)
+    context = ServerContext(provider, text, settings, tuple(model_names), Admission(settings.max_queue), formats)
     app = FastAPI(
         title="Quire",
         version=quire.__version__,

@@ -12,6 +12,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.frontend.tokenizer import Tokenizer
 from quire.server.admission import Admission
+from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.types.errors import EngineUnavailableError, RequestError
 from quire.utils.log import get_logger
@@ -52,6 +53,7 @@ class ServerContext:
     settings: ServerConfig
     model_names: Sequence[str]
     admission: Admission
+    formats: Formats
     created: int = field(default_factory=lambda: int(time.time()))
     _seen_fields: set[str] = field(default_factory=set)
 

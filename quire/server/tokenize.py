@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.server.context import ServerContext
+from quire.server.conversation.prepare import render_conversation
 from quire.server.errors import json_response
-from quire.server.openai.chat.messages import render
+from quire.server.openai.chat.messages import template_conversation
 from quire.server.openai.chat.protocol import TemplateFields
 from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.sampling import TokenIds
@@ -70,7 +71,8 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         if isinstance(body, TokenizeText):
             text, add_special_tokens = body.prompt, body.add_special_tokens is not False
         else:
-            text, add_special_tokens = await render(context, body), bool(body.add_special_tokens)
+            text = await render_conversation(context, template_conversation(context, body))
+            add_special_tokens = bool(body.add_special_tokens)
         if len(text) > _LONG_TEXT:
             ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
         else:

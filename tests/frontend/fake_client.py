@@ -18,6 +18,7 @@ from quire.types.outputs import EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import TokenLogprobs
+from quire.types.structured import Vocabulary
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
@@ -79,6 +80,7 @@ class FakeClient(EngineClient):
         self.num_steps = 0
         self.num_resets = 0
         self.is_shut_down = False
+        self.vocabulary: Vocabulary | None = None
         self._answer: Answer = (lambda request: list(answer.encode())) if isinstance(answer, str) else answer
         self._chunk = chunk
         self._dies_at_step = dies_at_step
@@ -121,6 +123,9 @@ class FakeClient(EngineClient):
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -106,9 +106,9 @@ def test_errors_are_the_clients_own_types(client: openai.OpenAI, server: LiveSer
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as tools:
         client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+            model=MODEL, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "not a name"}}]
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tools[0].function"
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()

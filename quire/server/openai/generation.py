@@ -18,6 +18,7 @@ from quire.server.openai.sampling import SamplingFields
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
+from quire.types.structured import GrammarError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,6 +34,8 @@ class Generation:
     prompts: Sequence[dict[str, Any]]
     prompt_field: str
     """What the request calls its prompt."""
+    format_field: str | None = None
+    """What the request calls the grammar of its answer."""
     params: SamplingParams
     priority: int
     add_special_tokens: bool
@@ -74,6 +77,8 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
             async with aclosing(merged(streams)) as outputs:
                 async for item in outputs:
                     yield item
+        except GrammarError as error:
+            raise GrammarError(str(error), generation.format_field or "", error.keyword, error.path) from error
         except RequestError as error:
             if error.field not in ("prompt", "prompt_token_ids"):
                 raise

@@ -12,6 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from quire.config.groups import ServerConfig
+from quire.server.openai.structured import StructuredFields
 from quire.types.errors import RequestError
 from quire.types.sampling import OutputKind, SamplingParams
 
@@ -26,7 +27,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StructuredFields):
     """What may be asked of generation, on any endpoint."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())

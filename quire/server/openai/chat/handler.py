@@ -10,10 +10,14 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.parsers.events import CallEnd, Event, ReasoningDelta
 from quire.server.context import ServerContext
+from quire.server.conversation.answer import ChoicePiece, Message
+from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
 from quire.server.middleware import trace_headers_of
-from quire.server.openai.chat.messages import last_text, render
+from quire.server.openai.chat.deltas import delta_of, response_message
+from quire.server.openai.chat.messages import conversation_of, last_text
 from quire.server.openai.chat.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -21,7 +25,6 @@ from quire.server.openai.chat.protocol import (
     ChatCompletionRequest,
     ChunkChoice,
     Delta,
-    ResponseMessage,
 )
 from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
@@ -30,20 +33,22 @@ from quire.server.openai.sampling import check_logprobs, check_stream_options, e
 from quire.server.openai.usage import Usage, UsageCounter
 from quire.server.sse import EventStream, event, while_connected
 from quire.types.errors import RequestError
-from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.outputs import RequestOutput
 
 ROUTE = "/v1/chat/completions"
 
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
-    generation = await prepare(context, body, request)
-    answer = ChatAnswer(context, body, generation)
+    generation, prepared = await prepare(context, body, request)
+    answer = ChatAnswer(context, body, generation, prepared)
     if body.stream:
         return EventStream(answer.events())
     return json_response(await while_connected(request.receive, answer.body()))
 
 
-async def prepare(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Generation:
+async def prepare(
+    context: ServerContext, body: ChatCompletionRequest, request: Request
+) -> tuple[Generation, PreparedConversation]:
     """Check everything that does not need the engine's word."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
@@ -58,18 +63,23 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest, request: 
         max_model_len=engine.info.max_model_len,
         logprobs=_num_logprobs(body, context),
     )
-    prompt = await while_connected(request.receive, render(context, body))
-    return Generation(
+    conversation = conversation_of(context, body)
+    prepared = await while_connected(
+        request.receive, prepare_conversation(context, conversation, params, response_id)
+    )
+    generation = Generation(
         response_id=response_id,
         engine_id=engine_id,
         model=model,
-        prompts=[engine_prompt(body, prompt)],
+        prompts=[engine_prompt(body, prepared.prompt)],
         prompt_field="messages",
-        params=params,
+        format_field=prepared.format_field,
+        params=prepared.params,
         priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
         trace_headers=trace_headers_of(request.scope),
     )
+    return generation, prepared
 
 
 def _num_logprobs(body: ChatCompletionRequest, context: ServerContext) -> int | None:
@@ -82,11 +92,20 @@ def _num_logprobs(body: ChatCompletionRequest, context: ServerContext) -> int | 
 class ChatAnswer:
     """Builds the answer to one request."""
 
-    def __init__(self, context: ServerContext, body: ChatCompletionRequest, generation: Generation) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        prepared: PreparedConversation,
+    ) -> None:
         self._context = context
         self._generation = generation
+        self._reader = prepared.reader()
+        self._may_call = prepared.may_call
         self._usage = UsageCounter()
         self._prefix = last_text(body) if body.echo else ""
+        self._include_reasoning = body.include_reasoning is not False
         self._return_token_ids = bool(body.return_token_ids)
         self._include_usage, self._continuous_usage = body.wants_usage()
         self._num_top = generation.params.logprobs or 0
@@ -101,7 +120,7 @@ class ChatAnswer:
             self._generation.response_id,
             self._generation.created,
             self._generation.model,
-            [self._choice(completion) for completion in output.outputs],
+            [self._choice(piece) for piece in self._reader.read(output)],
             self._usage.usage(),
         )
         if self._generation.params.prompt_logprobs is not None:
@@ -121,14 +140,14 @@ class ChatAnswer:
         if self._include_usage:
             yield event(msgspec.json.encode(self._chunk(None, self._usage.usage())))
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+    def _choice(self, piece: ChoicePiece) -> ChatChoice:
         return ChatChoice(
-            completion.index,
-            ResponseMessage("assistant", self._prefix + completion.text),
-            self._logprobs(completion),
-            completion.finish_reason,
-            completion.stop_reason,
-            completion.token_ids if self._return_token_ids else UNSET,
+            piece.index,
+            response_message(Message.of(piece.events), self._prefix, self._may_call, self._include_reasoning),
+            self._logprobs(piece),
+            piece.finish_reason,
+            piece.stop_reason,
+            piece.token_ids if self._return_token_ids else UNSET,
         )
 
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
@@ -137,24 +156,37 @@ class ChatAnswer:
         if self._continuous_usage:
             usage = self._usage.usage()
         chunks: list[ChatCompletionChunk] = []
-        for completion in output.outputs:
-            index = completion.index
+        for piece in self._reader.read(output):
+            index = piece.index
             if index not in begun:
                 begun.add(index)
-                first = self._chunk(ChunkChoice(index, Delta("assistant", self._prefix)), usage)
+                # An answer that is only calls has no content, not an empty one.
+                content = self._prefix if self._prefix or not self._may_call else None
+                first = self._chunk(ChunkChoice(index, Delta("assistant", content)), usage)
                 if self._return_token_ids:
                     first.prompt_token_ids = output.prompt_token_ids
                 chunks.append(first)
-            # A token may have no text of its own yet, such as the first half of a character.
-            if completion.text or (completion.token_ids and (self._formatter is not None or self._return_token_ids)):
-                choice = ChunkChoice(index, Delta(None, completion.text), self._logprobs(completion))
-                if self._return_token_ids:
-                    choice.token_ids = completion.token_ids
-                chunks.append(self._chunk(choice, usage))
-            if completion.finish_reason is not None:
-                last = ChunkChoice(index, Delta(), None, completion.finish_reason, completion.stop_reason)
+            chunks += [self._chunk(choice, usage) for choice in self._choices(piece)]
+            if piece.finish_reason is not None:
+                last = ChunkChoice(index, Delta(), None, piece.finish_reason, piece.stop_reason)
                 chunks.append(self._chunk(last, usage))
         return chunks
+
+    def _choices(self, piece: ChoicePiece) -> list[ChunkChoice]:
+        """What a piece says, a choice for each event; the first one has the piece's tokens with it."""
+        deltas = [delta_of(said) for said in piece.events if self._is_shown(said)]
+        # A token may have nothing to say by itself, such as the first half of a character.
+        if not deltas and piece.token_ids and (self._formatter is not None or self._return_token_ids):
+            deltas = [Delta()]
+        choices = [ChunkChoice(piece.index, delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs = self._logprobs(piece)
+            if self._return_token_ids:
+                choices[0].token_ids = piece.token_ids
+        return choices
+
+    def _is_shown(self, said: Event) -> bool:
+        return not isinstance(said, CallEnd) and (self._include_reasoning or not isinstance(said, ReasoningDelta))
 
     def _chunk(self, choice: ChunkChoice | None, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         generation = self._generation
@@ -166,7 +198,7 @@ class ChatAnswer:
             usage,
         )
 
-    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        if self._formatter is None or completion.logprobs is None:
+    def _logprobs(self, piece: ChoicePiece) -> ChatLogprobs | None:
+        if self._formatter is None or piece.logprobs is None:
             return None
-        return self._formatter.chat(completion.logprobs, self._num_top)
+        return self._formatter.chat(piece.logprobs, self._num_top)

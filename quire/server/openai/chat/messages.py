@@ -1,58 +1,124 @@
-"""Turns a client's messages into those that a chat template reads, and renders them; knows text, not tokens."""
+"""Turns a client's messages, tools and choices into a Conversation."""
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 from typing import Any
 
 import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.openai.chat.protocol import ChatMessage, ContentPart, TemplateFields
-from quire.types.errors import RequestError, TokenizerError
+from quire.server.conversation.render import check_template_options
+from quire.server.conversation.request import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Conversation,
+    TemplateOptions,
+    Tool,
+    ToolChoice,
+    check_tools,
+)
+from quire.server.openai.chat.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    TemplateFields,
+    ToolDefinition,
+)
+from quire.server.openai.structured import output_format
+from quire.types.errors import RequestError
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
-# A template that a stranger wrote, or a long conversation, is rendered on a thread to keep the event loop free.
-_LONG_CONVERSATION = 20_000
+_CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
 
 
-async def render(context: ServerContext, body: TemplateFields) -> str:
-    """The prompt of a conversation."""
-    if body.chat_template is not None and not context.settings.allow_request_chat_template:
+def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
+    """What a chat request asks. Copies no schema: however large it is, this is quick."""
+    tools = [tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    choice, tools = tool_choice_of(body.tool_choice, tools)
+    check_tools(tools, choice)
+    return dataclasses.replace(
+        template_conversation(context, body),
+        tools=tuple(tools),
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        output_format=output_format(body),
+        reasoning_effort=body.reasoning_effort,
+    )
+
+
+def template_conversation(context: ServerContext, body: TemplateFields) -> Conversation:
+    """The part of a conversation that its prompt depends on."""
+    variables = body.chat_template_kwargs or {}
+    check_template_options(context.settings, body.chat_template, variables)
+    return Conversation(
+        messages=[template_message(message, index) for index, message in enumerate(body.messages)],
+        tools=tuple(tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())),
+        template=TemplateOptions(
+            body.add_generation_prompt,
+            bool(body.continue_final_message),
+            body.chat_template,
+            variables,
+            body.documents,
+        ),
+    )
+
+
+def tool_of(tool: ToolDefinition, where: str) -> Tool:
+    if tool.type != "function":
         raise RequestError(
-            "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
-            "chat_template",
+            f"{where} is of type {tool.type[:40]!r}, and this server takes only functions; send type 'function'",
+            f"{where}.type",
         )
-    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
-    continues = bool(body.continue_final_message)
-    variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted(_RESERVED & variables.keys())
-    if reserved:
-        raise RequestError(
-            f"chat_template_kwargs has {reserved[0]!r}, which the request sets elsewhere; rename it",
-            "chat_template_kwargs",
-        )
-    if body.documents is not None:
-        variables["documents"] = body.documents
+    function = tool.function
+    if function is None:
+        raise RequestError(f"{where}.function is missing; give it", f"{where}.function")
+    return Tool(function.name, function.description, function.parameters, bool(function.strict), f"{where}.function")
 
-    def render_now() -> str:
-        return context.text.render_chat(
-            messages,
-            chat_template=body.chat_template,
-            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-            continue_final_message=continues,
-            chat_template_kwargs=variables,
-        )
 
-    try:
-        if body.chat_template is not None or _size(messages) > _LONG_CONVERSATION:
-            return await asyncio.to_thread(render_now)
-        return render_now()
-    except TokenizerError as error:
-        if body.chat_template is None:
-            raise
-        raise RequestError(str(error), "chat_template") from error
+def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
+    """Who decides about calls, and the tools that may be called: `allowed_tools` leaves some of them."""
+    if value is None:
+        return AUTO, tools
+    if isinstance(value, str):
+        if value not in _CHOICES:
+            raise RequestError(
+                f"tool_choice is {value[:40]!r} but must be auto, none, required or an object that names a function",
+                "tool_choice",
+            )
+        return _CHOICES[value], tools
+    if value.get("type") == "function":
+        return ToolChoice("named", _name_of(value, "tool_choice")), tools
+    if value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"), tools)
+    raise RequestError(
+        f"tool_choice is of type {str(value.get('type'))[:40]!r} but must be of type 'function' or 'allowed_tools'",
+        "tool_choice.type",
+    )
+
+
+def _allowed(value: Any, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
+    where = "tool_choice.allowed_tools"
+    listed = value.get("tools") if isinstance(value, dict) else None
+    if not isinstance(listed, list) or value.get("mode") not in ("auto", "required"):
+        raise RequestError(f"{where} needs a mode, auto or required, and a list of tools", where)
+    known = {tool.name: tool for tool in tools}
+    allowed: list[Tool] = []
+    for index, entry in enumerate(listed):
+        name = _name_of(entry, f"{where}.tools[{index}]")
+        if name not in known:
+            raise RequestError(f"{where}.tools[{index}] names {name[:140]!r}, which is not in tools", where)
+        allowed.append(known[name])
+    return _CHOICES[value["mode"]], allowed
+
+
+def _name_of(value: Any, where: str) -> str:
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(f"{where}.function.name is missing; give it", f"{where}.function.name")
+    return name
 
 
 def template_message(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -107,10 +173,3 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise RequestError(f"{where} is not a JSON object: {error}; correct it", where) from error
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _size(messages: list[dict[str, Any]]) -> int:
-    return sum(
-        len(content) if isinstance(content := message["content"], str) else sum(len(part["text"]) for part in content)
-        for message in messages
-    )

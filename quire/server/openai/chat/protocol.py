@@ -8,10 +8,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.server.conversation.answer import FinishReason
 from quire.server.openai.logprobs import ChatLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
 from quire.server.openai.usage import Usage
-from quire.types.request import FinishReason
 
 
 class ContentPart(BaseModel):
@@ -35,10 +35,29 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
+class FunctionDefinition(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = Field(None, description="Calls obey the schema also when the model is free to make them.")
+
+
+class ToolDefinition(BaseModel):
+    """A tool. Only functions are taken."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "function"
+    function: FunctionDefinition | None = None
+
+
 class TemplateFields(BaseModel):
     """How a conversation becomes a prompt; shared with /tokenize."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[ToolDefinition] | None = Field(None, description="Functions that the model may call.")
     add_generation_prompt: bool | None = Field(None, description="End the prompt where the answer begins; on.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message; off.")
     chat_template: str | None = Field(None, description="Refused unless --allow-request-chat-template.")
@@ -63,12 +82,32 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     add_special_tokens: bool | None = Field(
         None, description="Let the tokenizer add its own to what the template wrote; off."
     )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, none, required, or {type: function, function: {name}}; auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow more than one call in an answer; on.")
+    reasoning_effort: str | None = Field(None, description="For templates that know it; none turns thinking off.")
+    include_reasoning: bool | None = Field(None, description="Show the model's thinking; on.")
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
 
 
 class ResponseMessage(msgspec.Struct):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -90,9 +129,24 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

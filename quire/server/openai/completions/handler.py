@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from quire.frontend.mailbox import merge_deltas
 from quire.server.context import ServerContext
+from quire.server.conversation.request import OutputFormat
 from quire.server.errors import json_response
 from quire.server.middleware import trace_headers_of
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
@@ -20,6 +21,7 @@ from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
 from quire.server.openai.sampling import check_stream_options, engine_prompt, sampling_params
+from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, UsageCounter
 from quire.server.sse import EventStream, event, while_connected
 from quire.types.errors import RequestError
@@ -47,13 +49,15 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
     prompts = prompts_of(body)
     response_id, engine_id = response_ids("cmpl", body, request)
     engine = context.provider.engine
+    wanted = output_format(body)
     return Generation(
         response_id=response_id,
         engine_id=engine_id,
         model=model,
         prompts=[engine_prompt(body, prompt) for prompt in prompts],
         prompt_field="prompt",
-        params=_params(context, body, engine.info.max_model_len),
+        format_field=None if wanted is None else wanted.where,
+        params=_params(context, body, engine.info.max_model_len, wanted),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         trace_headers=trace_headers_of(request.scope),
@@ -72,7 +76,9 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompt)
 
 
-def _params(context: ServerContext, body: CompletionRequest, max_model_len: int) -> SamplingParams:
+def _params(
+    context: ServerContext, body: CompletionRequest, max_model_len: int, wanted: OutputFormat | None
+) -> SamplingParams:
     # The engine always makes a token; when none is wanted it is not shown.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     params = sampling_params(
@@ -83,6 +89,8 @@ def _params(context: ServerContext, body: CompletionRequest, max_model_len: int)
         max_model_len=max_model_len,
         logprobs=body.logprobs,
     )
+    if wanted is not None:
+        params = msgspec.structs.replace(params, structured_outputs=wanted.constraint)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params

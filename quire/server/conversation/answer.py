@@ -1,0 +1,147 @@
+"""Reads a model's outputs as events: text, reasoning and calls with ids; the same events streamed or all at once.
+
+Knows outputs and parsers; what an event looks like in JSON is decided by the endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
+from quire.parsers.stream import OutputParser
+from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+MakeParser = Callable[[], OutputParser]
+MakeCallId = Callable[[str, int], str]
+
+
+@dataclass(slots=True)
+class ChoicePiece:
+    """What one output added to one choice."""
+
+    index: int
+    events: list[Event]
+    token_ids: list[int]
+    logprobs: list[LogprobsAtPosition] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class ChoiceReader:
+    """The events of one choice. Every CallStart has an id; indexes count from 0 without gaps."""
+
+    __slots__ = ("_complete", "_incomplete", "_max_calls", "_new_id", "_parser", "_request_id")
+
+    def __init__(self, parser: OutputParser, new_id: MakeCallId, max_calls: int | None, request_id: str) -> None:
+        self._parser = parser
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._request_id = request_id
+        self._complete = 0
+        self._incomplete = 0
+
+    def read(self, output: CompletionOutput) -> ChoicePiece:
+        """Take in what is new of a completion, or all of it."""
+        events = self._parser.feed(output.text, output.token_ids)
+        reason: FinishReason | None = output.finish_reason
+        if reason is not None:
+            events = [*events, *self._parser.finish()]
+        if len(events) > 1 or (events and not isinstance(events[0], TextDelta)):
+            events = [self._named(event) for event in joined(events) if self._is_wanted(event)]
+        if reason is not None:
+            reason = self._finish(reason)
+        return ChoicePiece(output.index, events, output.token_ids, output.logprobs, reason, output.stop_reason)
+
+    def _is_wanted(self, event: Event) -> bool:
+        if isinstance(event, (TextDelta, ReasoningDelta)) or self._max_calls is None:
+            return True
+        return event.index < self._max_calls
+
+    def _named(self, event: Event) -> Event:
+        if isinstance(event, CallStart) and event.id is None:
+            return CallStart(event.index, event.name, self._new_id(event.name, event.index))
+        if isinstance(event, CallEnd):
+            self._complete += event.complete
+            self._incomplete += not event.complete
+        return event
+
+    def _finish(self, reason: FinishReason) -> FinishReason:
+        if self._incomplete and reason == "stop":
+            logger.warning("%s: the model ended a tool call in the middle of it", self._request_id)
+        return "tool_calls" if reason == "stop" and self._complete else reason
+
+
+class AnswerReader:
+    """Reads all choices of one request."""
+
+    __slots__ = ("_make_reader", "_readers")
+
+    def __init__(self, make_reader: Callable[[], ChoiceReader]) -> None:
+        self._make_reader = make_reader
+        self._readers: dict[int, ChoiceReader] = {}
+
+    def read(self, output: RequestOutput) -> list[ChoicePiece]:
+        pieces = []
+        for completion in output.outputs:
+            reader = self._readers.get(completion.index)
+            if reader is None:
+                reader = self._readers[completion.index] = self._make_reader()
+            pieces.append(reader.read(completion))
+        return pieces
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str
+    """JSON text; only the beginning of it if the answer was cut short inside the call."""
+
+
+@dataclass(slots=True)
+class Message:
+    """A whole answer: the events of a choice put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Message:
+        message = cls()
+        text: list[str] = []
+        reasoning: list[str] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                text.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                message.calls.append(Call(event.id or "", event.name, ""))
+            elif isinstance(event, CallArguments):
+                message.calls[event.index].arguments += event.json_fragment
+        message.text, message.reasoning = "".join(text), "".join(reasoning)
+        return message
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same events, neighbours of one kind as one: a slow client's chunks are few and large."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            result[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            result[-1] = CallArguments(event.index, last.json_fragment + event.json_fragment)
+        else:
+            result.append(event)
+    return result

@@ -1,0 +1,82 @@
+"""The formats in which the served model writes tool calls and thinking: settled once, from settings and template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quire.config.groups import ServerConfig
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.text_model import TextModel
+from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from quire.types.errors import TokenizerError
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+# For a model whose template says nothing of tools, Quire writes them into the prompt itself, in this form.
+PLAIN_TOOL_FORMAT = "hermes"
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Names of the formats, None where there is none, and what the chat template knows."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+    template_knows_tools: bool = True
+    """Whether the template prints tools; if not, they are written into the system message."""
+    template_knows_calls: bool = True
+    """Whether the template prints calls and their results; if not, they are written into messages as text."""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The tokenizer's special tokens, by their text."""
+
+
+def resolve_formats(text: TextModel, settings: ServerConfig) -> Formats:
+    """Look at the settings, then at the chat template, and say in the log what was chosen and why."""
+    template = _template(text)
+    knows_tools = template is None or template.reads("tools")
+    knows_calls = template is None or knows_tools or "tool_calls" in template.source
+    tool: str | None = None
+    reasoning: str | None = None
+    why = "there is no chat template"
+    if template is not None:
+        why = "nothing is known of the chat template"
+        if tool is None and not knows_calls and PLAIN_TOOL_FORMAT in TOOL_FORMATS:
+            tool = PLAIN_TOOL_FORMAT
+            why = "the chat template knows no tools, so they are written into the messages"
+    logger.info("tool calls: %s", _said(settings.tool_call_parser, tool, why))
+    logger.info("reasoning: %s", _said(settings.reasoning_parser, reasoning, why))
+    tool = _chosen(settings.tool_call_parser, tool)
+    reasoning = _chosen(settings.reasoning_parser, reasoning)
+    if tool is not None:
+        TOOL_FORMATS.get(tool)
+    if reasoning is not None:
+        REASONING_FORMATS.get(reasoning)
+    return Formats(tool, reasoning, knows_tools, knows_calls, _special_tokens(text))
+
+
+def _chosen(setting: str, found: str | None) -> str | None:
+    return {"auto": found, "none": None}.get(setting, setting)
+
+
+def _said(setting: str, found: str | None, why: str) -> str:
+    if setting == "auto":
+        return f"{found or 'left in the text'} ({why})"
+    return f"{'left in the text' if setting == 'none' else setting} (as set)"
+
+
+def _template(text: TextModel) -> ChatTemplate | None:
+    """One that is not valid is refused when it is to be rendered; completions need none."""
+    try:
+        return text.own_template(with_tools=True)
+    except TokenizerError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _special_tokens(text: TextModel) -> dict[str, int]:
+    if text.tokenizer is None:
+        return {}
+    added = text.tokenizer.backend.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special}

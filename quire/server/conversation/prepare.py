@@ -1,0 +1,126 @@
+"""Makes a conversation ready for the engine: its prompt, its sampling parameters with the grammar, and its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.parsers import format as parser_format
+from quire.parsers.stream import OutputParser, make_parser, needs_special_tokens, new_call_id
+from quire.server.context import ServerContext
+from quire.server.conversation.answer import AnswerReader, ChoiceReader
+from quire.server.conversation.formats import Formats
+from quire.server.conversation.grammar import grammar_of
+from quire.server.conversation.render import render
+from quire.server.conversation.request import Conversation
+from quire.types.errors import RequestError
+from quire.types.sampling import SamplingParams
+
+# A stranger's template, tools and long conversations are rendered on a thread, to keep the event loop free.
+_LONG_CONVERSATION = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedConversation:
+    """What to send to the engine and how to read what comes back."""
+
+    prompt: str
+    params: SamplingParams
+    format_field: str | None
+    """What the request calls the grammar in `params`, if there is one."""
+    may_call: bool
+    """Whether the answer may have calls."""
+    request_id: str
+    _formats: Formats
+    _tools: tuple[parser_format.Tool, ...]
+    _dropped_tokens: Collection[str]
+    _max_calls: int | None
+
+    def reader(self) -> AnswerReader:
+        """Reads the outputs of one run of this conversation."""
+        return AnswerReader(self._choice_reader)
+
+    def _choice_reader(self) -> ChoiceReader:
+        return ChoiceReader(self._parser(), self._new_call_id, self._max_calls, self.request_id)
+
+    def _parser(self) -> OutputParser:
+        return make_parser(
+            self._formats.tool,
+            self._formats.reasoning,
+            prompt_text=self.prompt,
+            tools=self._tools,
+            parse_tools=self.may_call,
+            special_tokens=self._dropped_tokens,
+        )
+
+    def _new_call_id(self, name: str, index: int) -> str:
+        assert self._formats.tool is not None
+        return new_call_id(self._formats.tool, name, index)
+
+
+async def prepare_conversation(
+    context: ServerContext, conversation: Conversation, params: SamplingParams, request_id: str
+) -> PreparedConversation:
+    """Render the prompt and settle how the answer is constrained and read; `request_id` is for the log."""
+
+    def prepare() -> PreparedConversation:
+        return _prepare(context, conversation, params, request_id)
+
+    options = conversation.template
+    slow = bool(conversation.tools) or conversation.output_format is not None or options.chat_template is not None
+    if slow or size_of(conversation.messages) > _LONG_CONVERSATION:
+        return await asyncio.to_thread(prepare)
+    return prepare()
+
+
+async def render_conversation(context: ServerContext, conversation: Conversation) -> str:
+    """The prompt alone."""
+
+    def render_now() -> str:
+        return render(context.text, context.formats, conversation)
+
+    return await asyncio.to_thread(render_now)
+
+
+def _prepare(
+    context: ServerContext, conversation: Conversation, params: SamplingParams, request_id: str
+) -> PreparedConversation:
+    formats = context.formats
+    tools = conversation.offered_tools
+    if tools and formats.tool is None and conversation.tool_choice.mode != "auto":
+        raise RequestError(
+            "tool_choice asks for a call but this server reads none; start it with --tool-call-parser", "tool_choice"
+        )
+    may_call = bool(tools) and formats.tool is not None
+    prompt = render(context.text, formats, conversation)
+    parsed = tuple(parser_format.Tool(tool.name, tool.parameters or {}, tool.strict) for tool in tools)
+    grammar = grammar_of(formats, conversation, parsed, prompt)
+    if grammar is not None:
+        params = msgspec.structs.replace(params, structured_outputs=grammar.constraint)
+    dropped: Collection[str] = ()
+    if params.skip_special_tokens and needs_special_tokens(formats.tool if may_call else None, formats.reasoning):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+        dropped = formats.special_tokens
+    return PreparedConversation(
+        prompt=prompt,
+        params=params,
+        format_field=None if grammar is None else grammar.where,
+        may_call=may_call,
+        request_id=request_id,
+        _formats=formats,
+        _tools=parsed,
+        _dropped_tokens=dropped,
+        _max_calls=None if conversation.parallel_tool_calls else 1,
+    )
+
+
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many characters of text there are."""
+    return sum(
+        len(content) if isinstance(content := message["content"], str) else sum(len(part["text"]) for part in content)
+        for message in messages
+    )

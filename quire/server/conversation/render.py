@@ -1,0 +1,73 @@
+"""Renders a conversation with the model's chat template; knows text, not tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.groups import ServerConfig
+from quire.frontend.text_model import TextModel
+from quire.server.conversation.formats import PLAIN_TOOL_FORMAT, Formats
+from quire.server.conversation.plain import with_tools, without_tool_roles
+from quire.server.conversation.request import Conversation
+from quire.types.errors import RequestError, TokenizerError
+
+_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+def render(text: TextModel, formats: Formats, conversation: Conversation) -> str:
+    """The prompt. Takes as long as the template wants, within its budget."""
+    options = conversation.template
+    messages, tools = conversation.messages, conversation.offered_tools
+    printed: list[dict[str, Any]] | None = [tool.as_function() for tool in tools] or None
+    if not formats.template_knows_calls and options.chat_template is None:
+        messages = without_tool_roles(messages)
+    if not formats.template_knows_tools and options.chat_template is None and tools:
+        messages = with_tools(messages, tools, explain_calls=formats.tool == PLAIN_TOOL_FORMAT)
+        printed = None
+    generates = options.add_generation_prompt
+    try:
+        return text.render_chat(
+            messages,
+            chat_template=options.chat_template,
+            add_generation_prompt=not options.continue_final_message if generates is None else generates,
+            continue_final_message=options.continue_final_message,
+            tools=printed,
+            chat_template_kwargs=template_variables(conversation),
+        )
+    except TokenizerError as error:
+        if options.chat_template is None:
+            raise
+        raise RequestError(str(error), "chat_template") from error
+
+
+def template_variables(conversation: Conversation) -> dict[str, Any]:
+    """What the template reads besides messages and tools. What the client names itself wins."""
+    variables: dict[str, Any] = {}
+    effort, thinking = conversation.reasoning_effort, conversation.thinking
+    if effort is not None and effort != "none":
+        variables["reasoning_effort"] = effort
+    if thinking is None and effort is not None:
+        thinking = effort != "none"
+    if thinking is not None:
+        # The two names that templates have for it.
+        variables |= {"enable_thinking": thinking, "thinking": thinking}
+    options = conversation.template
+    if options.documents is not None:
+        variables["documents"] = options.documents
+    return variables | dict(options.chat_template_kwargs)
+
+
+def check_template_options(settings: ServerConfig, chat_template: str | None, variables: Mapping[str, Any]) -> None:
+    """Refuse a template where requests may not bring one, and variables that the request sets elsewhere."""
+    if chat_template is not None and not settings.allow_request_chat_template:
+        raise RequestError(
+            "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
+            "chat_template",
+        )
+    reserved = sorted(_RESERVED & variables.keys())
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs has {reserved[0]!r}, which the request sets elsewhere; rename it",
+            "chat_template_kwargs",
+        )

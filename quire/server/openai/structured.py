@@ -1,0 +1,87 @@
+"""The fields that say what an answer must look like: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.server.conversation.request import OutputFormat
+from quire.types.errors import RequestError
+from quire.types.structured import StructuredOutputsParams
+
+
+class JsonSchemaFormat(BaseModel):
+    """A named schema. It is obeyed whether `strict` is set or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """Exactly one of the first six. A key that is not known is refused: ignoring it would free the output."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="A Lark or GBNF grammar.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class StructuredFields(BaseModel):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def output_format(body: StructuredFields) -> OutputFormat | None:
+    """What the two fields come to; None leaves the text free. Schemas are looked at later, off the event loop."""
+    from_format = None if body.response_format is None else _of_response_format(body.response_format)
+    if body.structured_outputs is None or not body.structured_outputs.model_fields_set:
+        return from_format
+    if from_format is not None:
+        raise RequestError(
+            "response_format and structured_outputs both constrain the text; leave one of them out",
+            "structured_outputs",
+        )
+    given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    if isinstance(given.get("structural_tag"), dict):
+        given["structural_tag"] = _json(given["structural_tag"])
+    constraint = StructuredOutputsParams(**given)
+    return OutputFormat(constraint, f"structured_outputs.{constraint.constraint}")
+
+
+def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return OutputFormat(StructuredOutputsParams(json_object=True), "response_format")
+    if wanted.type == "structural_tag":
+        tag = _json(wanted.model_dump(exclude_none=True))
+        return OutputFormat(StructuredOutputsParams(structural_tag=tag), "response_format")
+    where = "response_format.json_schema.schema"
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise RequestError(f"{where} is missing; give the schema, or use the type 'json_object'", where)
+    schema = wanted.json_schema.schema_
+    if isinstance(schema, bool):
+        raise RequestError(f"{where} is {schema}; give an object, or use the type 'json_object'", where)
+    return OutputFormat(StructuredOutputsParams(json=schema), where)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
