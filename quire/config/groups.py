@@ -112,6 +112,12 @@ class ServerConfig:
         120.0, "Seconds without a finished step, while requests wait, after which /health fails."
     )
     max_restarts: int = setting(3, "Restarts of a dying engine in a row before the server gives up and exits.")
+    tool_call_parser: str = setting(
+        "auto", "How the model writes tool calls: a format's name, auto (as its chat template says) or none."
+    )
+    reasoning_parser: str = setting(
+        "auto", "How the model writes its thinking: a format's name, auto (as its chat template says) or none."
+    )
     allow_request_chat_template: bool = setting(False, "Accept a chat_template in requests.")
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")
