@@ -17,30 +17,41 @@ ToolChoice = Literal["required", "named", "auto"]
 
 
 def grammar_for(
-    tool_format: str,
-    tools: Sequence[Tool],
+    tool_format: str | None,
+    tools: Sequence[Tool] = (),
     *,
     tool_choice: ToolChoice = "required",
     parallel: bool = True,
     reasoning_format: str | None = None,
     reasoning_open: bool = False,
     special_tokens: Mapping[str, int] | None = None,
+    answer: str | None = None,
 ) -> str:
     """What the output may be.
 
     `required`: thinking, then one or more calls of these tools, and no text. `named`: the same with one call; give
     the one tool. `auto`: any text with calls in it; calls of strict tools obey their schemas, others get an object.
     `reasoning_open`: the prompt ends inside of thinking. `special_tokens` maps the tokenizer's to their ids.
+    `answer` holds rules, one of them named `answer`: with `auto`, what the text may be where there is no call.
     RequestError if a schema cannot be held to in this format.
     """
     lark = Lark(special_tokens or {})
-    layout = TOOL_FORMATS.get(tool_format)
+    layout = None if tool_format is None else TOOL_FORMATS.get(tool_format)
     held = [tool if tool.strict or tool_choice != "auto" else Tool(tool.name) for tool in tools]
     parallel = parallel and tool_choice != "named"
-    if isinstance(layout, ChannelFormat):
-        return lark.text(_channels(lark, layout, held, tool_choice))
     reasoning = None if reasoning_format is None else REASONING_FORMATS.get(reasoning_format)
+    channels = next((chosen for chosen in (layout, reasoning) if isinstance(chosen, ChannelFormat)), None)
+    if channels is not None:
+        text = ANY_TEXT if answer is None else "answer"
+        return lark.text(_channels(lark, channels, held, tool_choice, text)) + (answer or "")
     thoughts = reasoning if isinstance(reasoning, ReasoningFormat) else None
+    if tool_choice == "auto" and answer is not None:
+        options = ["answer"]
+        if isinstance(layout, ToolFormat) and held:
+            begin, rest = _calls(lark, layout, held, parallel)
+            options.append(f"{lark.literal(begin)} {rest}" if begin else rest)
+        return lark.text(f"{_thinking(lark, thoughts, reasoning_open)} {choice(options)}") + answer
+    assert isinstance(layout, ToolFormat), "without an answer to hold to there are tools"
     if tool_choice == "auto":
         return lark.text(_free(lark, layout, held, parallel, thoughts, reasoning_open))
     begin, rest = _calls(lark, layout, held, parallel)
@@ -118,7 +129,9 @@ def _bare(lark: Lark, layout: ToolFormat, begin: str, rest: str) -> str:
     return choice([text, f"{before} {call}", *marked])
 
 
-def _channels(lark: Lark, layout: ChannelFormat, tools: Sequence[Tool], tool_choice: ToolChoice) -> str:
+def _channels(
+    lark: Lark, layout: ChannelFormat, tools: Sequence[Tool], tool_choice: ToolChoice, text: str = ANY_TEXT
+) -> str:
     """After `<|start|>assistant`: thinking and a preamble if it likes, then a call, or in the end an answer."""
     end, message = layout.ends[0], layout.message
     again = lark.literal(f"{layout.start}assistant")
@@ -134,7 +147,7 @@ def _channels(lark: Lark, layout: ChannelFormat, tools: Sequence[Tool], tool_cho
         )
         body = lark.schema({**tool.parameters, "type": "object"})
         calls.append(lark.rule(f"{choice([lark.literal(head) for head in heads])} {body}"))
-    options = [f"{lark.rule(choice(calls))} {optional(lark.literal(layout.ends[-1]))}"]
+    options = [f"{lark.rule(choice(calls))} {optional(lark.literal(layout.ends[-1]))}"] if calls else []
     if tool_choice == "auto":
-        options.append(f"{lark.literal(layout.channel + layout.text_channel + message)} {ANY_TEXT}")
+        options.append(f"{lark.literal(layout.channel + layout.text_channel + message)} {text}")
     return f"{optional(hidden)} {optional(preamble)} {choice(options)}"
