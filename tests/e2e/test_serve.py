@@ -5,55 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
 
+from tests.e2e.serving import Running, start
+from tests.server.npm import talk
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@dataclass
-class Running:
-    process: subprocess.Popen[str]
-    url: str
-    reader: threading.Thread
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=60)
-        self.reader.join(timeout=60)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-
-def start(*flags: str) -> Running:
-    """Start a server and read its log until it is ready."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "512", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    log: list[str] = []
-    for line in process.stdout:
-        log.append(line)
-        found = re.search(r"serving on (http://\S+), ready", line)
-        if found:
-            # Somebody has to go on reading, or the server would wait for room in the pipe.
-            reader = threading.Thread(target=lambda: log.extend(process.stdout or ()), daemon=True)
-            reader.start()
-            return Running(process, found[1], reader)
-    raise AssertionError("".join(log))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = start()
+    running = start("--max-model-len", "512")
     yield running
     assert running.stop() == 0
 
@@ -97,6 +65,38 @@ def test_a_prompt_is_scored_by_echo(client: openai.OpenAI) -> None:
     assert logprobs is not None
     assert "".join(logprobs.tokens or []) == "The sea is"
     assert all(value is not None and value < 0 for value in (logprobs.token_logprobs or [])[1:])
+
+
+def test_models_helpers_and_errors(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").owned_by == "quire"
+    fields = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    whole = client.chat.completions.create(**fields, n=2, logprobs=True, top_logprobs=2)
+    with client.chat.completions.stream(**fields) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        final = stream.get_final_completion()
+    assert {text, final.choices[0].message.content} == {choice.message.content for choice in whole.choices}
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert "".join(token.token for token in choice.logprobs.content).startswith(text)
+        # Greedy: the token that was chosen is the likeliest one.
+        assert all(token.token == token.top_logprobs[0].token for token in choice.logprobs.content)
+    with pytest.raises(openai.NotFoundError, match="smollm2"):
+        client.models.retrieve("gpt-4")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=-1)
+    assert refused.value.param == "temperature"
+
+
+def test_the_npm_client(server: Running, pytestconfig: pytest.Config) -> None:
+    heard = talk(pytestconfig, server.url)
+    assert heard["models"] == ["smollm2"]
+    assert heard["chat"] == [heard["streamed"]] * 2
+    assert heard["helper"] == heard["streamed"] != ""
+    assert heard["tokens"] == heard["usage"] <= 16
+    assert heard["completion"].startswith("a")
+    assert heard["errors"] == [["NotFoundError", "model"], ["BadRequestError", "temperature"]]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl; install it")
