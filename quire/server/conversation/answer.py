@@ -12,9 +12,6 @@ from typing import Literal
 from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from quire.parsers.stream import OutputParser
 from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
-from quire.utils.log import get_logger
-
-logger = get_logger(__name__)
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -37,15 +34,14 @@ class ChoicePiece:
 class ChoiceReader:
     """The events of one choice. Every CallStart has an id; indexes count from 0 without gaps."""
 
-    __slots__ = ("_complete", "_incomplete", "_max_calls", "_new_id", "_parser", "_request_id")
+    __slots__ = ("_has_called", "_max_calls", "_new_id", "_parser")
 
-    def __init__(self, parser: OutputParser, new_id: MakeCallId, max_calls: int | None, request_id: str) -> None:
+    def __init__(self, parser: OutputParser, new_id: MakeCallId, max_calls: int | None = None) -> None:
+        """`new_id` names a call that the model has not named itself; calls past `max_calls` are left out."""
         self._parser = parser
         self._new_id = new_id
         self._max_calls = max_calls
-        self._request_id = request_id
-        self._complete = 0
-        self._incomplete = 0
+        self._has_called = False
 
     def read(self, output: CompletionOutput) -> ChoicePiece:
         """Take in what is new of a completion, or all of it."""
@@ -55,8 +51,8 @@ class ChoiceReader:
             events = [*events, *self._parser.finish()]
         if len(events) > 1 or (events and not isinstance(events[0], TextDelta)):
             events = [self._named(event) for event in joined(events) if self._is_wanted(event)]
-        if reason is not None:
-            reason = self._finish(reason)
+        if reason == "stop" and self._has_called:
+            reason = "tool_calls"
         return ChoicePiece(output.index, events, output.token_ids, output.logprobs, reason, output.stop_reason)
 
     def _is_wanted(self, event: Event) -> bool:
@@ -68,14 +64,8 @@ class ChoiceReader:
         if isinstance(event, CallStart) and event.id is None:
             return CallStart(event.index, event.name, self._new_id(event.name, event.index))
         if isinstance(event, CallEnd):
-            self._complete += event.complete
-            self._incomplete += not event.complete
+            self._has_called = self._has_called or event.complete
         return event
-
-    def _finish(self, reason: FinishReason) -> FinishReason:
-        if self._incomplete and reason == "stop":
-            logger.warning("%s: the model ended a tool call in the middle of it", self._request_id)
-        return "tool_calls" if reason == "stop" and self._complete else reason
 
 
 class AnswerReader:

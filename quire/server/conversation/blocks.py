@@ -46,7 +46,7 @@ BlockEvent = BlockStart | BlockDelta | BlockEnd
 
 
 class BlockReader:
-    """Turns events into blocks, one open at a time. White space alone makes no block of text.
+    """Turns events into blocks, one open at a time. White space alone makes no block.
 
     Events in any grouping give the same blocks; only how their text is cut into deltas differs.
     """
@@ -56,7 +56,7 @@ class BlockReader:
     def __init__(self) -> None:
         self._position = -1
         self._kind: BlockKind | None = None
-        self._blank = ""  # white space that waits for text to follow it
+        self._blank: tuple[BlockKind | None, str] = (None, "")  # white space that waits for text of its kind
 
     def read(self, events: Iterable[Event]) -> list[BlockEvent]:
         out: list[BlockEvent] = []
@@ -81,9 +81,10 @@ class BlockReader:
         if self._kind != kind:
             if self._kind is not None:
                 self._close(out)
-            text = self._blank + text if kind == "text" else text
+            waiting, blank = self._blank
+            text = blank + text if waiting == kind else text
             if not text.strip():
-                self._blank = text if kind == "text" else self._blank
+                self._blank = (kind, text)
                 return
             self._open(out, kind)
         out.append(BlockDelta(self._position, kind, text))
@@ -97,7 +98,7 @@ class BlockReader:
     def _close(self, out: list[BlockEvent], complete: bool = True) -> None:
         if self._kind is not None:
             out.append(BlockEnd(self._position, self._kind, complete))
-        self._kind, self._blank = None, ""
+        self._kind, self._blank = None, (None, "")
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quire.config.groups import ServerConfig
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.text_model import TextModel
+from quire.parsers.detect import detect
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from quire.types.errors import TokenizerError
 from quire.utils.log import get_logger
@@ -37,33 +38,24 @@ def resolve_formats(text: TextModel, settings: ServerConfig) -> Formats:
     template = _template(text)
     knows_tools = template is None or template.reads("tools")
     knows_calls = template is None or knows_tools or "tool_calls" in template.source
-    tool: str | None = None
-    reasoning: str | None = None
-    why = "there is no chat template"
-    if template is not None:
-        why = "nothing is known of the chat template"
-        if tool is None and not knows_calls and PLAIN_TOOL_FORMAT in TOOL_FORMATS:
-            tool = PLAIN_TOOL_FORMAT
-            why = "the chat template knows no tools, so they are written into the messages"
-    logger.info("tool calls: %s", _said(settings.tool_call_parser, tool, why))
-    logger.info("reasoning: %s", _said(settings.reasoning_parser, reasoning, why))
+    found = detect(None if template is None else template.source)
+    tool, why = found.tool_format, found.why
+    if template is not None and tool is None and not knows_calls:
+        tool = PLAIN_TOOL_FORMAT
+        why += f"; it prints no tools, so they are written into the messages for {PLAIN_TOOL_FORMAT}"
     tool = _chosen(settings.tool_call_parser, tool)
-    reasoning = _chosen(settings.reasoning_parser, reasoning)
-    if tool is not None:
-        TOOL_FORMATS.get(tool)
-    if reasoning is not None:
-        REASONING_FORMATS.get(reasoning)
+    reasoning = _chosen(settings.reasoning_parser, found.reasoning_format)
+    for registry, name in ((TOOL_FORMATS, tool), (REASONING_FORMATS, reasoning)):
+        if name is not None:
+            registry.get(name)
+    logger.info("tool calls are read as %s, thinking as %s", tool or "text", reasoning or "text")
+    if "auto" in (settings.tool_call_parser, settings.reasoning_parser):
+        logger.info("how formats were found: %s", why)
     return Formats(tool, reasoning, knows_tools, knows_calls, _special_tokens(text))
 
 
 def _chosen(setting: str, found: str | None) -> str | None:
     return {"auto": found, "none": None}.get(setting, setting)
-
-
-def _said(setting: str, found: str | None, why: str) -> str:
-    if setting == "auto":
-        return f"{found or 'left in the text'} ({why})"
-    return f"{'left in the text' if setting == 'none' else setting} (as set)"
 
 
 def _template(text: TextModel) -> ChatTemplate | None:

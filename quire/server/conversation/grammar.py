@@ -1,16 +1,96 @@
-"""What the answer to a conversation must obey: the format of its text, the schemas of its calls, or both."""
+"""What the answer to a conversation must obey: the format of its text, the schemas of its calls, or both.
+
+Thinking stays free: where a model may think first, the constraint begins after it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from quire.parsers.format import Tool
+from quire.parsers import grammar as parser_grammar
+from quire.parsers.format import ReasoningFormat, Tool
+from quire.parsers.registry import REASONING_FORMATS
+from quire.parsers.stream import reasoning_is_open
 from quire.server.conversation.formats import Formats
 from quire.server.conversation.request import Conversation, OutputFormat
+from quire.structured.guidance import to_lark
+from quire.structured.sources import make_source
+from quire.types.errors import RequestError
+from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
+
+# Strings, regular expressions and comments of a Lark grammar, which are left alone when a rule gets another name.
+_NOT_NAMES = re.compile(r"""("(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\bstart\b)""")
 
 
 def grammar_of(
-    formats: Formats, conversation: Conversation, tools: Sequence[Tool], prompt: str
+    formats: Formats, conversation: Conversation, tools: Sequence[Tool], prompt: str, limits: GrammarLimits
 ) -> OutputFormat | None:
     """The constraint for the whole output, thinking and calls included; None leaves it free."""
-    return conversation.output_format
+    wanted, choice = conversation.output_format, conversation.tool_choice
+    can_call = bool(tools) and formats.tool is not None
+    mode: parser_grammar.ToolChoice = "auto"
+    if can_call and choice.mode in ("required", "named"):
+        mode, wanted = "required" if choice.mode == "required" else "named", None
+    held = [tool for tool in tools if mode != "auto" or tool.strict] if can_call else []
+    _check_schemas(conversation, {tool.name for tool in held} if mode != "named" else {choice.name}, limits)
+    if not held:
+        if wanted is None:
+            return None
+        if not can_call and not _may_think(formats, prompt):
+            return wanted
+    callable_tools = [tool for tool in tools if mode != "named" or tool.name == choice.name] if can_call else []
+    text = parser_grammar.grammar_for(
+        formats.tool if can_call else None,
+        callable_tools,
+        tool_choice=mode,
+        parallel=conversation.parallel_tool_calls,
+        reasoning_format=formats.reasoning,
+        reasoning_open=reasoning_is_open(formats.reasoning, prompt, formats.special_tokens),
+        special_tokens=formats.special_tokens,
+        answer=None if wanted is None else _rules_of(wanted, limits),
+    )
+    return OutputFormat(StructuredOutputsParams(grammar=text), "tools" if wanted is None else wanted.where)
+
+
+def _check_schemas(conversation: Conversation, names: set[str | None], limits: GrammarLimits) -> None:
+    """Refuse, by its own name, a schema that could not be held to."""
+    for tool in conversation.offered_tools:
+        if tool.name not in names or not tool.parameters:
+            continue
+        try:
+            make_source(StructuredOutputsParams(json=dict(tool.parameters)), limits)
+        except GrammarError as error:
+            field = f"{tool.where}.parameters"
+            raise renamed(error, field) from error
+
+
+def _may_think(formats: Formats, prompt: str) -> bool:
+    """Whether thinking may come before the answer: the model knows how to, and the prompt has not ended it."""
+    if formats.reasoning is None:
+        return False
+    layout = REASONING_FORMATS.get(formats.reasoning)
+    if not isinstance(layout, ReasoningFormat):
+        return True
+    written = prompt.rstrip()
+    return not any(written.endswith(end.strip()) for end in layout.end)
+
+
+def _rules_of(wanted: OutputFormat, limits: GrammarLimits) -> str:
+    """A constraint as Lark rules that begin with one named `answer`."""
+    try:
+        text = to_lark(make_source(wanted.constraint, limits))
+    except GrammarError as error:
+        raise renamed(error, wanted.where) from error
+    lines = [line for line in text.splitlines() if not line.startswith("%llguidance")]
+    return _NOT_NAMES.sub(lambda found: "answer" if found[0] == "start" else found[0], "\n".join(lines)) + "\n"
+
+
+def renamed(error: RequestError, field: str) -> RequestError:
+    """The same complaint under the name that the request has for what is wrong."""
+    message = str(error)
+    if error.field:
+        message = message.replace(error.field, field, 1)
+    if isinstance(error, GrammarError):
+        return GrammarError(message, field, error.keyword, error.path)
+    return RequestError(message, field)

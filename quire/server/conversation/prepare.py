@@ -34,7 +34,6 @@ class PreparedConversation:
     """What the request calls the grammar in `params`, if there is one."""
     may_call: bool
     """Whether the answer may have calls."""
-    request_id: str
     _formats: Formats
     _tools: tuple[parser_format.Tool, ...]
     _dropped_tokens: Collection[str]
@@ -45,7 +44,7 @@ class PreparedConversation:
         return AnswerReader(self._choice_reader)
 
     def _choice_reader(self) -> ChoiceReader:
-        return ChoiceReader(self._parser(), self._new_call_id, self._max_calls, self.request_id)
+        return ChoiceReader(self._parser(), self._new_call_id, self._max_calls)
 
     def _parser(self) -> OutputParser:
         return make_parser(
@@ -58,17 +57,16 @@ class PreparedConversation:
         )
 
     def _new_call_id(self, name: str, index: int) -> str:
-        assert self._formats.tool is not None
         return new_call_id(self._formats.tool, name, index)
 
 
 async def prepare_conversation(
-    context: ServerContext, conversation: Conversation, params: SamplingParams, request_id: str
+    context: ServerContext, conversation: Conversation, params: SamplingParams
 ) -> PreparedConversation:
-    """Render the prompt and settle how the answer is constrained and read; `request_id` is for the log."""
+    """Render the prompt and settle how the answer is constrained and read."""
 
     def prepare() -> PreparedConversation:
-        return _prepare(context, conversation, params, request_id)
+        return _prepare(context, conversation, params)
 
     options = conversation.template
     slow = bool(conversation.tools) or conversation.output_format is not None or options.chat_template is not None
@@ -86,9 +84,7 @@ async def render_conversation(context: ServerContext, conversation: Conversation
     return await asyncio.to_thread(render_now)
 
 
-def _prepare(
-    context: ServerContext, conversation: Conversation, params: SamplingParams, request_id: str
-) -> PreparedConversation:
+def _prepare(context: ServerContext, conversation: Conversation, params: SamplingParams) -> PreparedConversation:
     formats = context.formats
     tools = conversation.offered_tools
     if tools and formats.tool is None and conversation.tool_choice.mode != "auto":
@@ -98,7 +94,7 @@ def _prepare(
     may_call = bool(tools) and formats.tool is not None
     prompt = render(context.text, formats, conversation)
     parsed = tuple(parser_format.Tool(tool.name, tool.parameters or {}, tool.strict) for tool in tools)
-    grammar = grammar_of(formats, conversation, parsed, prompt)
+    grammar = grammar_of(formats, conversation, parsed, prompt, context.provider.engine.info.grammar_limits)
     if grammar is not None:
         params = msgspec.structs.replace(params, structured_outputs=grammar.constraint)
     dropped: Collection[str] = ()
@@ -110,7 +106,6 @@ def _prepare(
         params=params,
         format_field=None if grammar is None else grammar.where,
         may_call=may_call,
-        request_id=request_id,
         _formats=formats,
         _tools=parsed,
         _dropped_tokens=dropped,

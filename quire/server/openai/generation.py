@@ -13,12 +13,12 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.server.context import ServerContext
+from quire.server.conversation.grammar import renamed
 from quire.server.middleware import is_request_id, request_id_of
 from quire.server.openai.sampling import SamplingFields
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
-from quire.types.structured import GrammarError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -47,9 +47,18 @@ def response_ids(prefix: str, body: SamplingFields, request: Request) -> tuple[s
     """The answer's id and the engine's. Clients may use an id twice at a time; the engine may not."""
     if body.request_id is not None and not is_request_id(body.request_id):
         raise RequestError("request_id must be 1 to 128 letters, digits or any of . : / @ + = _ -", "request_id")
-    own = body.request_id is None and request.state.own_request_id
     response_id = f"{prefix}-{body.request_id or request_id_of(request.scope)}"
-    return response_id, response_id if own else f"{response_id}-{secrets.token_hex(4)}"
+    own = body.request_id is None and request.state.own_request_id
+    return response_id, response_id if own else unique_id(response_id)
+
+
+def engine_id_of(response_id: str, request: Request) -> str:
+    """The engine's id for an answer that is named after the HTTP request."""
+    return response_id if request.state.own_request_id else unique_id(response_id)
+
+
+def unique_id(response_id: str) -> str:
+    return f"{response_id}-{secrets.token_hex(4)}"
 
 
 async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -77,9 +86,9 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
             async with aclosing(merged(streams)) as outputs:
                 async for item in outputs:
                     yield item
-        except GrammarError as error:
-            raise GrammarError(str(error), generation.format_field or "", error.keyword, error.path) from error
         except RequestError as error:
+            if generation.format_field is not None and (error.field or "").startswith("structured_outputs"):
+                raise renamed(error, generation.format_field) from error
             if error.field not in ("prompt", "prompt_token_ids"):
                 raise
             raise RequestError(str(error), generation.prompt_field) from error

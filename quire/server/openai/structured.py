@@ -59,7 +59,8 @@ def output_format(body: StructuredFields) -> OutputFormat | None:
             "response_format and structured_outputs both constrain the text; leave one of them out",
             "structured_outputs",
         )
-    given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    # Not by model_dump, which would copy every part of a schema.
+    given = {name.rstrip("_"): value for name, value in body.structured_outputs if value is not None}
     if isinstance(given.get("structural_tag"), dict):
         given["structural_tag"] = _json(given["structural_tag"])
     constraint = StructuredOutputsParams(**given)
@@ -72,7 +73,7 @@ def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
     if wanted.type == "json_object":
         return OutputFormat(StructuredOutputsParams(json_object=True), "response_format")
     if wanted.type == "structural_tag":
-        tag = _json(wanted.model_dump(exclude_none=True))
+        tag = _json({"type": wanted.type, **(wanted.model_extra or {})})
         return OutputFormat(StructuredOutputsParams(structural_tag=tag), "response_format")
     where = "response_format.json_schema.schema"
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:

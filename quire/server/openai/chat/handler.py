@@ -64,9 +64,7 @@ async def prepare(
         logprobs=_num_logprobs(body, context),
     )
     conversation = conversation_of(context, body)
-    prepared = await while_connected(
-        request.receive, prepare_conversation(context, conversation, params, response_id)
-    )
+    prepared = await while_connected(request.receive, prepare_conversation(context, conversation, params))
     generation = Generation(
         response_id=response_id,
         engine_id=engine_id,
