@@ -35,7 +35,16 @@ class ModelConfig:
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
     chat_template: str | None = setting(None, "A Jinja file or a template's text, instead of the model's own.")
-    dtype: DType = setting("auto", "Type of weights and activations. auto: float32 on a CPU.")
+    dtype: DType = setting(
+        "auto",
+        "Type of activations, and of weights unless --quantization says otherwise. auto: float32 activations on a"
+        " CPU, bfloat16 on a GPU, and weights as --quantization auto has them.",
+    )
+    quantization: str = setting(
+        "auto",
+        "How weights are kept: int8 or int4 (quantized while loading, on a CPU), stored (as in the checkpoint), or"
+        " none (in --dtype). auto: stored where there are kernels for that and --dtype is not set, else none.",
+    )
     max_model_len: int | None = setting(
         None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
     )
@@ -76,6 +85,19 @@ class DeviceConfig:
     device: DeviceName = setting("auto", "The device to run on.")
     num_threads: int | None = setting(None, "CPU threads for tensor work. Unset: one per physical core.")
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredConfig:
+    """Output that obeys a schema, a regular expression or a grammar."""
+
+    structured_outputs_backend: str = setting("llguidance", "What compiles grammars: llguidance, or xgrammar.")
+    structured_outputs_compile_timeout: float = setting(
+        10.0, "Seconds that a grammar may take to compile; past it its request is refused."
+    )
+    structured_outputs_max_bytes: int = setting(1 << 20, "Largest schema or grammar, e.g. 1MiB.", unit="bytes")
+    structured_outputs_max_depth: int = setting(64, "Deepest nesting of a schema.")
+    structured_outputs_cache_size: int = setting(128, "Compiled grammars that are kept for the next request.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ class DeviceDefaults:
 
     device: str
     dtype: str
+    quantization: str
     max_num_seqs: int
     max_num_batched_tokens: int
     steps_in_flight: int
@@ -25,6 +26,7 @@ class ResolvedConfig:
     """Every decision that depends on neither the model's size nor the free memory."""
 
     dtype: str
+    quantization: str
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
@@ -47,6 +49,14 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     on_device = f"default on {defaults.device}"
     sched = config.scheduler
     dtype = str(pick("dtype", config.model.dtype, defaults.dtype, on_device))
+    method = str(
+        pick(
+            "quantization",
+            config.model.quantization,
+            defaults.quantization if config.model.dtype == "auto" else "none",
+            on_device if config.model.dtype == "auto" else "dtype is set",
+        )
+    )
     budget = int(
         pick("max_num_batched_tokens", sched.max_num_batched_tokens, defaults.max_num_batched_tokens, on_device)
     )
@@ -72,6 +82,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     backend = str(pick("attention_backend", config.device.attention_backend, defaults.attention_backend, on_device))
     return ResolvedConfig(
         dtype=dtype,
+        quantization=method,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=min(threshold, budget),

@@ -3,11 +3,12 @@ parameter is filled exactly once. Everything is checked before the first tensor 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quire.layers.weights import Destination, Format, MappedModule, WeightedLayer, weighted_layers
+from quire.layers.weights import F32, Destination, Format, MappedModule, WeightedLayer, weighted_layers
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.types.errors import WeightMismatchError
 
@@ -87,14 +88,30 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 
-def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes that the weights take once they are loaded from these tensors; checks what `load_weights` checks."""
-    plan = _make_plan(model, tensors)
-    plan.check()
+def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None) -> int:
+    """Bytes that the weights take once they are loaded from these tensors (None: made up, in float32).
+
+    Checks what `load_weights` checks; on any device.
+    """
     formats: dict[WeightedLayer, dict[tuple[str, str | None], Format]] = {}
-    for name, (target, destination) in plan.writes.items():
-        formats.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].format
+    if tensors is None:
+        formats = {layer: {(name, None): F32 for name in layer.weight_names()} for _, layer in weighted_layers(model)}
+    else:
+        plan = _make_plan(model, tensors)
+        plan.check()
+        for name, (target, destination) in plan.writes.items():
+            formats.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].format
     return sum(layer.planned_bytes(stored) for layer, stored in formats.items())
+
+
+def count_parameters(model: MappedModule) -> int:
+    """Numbers in the checkpoint that the model takes, whatever part of them this rank holds."""
+    return sum(
+        math.prod(shape)
+        for _, layer in weighted_layers(model)
+        for name in layer.weight_names()
+        for shape in layer.pieces(name).values()
+    )
 
 
 def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:

@@ -24,10 +24,11 @@ class BuildContext:
     max_model_len: int
     group: ParallelGroup = field(default_factory=ParallelGroup)
     platform: str = "cpu"  # whose implementations of ops are bound
+    quantization: str = "auto"  # how weights are kept, see Target
 
     @property
     def target(self) -> Target:
-        return Target(self.platform, self.dtype)
+        return Target(self.platform, self.dtype, self.quantization)
 
 
 class CausalLM(MappedModule):

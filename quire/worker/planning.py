@@ -5,7 +5,7 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,20 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
 from quire.layers.linear import Linear
+from quire.layers.quant.registry import choose_method
+from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, resolve_model
+from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
+from quire.loader.open import open_checkpoint
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
+from quire.ops.base import Target
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError
 from quire.worker.ledger import MemoryDemand, MemoryLedger, make_ledger
+from quire.worker.sampling.grammar_masks import mask_words
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,15 @@ class EnginePlan:
     dtype: torch.dtype
     backend: AttentionBackend
     ledger: MemoryLedger
+    checkpoint: Checkpoint | None  # None: weights are made up
 
     @property
     def context(self) -> BuildContext:
-        return BuildContext(dtype=self.dtype, max_model_len=self.ledger.max_model_len, platform=self.platform.name)
+        return _build_context(self.settings, self.platform, self.ledger.max_model_len)
+
+    def without_checkpoint(self) -> EnginePlan:
+        """The same for a model that is loaded, which needs the file and its metadata no more."""
+        return replace(self, checkpoint=None)
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -49,12 +60,17 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     platform.start(config.device.num_threads)
     source = resolve_model(config.model.model, config.model.revision)
     _check_format(config.model.load_format, source)
-    model_config = load_config(source)
+    checkpoint = None if config.model.load_format == "dummy" else open_checkpoint(source)
+    model_config = load_config(source) if checkpoint is None else checkpoint.config
     description = describe(model_config)
     settings = resolve(config, _defaults(platform, _dtype(config, platform)))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
-    demand = _demand(config, model_config, description, settings, dtype, backend, platform.name)
+    length = config.model.max_model_len or description.max_position_embeddings
+    with torch.device("meta"):
+        model = model_class(model_config).from_config(model_config, _build_context(settings, platform, length))
+    weights = planned_bytes(model, None if checkpoint is None else checkpoint.tensors())
+    demand = _demand(config, model, weights, description, settings, backend, length)
     supply = platform.available_memory()
     ledger = make_ledger(
         demand,
@@ -63,7 +79,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         platform.default_kv_memory(supply - demand.fixed),
         config.model.max_model_len,
     )
-    return EnginePlan(platform, source, model_config, description, settings, dtype, backend, ledger)
+    return EnginePlan(platform, source, model_config, description, settings, dtype, backend, ledger, checkpoint)
 
 
 def plan_memory(config: EngineConfig) -> MemoryLedger:
@@ -88,6 +104,7 @@ def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
     return DeviceDefaults(
         device=platform.name,
         dtype=str(platform.default_dtype).removeprefix("torch."),
+        quantization=choose_method(Target(platform.name, platform.default_dtype)).name,
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,
@@ -113,30 +130,35 @@ def kv_layout(description: ModelDescription, dtype: torch.dtype, block_size: int
     return plan_layout(layers, block_size)
 
 
+def _build_context(settings: ResolvedConfig, platform: Platform, max_model_len: int) -> BuildContext:
+    return BuildContext(
+        dtype=getattr(torch, settings.dtype),
+        max_model_len=max_model_len,
+        platform=platform.name,
+        quantization=settings.quantization,
+    )
+
+
 def _demand(
     config: EngineConfig,
-    model_config: dict[str, Any],
+    model: CausalLM,
+    weights: int,
     description: ModelDescription,
     settings: ResolvedConfig,
-    dtype: torch.dtype,
     backend: AttentionBackend,
-    platform: str,
+    length: int,
 ) -> MemoryDemand:
-    length = config.model.max_model_len or description.max_position_embeddings
-    with torch.device("meta"):
-        model = model_class(model_config).from_config(
-            model_config, BuildContext(dtype=dtype, max_model_len=length, platform=platform)
-        )
-    tensors = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    num_parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    num_parameters = count_parameters(model)
     spec = max(
         (layer.spec for layer in model.attention_layers()),
         key=lambda s: backend.workspace_bytes(s, length, dtype.itemsize),
     )
     return MemoryDemand(
-        weights=sum(tensors.values()),
-        weights_note=f"{num_parameters / 1e6:.1f} M parameters in {settings.dtype}",
-        rows=settings.max_num_seqs * (length * 4 + length // config.cache.block_size * 4 + 64),
+        weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
+        weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
+        rows=settings.max_num_seqs
+        * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
         workspace=_activations(model, description, settings, dtype)
         + backend.workspace_bytes(spec, length, dtype.itemsize),
         layout=kv_layout(description, dtype, config.cache.block_size),

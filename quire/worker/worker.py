@@ -10,9 +10,9 @@ from quire.config.engine import EngineConfig
 from quire.layers.attention import Attention
 from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
-from quire.loader.open import open_checkpoint
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
+from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
@@ -37,7 +37,7 @@ class Worker:
         started = time.perf_counter()
         report("plan")
         plan = plan_engine(config)
-        self.plan, self.platform = plan, plan.platform
+        self.platform = plan.platform
         for line in plan.settings.explain():
             logger.debug(line)
         for entry in plan.ledger.entries:
@@ -45,6 +45,7 @@ class Worker:
         planned = time.perf_counter()
         report("weights")
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
+        self.plan = plan = plan.without_checkpoint()
         loaded = time.perf_counter()
         report("self-check")
         settings = plan.settings
@@ -69,6 +70,9 @@ class Worker:
     def execute(self, plan: StepPlan) -> Finish:
         return self.runner.execute(plan)
 
+    def sample(self, masks: Masks) -> None:
+        self.runner.sample(masks)
+
     def shutdown(self) -> None:
         del self.runner
 
@@ -77,10 +81,10 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
     """Build the model and fill every parameter."""
     with plan.platform.device:
         model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
-    if config.model.load_format == "dummy":
+    if plan.checkpoint is None:
         fill_dummy(model, config.model.seed, plan.platform.device)
     else:
-        load_weights(model, open_checkpoint(plan.source), progress)
+        load_weights(model, plan.checkpoint, progress)
     return model.eval()
 
 

@@ -113,7 +113,7 @@ def test_names_the_op_that_was_tampered_with(
         return loaded
 
     monkeypatch.setattr(direct, "load_model", load_and_tamper)
-    assert main(["verify", model]) == 1
+    assert main(["verify", model, "--quantization", "none"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"DIFFERENT, first at {named} (off by ")
 
 

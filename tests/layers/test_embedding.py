@@ -32,6 +32,8 @@ def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
     linear = HeadProjection(10, 24, bias=False, target=BF16, group=group)
     embedding.load("weight", None, TABLE)
     linear.load("weight", None, TABLE)
+    embedding.finish()
+    linear.finish()
     projection = TiedProjection(embedding) if tied else linear
     plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, group=group)(HIDDEN.bfloat16())
     assert plain.dtype == torch.bfloat16

@@ -61,6 +61,7 @@ def test_column_slices_concatenate(size: int) -> None:
         layer = ColumnParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
+        layer.finish()
         parts.append(layer(X))
     close(torch.cat(parts, dim=-1), X @ weight.t() + bias)
 
@@ -72,6 +73,7 @@ def test_row_slices_sum_with_the_bias_once(size: int) -> None:
         layer = RowParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
+        layer.finish()
         share = 12 // size
         total += layer(X[:, rank * share : (rank + 1) * share])
     close(total, X @ weight.t() + bias)
@@ -117,6 +119,7 @@ def load(layer: Linear, whole: bool, pieces: dict[str, Tensor]) -> None:
     else:
         for name, tensor in reversed(pieces.items()):
             layer.load("weight", name, tensor)
+    layer.finish()
 
 
 def test_pieces_announce_checkpoint_shapes_whatever_the_rank_holds() -> None:

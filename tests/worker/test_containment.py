@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.engine.core import EngineCore
 from quire.types.sampling import SamplingParams
@@ -26,11 +28,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, "qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=2)
 
 
+def broken_copy(model: Path, name: str, rows: object, value: float) -> Path:
+    """The model with some rows of one tensor filled with a value."""
+    folder = model.with_name(f"{model.name}-{name}")
+    if not folder.exists():
+        shutil.copytree(model, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name][rows] = value  # type: ignore[index]  # a list of rows, or all of them
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def make_broken(model: Path, **settings: Any) -> EngineCore:
-    core = make_engine(model, enable_prefix_caching=False, **settings)
-    runner = runner_of(core)
-    runner.model.get_parameter("model.embed_tokens.weight").data[[0, BAD]] = torch.nan  # 0 is also the padding
-    return core
+    rows = [0, BAD]  # 0 is also the padding
+    folder = broken_copy(model, "model.embed_tokens.weight", rows, torch.nan)
+    return make_engine(folder, enable_prefix_caching=False, **settings)
 
 
 def runner_of(core: EngineCore) -> Any:
@@ -94,8 +106,7 @@ def test_a_token_that_breaks_while_generating(model: Path, expected: Answer) -> 
 
 
 def test_weights_that_are_all_broken(model: Path) -> None:
-    core = make_engine(model)
-    runner_of(core).model.get_parameter("model.layers.1.mlp.down_proj.weight").data.fill_(torch.inf)
+    core = make_engine(broken_copy(model, "model.layers.1.mlp.down_proj.weight", ..., torch.inf))
     for _ in range(2):
         assert run_alone(core, GOOD_PROMPT, PARAMS).error == MESSAGE
     assert not core.has_work()

@@ -106,7 +106,9 @@ def test_planning_reads_no_weights_and_takes_no_memory(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        plan_memory(EngineConfig.from_flat(**{"model": write_config(tmp_path, **LLAMA), **settings}))
+        plan_memory(
+            EngineConfig.from_flat(**{"model": write_config(tmp_path, **LLAMA), "load_format": "dummy", **settings})
+        )
 
 
 WIDE = {**LLAMA, "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}

@@ -93,4 +93,5 @@ def test_an_engine_whose_products_need_tiles(folder: Path, monkeypatch: pytest.M
         assert [a.token_ids for a in found] == [a.token_ids for a in expected]
     tile = MatmulRecipe(MIN_ROWS[-1], row_tile=MIN_ROWS[-1])
     runner = core.executor._worker.runner  # type: ignore[attr-defined]  # of the in-process executor
-    assert {module.recipe for module in runner.model.modules() if isinstance(module, PlainLinear)} == {tile}
+    methods = [module.method for module in runner.model.modules() if isinstance(module, Linear)]
+    assert {method.recipe for method in methods if isinstance(method, PlainLinear)} == {tile}

@@ -12,10 +12,13 @@ METHODS: Registry[type[Quantization]] = Registry(
     "quire.layers.quant",
     {
         "none": "plain:Plain",
+        "stored": "packed:Stored",
+        "int8": "packed:Int8",
+        "int4": "packed:Int4",
     },
 )
 # What "auto" means: the first of these that does not refuse. "none" never does.
-AUTOMATIC = ("none",)
+AUTOMATIC = ("stored", "none")
 
 
 def choose_method(target: Target) -> Quantization:

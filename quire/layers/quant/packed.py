@@ -1,0 +1,122 @@
+"""Weights in panels for the native CPU kernels: as the checkpoint stores them, or quantized while they are loaded.
+
+Arithmetic stays float32; only what lies in memory differs. Knows formats by name, not files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
+from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.weights import Blocks, Weight, float_format
+from quire.ops.base import Implementation, Target
+from quire.types.errors import ConfigError
+
+KERNELS = Implementation("native", "cpu.matrix:Product", ("cpu",), (torch.float32,), "cpu.library:unavailable")
+# Float formats of checkpoints and what they are kept as; other float types and block formats become float32.
+_STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class PackedLinear(LinearMethod):
+    """One packed matrix per piece, each in its own format."""
+
+    _product: Product
+
+    def __init__(self, spec: MatrixSpec, storage: str | None) -> None:
+        """`storage`: what float weights are kept as, "int8" or "int4"; None: as they come, blocks included."""
+        super().__init__(spec)
+        self._storage = storage
+        self._matrices: dict[int, PackedMatrix] = {}
+
+    def load(self, piece: int, rows: Weight) -> None:
+        if isinstance(rows, Blocks):
+            kept = self._kept_as(rows.format.name)
+            if kept in BLOCK_TYPES:
+                self._matrices[piece] = PackedMatrix.from_blocks(kept, rows.data, self.spec.in_features)
+                return
+            rows = rows.tensor()
+        else:
+            kept = self._kept_as(float_format(rows.dtype).name)
+        self._matrices[piece] = PackedMatrix.from_float(rows, kept)
+
+    def finish(self) -> None:
+        self._product = Product(self.matrices, self.bias)
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """In the order of the pieces."""
+        return [self._matrices[piece] for piece in sorted(self._matrices)]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def planned_bytes(self, formats: Sequence[str]) -> int:
+        return sum(
+            packed_bytes(self._kept_as(name), size, self.spec.in_features)
+            for size, name in zip(self.spec.pieces, formats, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(matrix.num_bytes for matrix in self.matrices)
+
+    def _kept_as(self, format: str) -> str:
+        """What the kernels call the form in which weights of this format are kept."""
+        if self._storage is None:
+            return format if format in BLOCK_TYPES else _STORAGES.get(format, "float32")
+        if format not in _STORAGES:
+            raise ConfigError(
+                f"quantization is {self._storage!r} but the checkpoint holds {format} weights already; "
+                f"leave --quantization out to keep them"
+            )
+        return self._storage
+
+
+class PackedTable(PackedLinear, TableMethod):
+    """One table for looking up rows and, if the head is tied, for its product."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._matrices[0].embed(token_ids.long())
+
+
+class Stored(Quantization):
+    """Weights keep the format they have in the checkpoint, if there are kernels for it."""
+
+    name = "stored"
+    storage: str | None = None
+    table_storage: str | None = None
+
+    def refuses(self, target: Target) -> str | None:
+        if target.platform not in KERNELS.platforms:
+            return f"it runs on {', '.join(KERNELS.platforms)}, not on {target.platform}; leave --quantization out"
+        if target.dtype not in KERNELS.dtypes:
+            return f"it computes in float32, not in {target.dtype}; leave --dtype out"
+        reason = KERNELS.refuses(target)
+        return None if reason is None else f"{reason}; install a C++ compiler, for example g++"
+
+    def linear(self, spec: MatrixSpec) -> LinearMethod:
+        return PackedLinear(spec, self.storage)
+
+    def head(self, spec: MatrixSpec) -> LinearMethod:
+        return PackedLinear(spec, self.table_storage)
+
+    def table(self, spec: MatrixSpec) -> TableMethod:
+        return PackedTable(spec, self.table_storage)
+
+
+class Int8(Stored):
+    """Float weights become integers of 8 bits with a scale for each 32 of them."""
+
+    name = "int8"
+    storage = table_storage = "int8"
+
+
+class Int4(Stored):
+    """Integers of 4 bits with a scale and a minimum for each 32; tables and heads, which suffer most, have 8 bits."""
+
+    name = "int4"
+    storage, table_storage = "int4", "int8"
