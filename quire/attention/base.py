@@ -89,9 +89,15 @@ class AttentionBackend(ABC):
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
 
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Types that the cache may have beside activations of `dtype`, the default first."""
+        return (dtype,)
+
     @abstractmethod
-    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, keys and values together."""
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor of this type, keys and values together."""
 
     @abstractmethod
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:

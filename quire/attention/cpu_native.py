@@ -1,6 +1,7 @@
-"""Paged attention through the native CPU library: float32, one call per layer for prefill and decode alike.
+"""Paged attention through the native CPU library: one call per layer for prefill and decode alike.
 
-A query's keys are summed in order of position, so nothing about the batch can change a bit.
+Arithmetic is float32; the cache may hold less. A query's keys are summed in tiles at absolute positions, so nothing
+about the batch can change a bit.
 """
 
 from __future__ import annotations
@@ -20,31 +21,68 @@ from quire.attention.base import (
 )
 from quire.kernels.cpu import library
 
+KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # as kv_cache.h numbers them
+SCALE_BYTES = 4  # beside each head's int8 key or value
+
 
 @dataclass(slots=True)
 class NativeMetadata(AttentionMetadata):
+    """Addresses that are the same in every layer of a step; `batch` keeps their tensors alive."""
+
     batch: AttentionBatch
     num_tokens: int  # without padding
+    slots: int
+    tables: int
+    rows: int
+    contexts: int
+    starts: int
 
 
 class NativeAttention(AttentionBackend):
     name = "cpu_native"
 
+    def __init__(self) -> None:
+        self._kernels = library.bound()
+
     @classmethod
     def refuses(cls, dtype: torch.dtype) -> str | None:
         return f"takes no {dtype}" if dtype != torch.float32 else library.unavailable()
 
-    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return tuple(KV_TYPES)
+
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
+        # Within a cell of the last two dimensions the library arranges keys in its own way (kv_cache.h).
+        width = head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+        return (2, num_blocks, num_kv_heads, block_size, width)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
-        return torch.get_num_threads() * max_model_len * itemsize
+        # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
+        return torch.get_num_threads() * (1 << 20) + max_model_len * spec.num_heads * (spec.head_dim + 18) // 2
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        cache[:, block_ids] = cache[:, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        blocks = cache[:, block_ids]
+        if cache.dtype == torch.int8:
+            cells = blocks.flatten(-2)
+            first = cells.shape[-1] - SCALE_BYTES * blocks.shape[-2]
+            scales = cells[..., first:].contiguous().view(torch.float32)
+            cells[..., first:] = scales.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(torch.int8)
+            cache[:, block_ids] = cells.view(blocks.shape)
+        else:
+            cache[:, block_ids] = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def prepare(self, batch: AttentionBatch) -> NativeMetadata:
-        return NativeMetadata(batch, sum(batch.query_lens))
+        return NativeMetadata(
+            batch,
+            sum(batch.query_lens),
+            batch.slot_mapping.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.rows.data_ptr(),
+            batch.contexts.data_ptr(),
+            batch.query_starts.data_ptr(),
+        )
 
     def write(
         self,
@@ -59,15 +97,21 @@ class NativeAttention(AttentionBackend):
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         q = torch.empty(tokens, spec.num_heads, spec.head_dim)
-        q_weight, k_weight, eps, offset = head_norm or (None, None, 0.0, 0.0)
-        cos, sin = rotation or (None, None)
-        library.bound().prepare_qkv(
+        q_weight = k_weight = cos = sin = None
+        eps = offset = 0.0
+        rotary = 0
+        if head_norm is not None:
+            q_weight, k_weight = head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr()
+            eps, offset = head_norm.eps, head_norm.weight_offset
+        if rotation is not None:
+            cos, sin, rotary = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[-1]
+        self._kernels.prepare_qkv(
             qkv.data_ptr(),
-            None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            metadata.batch.slot_mapping.data_ptr(),
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            metadata.slots,
             q.data_ptr(),
             cache.data_ptr(),
             tokens,
@@ -75,9 +119,10 @@ class NativeAttention(AttentionBackend):
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            0 if cos is None else cos.shape[-1],
+            rotary,
             metadata.batch.block_size,
-            cache.stride(0),
+            cache.stride(0) * cache.element_size(),
+            KV_TYPES[cache.dtype],
             eps,
             offset,
         )
@@ -89,22 +134,23 @@ class NativeAttention(AttentionBackend):
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim)
         if query.shape[0] > metadata.num_tokens:
             out[metadata.num_tokens :] = 0.0
-        library.bound().attention(
+        self._kernels.attention(
             query.data_ptr(),
             cache.data_ptr(),
-            batch.tables.data_ptr(),
-            batch.rows.data_ptr(),
-            batch.contexts.data_ptr(),
-            batch.query_starts.data_ptr(),
+            metadata.tables,
+            metadata.rows,
+            metadata.contexts,
+            metadata.starts,
             out.data_ptr(),
             len(batch.query_lens),
             batch.tables.stride(0),
-            cache.stride(0),
+            cache.stride(0) * cache.element_size(),
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
             batch.block_size,
             spec.sliding_window or 0,
+            KV_TYPES[cache.dtype],
             spec.scale,
             spec.soft_cap or 0.0,
         )

@@ -57,7 +57,9 @@ class TorchAttention(AttentionBackend):
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}
 
-    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
         # Heads first: gathering a row's blocks then gives [heads, keys, dim] without another copy.
         return (2, num_kv_heads, num_blocks, block_size, head_dim)
 

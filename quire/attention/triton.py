@@ -58,7 +58,9 @@ class RecordedLists:
 class TritonAttention(AttentionBackend):
     name = "triton"
 
-    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_dim)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:

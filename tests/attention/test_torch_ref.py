@@ -34,14 +34,21 @@ class Sequences:
     """Random sequences with scattered blocks, run step by step through one backend."""
 
     def __init__(
-        self, spec: AttentionSpec, lengths: list[int], seed: int = 0, backend: AttentionBackend | None = None
+        self,
+        spec: AttentionSpec,
+        lengths: list[int],
+        seed: int = 0,
+        backend: AttentionBackend | None = None,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.spec, self.lengths, self.backend = spec, lengths, backend or TorchAttention()
-        blocks = [-(-n // BLOCK) for n in lengths]
-        order = 1 + torch.randperm(sum(blocks), generator=generator)
-        shape = self.backend.cache_shape(sum(blocks) + 1, BLOCK, spec.num_kv_heads, spec.head_dim)
-        self.cache = torch.zeros(shape)
+        self.block_size = block_size
+        blocks = [-(-n // block_size) for n in lengths]
+        order = 1 + torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed + 1))
+        shape = self.backend.cache_shape(sum(blocks) + 1, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+        self.cache = torch.zeros(shape, dtype=dtype)
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, part in enumerate(order.split(blocks)):
             self.tables[row, : len(part)] = part
@@ -53,18 +60,18 @@ class Sequences:
 
     def step(self, counts: dict[int, int]) -> None:
         """Compute the next counts[row] tokens of each row, in one batch in the dict's order."""
-        rows = list(counts)
+        rows, size = list(counts), self.block_size
         spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
         positions = [torch.arange(s.start, s.stop) for s in spans.values()]
         slots = torch.cat(
-            [self.tables[r, p // BLOCK].long() * BLOCK + p % BLOCK for r, p in zip(rows, positions, strict=True)]
+            [self.tables[r, p // size].long() * size + p % size for r, p in zip(rows, positions, strict=True)]
         )
         batch = make_batch(
             query_lens=[counts[r] for r in rows],
             context_lens=[spans[r].stop for r in rows],
             block_tables=self.tables[rows],
             slot_mapping=torch.cat([slots, torch.zeros(3, dtype=torch.int64)]),  # three padding tokens
-            block_size=BLOCK,
+            block_size=size,
         )
         q, k, v = (
             torch.cat([*(t[r][spans[r]] for r in rows), torch.ones(3, *t[0].shape[1:])])

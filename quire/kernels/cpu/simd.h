@@ -26,6 +26,20 @@ static inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 static inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 static inline Vec round_nearest(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline float max_lane(Vec v) { return _mm512_reduce_max_ps(v); }
+static inline Vec zero_below(Vec v, Vec x, Vec limit) {  // v, but 0 where x < limit
+    return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+}
+static inline Vec load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void store_half(uint16_t* p, Vec v) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline Vec load_brain(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+static inline Vec load_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 static inline Vec scale_by_power(Vec v, Vec n) {  // v * 2^n for integral n
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
 }
@@ -60,6 +74,24 @@ static inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 static inline Vec round_nearest(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline float max_lane(Vec v) {
+    const __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+static inline Vec zero_below(Vec v, Vec x, Vec limit) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
+}
+static inline Vec load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline void store_half(uint16_t* p, Vec v) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline Vec load_brain(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+static inline Vec load_int8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 static inline Vec scale_by_power(Vec v, Vec n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
@@ -94,6 +126,44 @@ static inline Vec vmin(Vec a, Vec b) { return each([&](int i) { return a.x[i] < 
 static inline Vec vmax(Vec a, Vec b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
 static inline float sum(Vec v) { return (v.x[0] + v.x[2]) + (v.x[1] + v.x[3]); }
 static inline Vec round_nearest(Vec v) { return each([&](int i) { return std::nearbyint(v.x[i]); }); }
+static inline float max_lane(Vec v) {
+    float most = v.x[0];
+    for (int i = 1; i < LANES; ++i) most = v.x[i] > most ? v.x[i] : most;
+    return most;
+}
+static inline Vec zero_below(Vec v, Vec x, Vec limit) {
+    return each([&](int i) { return x.x[i] < limit.x[i] ? 0.0f : v.x[i]; });
+}
+static inline float lane_from(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline uint32_t lane_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+static inline float half_lane(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7FFF;
+    if (rest >= 0x7C00) return lane_from(sign | 0x7F800000 | (rest & 0x3FF) << 13);
+    if (rest < 0x400) return lane_from(sign | lane_bits((float)rest * 0x1p-24f));
+    return lane_from(sign | ((rest << 13) + ((127 - 15) << 23)));
+}
+static inline uint16_t lane_half(float value) {  // to nearest even, as processors do
+    const uint32_t bits = lane_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return (uint16_t)(sign | 0x7E00 | (rest >> 13 & 0x3FF));
+    if (rest >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
+    // Below the smallest normal half an addition aligns the bits, and rounds them as it does.
+    if (rest < 0x38800000) return (uint16_t)(sign | (lane_bits(lane_from(rest) + 0.5f) - 0x3F000000));
+    return (uint16_t)(sign | (rest - ((127 - 15) << 23) + 0xFFF + (rest >> 13 & 1)) >> 13);
+}
+static inline Vec load_half(const uint16_t* p) { return each([&](int i) { return half_lane(p[i]); }); }
+static inline void store_half(uint16_t* p, Vec v) {
+    for (int i = 0; i < LANES; ++i) p[i] = lane_half(v.x[i]);
+}
+static inline Vec load_brain(const uint16_t* p) { return each([&](int i) { return lane_from((uint32_t)p[i] << 16); }); }
+static inline Vec load_int8(const int8_t* p) { return each([&](int i) { return (float)p[i]; }); }
 static inline Vec scale_by_power(Vec v, Vec n) { return each([&](int i) { return std::ldexp(v.x[i], (int)n.x[i]); }); }
 }  // namespace QUIRE_NS
 }  // namespace quire
@@ -121,5 +191,25 @@ static inline Vec exp(Vec x) {
     const Vec beyond = vmax(zero(), sub(x, high));
     return mul(scale_by_power(p, n), fma(beyond, set(1e38f), set(1.0f)));
 }
+
+// The same, but exactly 0 where x is below -87.
+static inline Vec exp_or_zero(Vec x) { return zero_below(exp(x), x, set(-87.0f)); }
+
+// A sum in 16 lanes whatever the machine's are, so that its bits depend on no instruction set: lane i adds the elements
+// i, i + 16, ...; then halves are added to halves.
+struct Sum16 {
+    static constexpr int PARTS = 16 / LANES;
+    Vec part[PARTS];
+    Sum16() {
+        for (int i = 0; i < PARTS; ++i) part[i] = zero();
+    }
+    float total() const {
+        Vec v[PARTS];
+        for (int i = 0; i < PARTS; ++i) v[i] = part[i];
+        for (int half = PARTS / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; ++i) v[i] = add(v[i], v[i + half]);
+        return sum(v[0]);
+    }
+};
 }  // namespace QUIRE_NS
 }  // namespace quire

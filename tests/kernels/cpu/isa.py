@@ -1,0 +1,32 @@
+"""What tests of native kernels share: every instruction set that this machine runs, and the thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from quire.kernels.cpu import library
+
+LIBRARY = library.load()
+INSTRUCTION_SETS = LIBRARY.instruction_sets if LIBRARY else []
+
+needs_library = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
+each_instruction_set = pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+
+
+@contextmanager
+def using(isa: str | None = None, threads: int | None = None) -> Iterator[None]:
+    """Run the kernels of one instruction set, or with so many threads, and go back afterwards."""
+    assert LIBRARY is not None
+    before = LIBRARY.instruction_set, LIBRARY.num_threads
+    LIBRARY.select(isa or before[0])
+    if threads is not None:
+        LIBRARY.set_threads(threads)
+    try:
+        yield
+    finally:
+        LIBRARY.select(before[0])
+        if threads is not None:
+            LIBRARY.set_threads(before[1])
