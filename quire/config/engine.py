@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.types.errors import ConfigError
 
 
@@ -19,6 +19,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -44,6 +45,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
+    "structured": StructuredConfig,
 }
 
 
@@ -76,10 +78,16 @@ def check(config: EngineConfig) -> None:
         "long_prefill_token_threshold": config.scheduler.long_prefill_token_threshold,
         "steps_in_flight": config.scheduler.steps_in_flight,
         "num_threads": config.device.num_threads,
+        "structured_outputs_max_bytes": config.structured.structured_outputs_max_bytes,
+        "structured_outputs_max_depth": config.structured.structured_outputs_max_depth,
+        "structured_outputs_cache_size": config.structured.structured_outputs_cache_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value} but must be at least 1")
+    timeout = config.structured.structured_outputs_compile_timeout
+    if not timeout > 0:
+        raise ConfigError(f"structured_outputs_compile_timeout is {timeout} but must be above 0")
     block_size = config.cache.block_size
     if block_size & (block_size - 1) or block_size > 128:
         raise ConfigError(f"block_size is {block_size} but must be a power of two up to 128; 16 is a good value")

@@ -101,6 +101,19 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredConfig:
+    """Output that obeys a schema, a regular expression or a grammar."""
+
+    structured_outputs_backend: str = setting("llguidance", "What compiles grammars: llguidance, or xgrammar.")
+    structured_outputs_compile_timeout: float = setting(
+        10.0, "Seconds that a grammar may take to compile; past it its request is refused."
+    )
+    structured_outputs_max_bytes: int = setting(1 << 20, "Largest schema or grammar, e.g. 1MiB.", unit="bytes")
+    structured_outputs_max_depth: int = setting(64, "Deepest nesting of a schema.")
+    structured_outputs_cache_size: int = setting(128, "Compiled grammars that are kept for the next request.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP server of `quire serve`. The engine knows none of these."""
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from quire.config.engine import EngineConfig
 from quire.config.env import debug_checks
+from quire.config.groups import StructuredConfig
+from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.structured.manager import GrammarManager
+from quire.structured.registry import BACKENDS
+from quire.types.errors import UnknownNameError
 from quire.types.messages import EngineInfo
+from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.worker.inproc import InProcExecutor
 from quire.worker.worker import Worker
@@ -26,7 +32,9 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         max_model_len=ledger.max_model_len,
         kv=kv,
     )
-    core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight)
+    limits = grammar_limits(config.structured)
+    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size)
+    core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight, Constraints(grammars))
     info = EngineInfo(
         model=worker.plan.source.name,
         architecture=worker.plan.model_config["architectures"][0],
@@ -35,5 +43,18 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         block_size=config.cache.block_size,
         num_kv_blocks=ledger.num_kv_blocks,
         max_num_seqs=settings.max_num_seqs,
+        grammar_limits=limits,
     )
     return core, info, debug_checks()
+
+
+def grammar_limits(config: StructuredConfig) -> GrammarLimits:
+    name = config.structured_outputs_backend
+    if name not in BACKENDS:
+        raise UnknownNameError("structured output backend", name, sorted(BACKENDS))
+    return GrammarLimits(
+        name,
+        config.structured_outputs_max_bytes,
+        config.structured_outputs_max_depth,
+        config.structured_outputs_compile_timeout,
+    )

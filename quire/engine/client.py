@@ -14,6 +14,7 @@ from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
+from quire.types.structured import Vocabulary
 from quire.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class EngineClient(ABC):
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Say what the tokens stand for; comes before the first request with a grammar. Never blocks."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Stop the engine and free what it holds. May block for one step; may be called twice."""
 
@@ -78,8 +83,11 @@ class InProcClient(EngineClient):
     def reset_prefix_cache(self) -> None:
         self._loop.submit(ResetPrefixCache())
 
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self._loop.submit(vocabulary)
+
     def has_unfinished(self) -> bool:
-        return self._loop.has_work()
+        return self._loop.has_unfinished()
 
     def get_outputs(self) -> EngineOutputs:
         if self._thread is not None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from quire.engine.constraints import Constraints
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs
@@ -19,47 +20,103 @@ logger = get_logger(__name__)
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, executor: Executor, steps_in_flight: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        steps_in_flight: int,
+        constraints: Constraints | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.constraints = constraints or Constraints()
         self._depth = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._unmasked: StepPlan | None = None  # the newest step, if it waits for masks before it samples
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         """Queue a request; one that can never run is answered at once with its error."""
         try:
-            self.scheduler.add_request(request)
+            if request.grammar is None:
+                self.scheduler.add_request(request)
+            else:
+                self.scheduler.check(request)
+                self.constraints.hold(request)
         except RequestError as error:
-            return [EngineOutput(request.request_id, [], finish_reason="error", error=str(error))]
+            return [refusal(request.request_id, error)]
         return []
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        return self.scheduler.abort(request_ids)
+        ids = list(request_ids)
+        return self.constraints.abort(ids) + self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_unfinished
+        """Whether a step would do anything now."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished or self.constraints.has_news
+
+    def has_unfinished(self) -> bool:
+        """Whether any request will be heard of again; not all of them can run yet."""
+        return self.has_work() or self.constraints.is_holding
 
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = time.monotonic()
-        while len(self._in_flight) < self._depth:
+        refused = self._admit_held() if self.constraints.has_news else []
+        while len(self._in_flight) < self._depth and self._unmasked is None:
             plan = self.scheduler.schedule(begin)
             if plan is None:
                 break
-            self._in_flight.append((plan, self.executor.execute(plan)))
+            self._launch(plan)
         if not self._in_flight:
             if self.scheduler.has_unfinished:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
-            return EngineOutputs([], self.scheduler.stats())
+            return EngineOutputs(refused, self.scheduler.stats())
         plan, future = self._in_flight.popleft()
         try:
             result = future.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
-            return self._contain(plan, error)
-        outputs = self.scheduler.update(plan, result)
-        if outputs.stats is not None:
-            outputs.stats.step_time = time.monotonic() - begin
+            outputs = self._contain(plan, error)
+        else:
+            outputs = self.scheduler.update(plan, result)
+            if self.constraints.in_use:
+                self.scheduler.finish(self.constraints.follow(outputs.outputs))
+            if self._unmasked is not None:
+                self._give_masks(self._unmasked)
+            if outputs.stats is not None:
+                outputs.stats.step_time = time.monotonic() - begin
+        if refused:
+            outputs.outputs[:0] = refused
         return outputs
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
+        if not plan.mask_slots:
+            self._in_flight.append((plan, self.executor.execute(plan)))
+        elif self._in_flight:
+            self._in_flight.append((plan, self.executor.execute(plan)))
+            self._unmasked = plan
+        else:
+            masks = self.constraints.start_masks(self.scheduler.masked_requests(plan))
+            self._in_flight.append((plan, self.executor.execute(plan)))
+            self.executor.sample(masks)
+
+    def _give_masks(self, plan: StepPlan) -> None:
+        """Let the newest step sample, once it is the only one in flight: its masks need all tokens before it."""
+        if self._in_flight[0][0] is plan:
+            self.executor.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))
+            self._unmasked = None
+
+    def _admit_held(self) -> list[EngineOutput]:
+        """Queue the requests whose grammars have been compiled; those whose were not are answered."""
+        outputs: list[EngineOutput] = []
+        ready, refused = self.constraints.take_ready()
+        for request in ready:
+            try:
+                self.scheduler.add_request(request)
+            except RequestError as error:
+                self.constraints.forget(request.request_id)
+                outputs.append(refusal(request.request_id, error))
+        return [*outputs, *(refusal(request_id, error) for request_id, error in refused)]
 
     def _contain(self, plan: StepPlan, error: Exception) -> EngineOutputs:
         """A step failed: retry each of its requests alone, so that only the culprit fails."""
@@ -67,10 +124,19 @@ class EngineCore:
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
         self._in_flight.clear()  # planned on top of the failed step
+        self._unmasked = None
         if self.scheduler.is_retry(plan):
-            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+            outputs = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+            self.constraints.follow(outputs.outputs)
+            return outputs
         self.scheduler.recover(plan)
         return EngineOutputs([], self.scheduler.stats())
 
     def shutdown(self) -> None:
+        self.constraints.shutdown()
         self.executor.shutdown()
+
+
+def refusal(request_id: str, error: RequestError) -> EngineOutput:
+    """The only output of a request that is wrong."""
+    return EngineOutput(request_id, [], finish_reason="error", error=str(error), error_field=error.field)

@@ -9,6 +9,7 @@ from quire.engine.core import EngineCore
 from quire.types.messages import AbortRequests, ResetPrefixCache, ToEngine
 from quire.types.outputs import EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
+from quire.types.structured import Vocabulary
 
 
 class EngineLoop:
@@ -24,6 +25,7 @@ class EngineLoop:
         self._stopping = False
         self._finishing = False
         self._debug_checks = debug_checks
+        core.constraints.when_ready(self._wake.set)
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
         """Take a message in; an EngineOutput is an answer that is already known and goes out with the next step."""
@@ -43,10 +45,20 @@ class EngineLoop:
         self._core.shutdown()
 
     def has_work(self) -> bool:
+        """Whether `run_once` would do anything now."""
         return bool(self._inbox) or self._core.has_work()
 
+    def has_unfinished(self) -> bool:
+        """Whether any request will be heard of again."""
+        return bool(self._inbox) or self._core.has_unfinished()
+
     def run_once(self) -> EngineOutputs:
-        """Take in what has arrived and finish one step. Returns at once when there is nothing to do."""
+        """Take in what has arrived and finish one step. Returns at once when there is nothing to do.
+
+        When all requests wait for their grammars, it waits too.
+        """
+        if not self.has_work() and self.has_unfinished():
+            self.wait()
         answers = self._take_messages()
         outputs = self._core.step()
         if answers:
@@ -78,6 +90,8 @@ class EngineLoop:
                     answers += self._core.abort(message.request_ids)
                 case ResetPrefixCache():
                     self._core.scheduler.reset_prefix_cache()
+                case Vocabulary():
+                    self._core.constraints.set_vocabulary(message)
                 case EngineOutput():
                     answers.append(message)
         return answers

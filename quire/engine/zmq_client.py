@@ -31,6 +31,7 @@ from quire.types.messages import (
 )
 from quire.types.outputs import EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
+from quire.types.structured import Vocabulary
 
 # Seconds for an engine to leave after it was told to; more than it gives a step in flight.
 STOP_GRACE = 10.0
@@ -138,6 +139,10 @@ class ZmqClient(EngineClient):
     def reset_prefix_cache(self) -> None:
         self._check_alive()
         self._send(ResetPrefixCache())
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self._check_alive()
+        self._send(vocabulary)
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished or self._inbox)

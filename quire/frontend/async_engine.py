@@ -13,6 +13,7 @@ from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.structured.sources import is_large
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, RequestOutput
@@ -50,6 +51,7 @@ class AsyncEngine:
         self._mailboxes: dict[str, AsyncMailbox] = {}
         self._drain: asyncio.Task[None] | None = None
         self._dead: str | None = None
+        self._vocabulary: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         observer.on_engine_start(client.info)
@@ -145,6 +147,16 @@ class AsyncEngine:
         if last is not None:
             self._mailboxes[request_id].put(last)
 
+    async def prepare_structured_outputs(self) -> None:
+        """Let the engine get ready for grammars, once. The first request with one does it too, but waits for it."""
+        if self._vocabulary is None:
+            self._vocabulary = asyncio.get_running_loop().create_task(self._send_vocabulary())
+        await asyncio.shield(self._vocabulary)
+
+    async def _send_vocabulary(self) -> None:
+        vocabulary = await asyncio.to_thread(self._inputs.vocabulary)
+        self._client.set_vocabulary(vocabulary)
+
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
         self._client.reset_prefix_cache()
@@ -182,13 +194,18 @@ class AsyncEngine:
             )
 
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        grammar = params.structured_outputs
         if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(process)
+        if grammar is not None and is_large(grammar):
             return await asyncio.to_thread(process)
         return process()
 
     async def _stream(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
         request = await prepare()
+        if request.children[0].grammar is not None:
+            await self.prepare_structured_outputs()
         self._check_usable()
         mailbox = self._open(request)
         try:

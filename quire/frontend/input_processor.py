@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.structured.sources import make_source
 from quire.types.errors import RequestError
 from quire.types.messages import EngineInfo
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.structured import GrammarSource, Vocabulary
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -77,6 +79,16 @@ class InputProcessor:
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
 
+    def vocabulary(self) -> Vocabulary:
+        """What the tokens stand for, which the engine has to know before its first grammar. Takes a while."""
+        tokenizer, size = self._tokenizer, self._info.vocab_size
+        assert tokenizer is not None, "no request with a grammar is made without a tokenizer"
+        return Vocabulary(
+            [tokenizer.token_bytes(token) for token in range(size)],
+            [token for token in range(size) if tokenizer.is_special(token)],
+            list(self._eos_token_ids),
+        )
+
     def process(
         self,
         prompt: Prompt,
@@ -95,25 +107,44 @@ class InputProcessor:
         text, token_ids, cache_salt = self._read_prompt(prompt, add_special_tokens)
         token_ids = self._fit(token_ids, params)
         self._check_params(params)
+        grammar = self._make_grammar(params)
         return PreparedRequest(
             request_id=request_id,
             prompt=text,
             params=params,
-            children=self._fan_out(request_id, token_ids, params, priority, cache_salt),
+            children=self._fan_out(request_id, token_ids, params, priority, cache_salt, grammar),
             trace_headers=trace_headers,
         )
 
+    def _make_grammar(self, params: SamplingParams) -> GrammarSource | None:
+        if params.structured_outputs is None:
+            return None
+        if not self._eos_token_ids or self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer with an end-of-sequence token, and there is none",
+                "structured_outputs",
+            )
+        return make_source(params.structured_outputs, self._info.grammar_limits)
+
     def _fan_out(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, priority: int, cache_salt: str | None
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+        grammar: GrammarSource | None,
     ) -> tuple[EngineRequest, ...]:
         max_tokens = self._info.max_model_len - len(token_ids)
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, params.max_tokens)
         # What only the frontend acts on stays here: the engine knows no text.
         first = params
-        if params.n > 1 or params.stop or params.bad_words:
+        if params.n > 1 or params.stop or params.bad_words or grammar is not None:
             bad_words = params.bad_words_token_ids + self._encode_bad_words(params.bad_words)
-            first = msgspec.structs.replace(params, n=1, stop=(), bad_words=(), bad_words_token_ids=bad_words)
+            first = msgspec.structs.replace(
+                params, n=1, stop=(), bad_words=(), bad_words_token_ids=bad_words, structured_outputs=None
+            )
         # One completion is enough to learn the prompt's log-probabilities; the others may reuse its cached prefix.
         rest = first if first.prompt_logprobs is None else msgspec.structs.replace(first, prompt_logprobs=None)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -129,6 +160,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=now,
+                grammar=grammar,
             )
             for index in range(params.n)
         )

@@ -17,7 +17,15 @@ from quire.frontend.mailbox import Mailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.progress import make_progress
 from quire.frontend.text_model import Message, TextModel, is_conversation, load_text_model
-from quire.types.errors import BatchError, EngineDeadError, EngineError, GenerationError, QuireError, RequestError
+from quire.types.errors import (
+    BatchError,
+    EngineDeadError,
+    EngineError,
+    GenerationError,
+    QuireError,
+    RefusedRequestError,
+    RequestError,
+)
 from quire.types.outputs import EngineOutput, RequestOutput
 from quire.types.sampling import OutputKind, SamplingParams
 
@@ -55,6 +63,7 @@ class LLM:
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
         self._ids = map(str, itertools.count())
+        self._vocabulary_is_known = False
         self._alive = True
 
     def generate(
@@ -178,7 +187,7 @@ class LLM:
                         index = waiting.pop(request_id)
                         try:
                             outputs[index] = self._mailboxes.pop(request_id).take()
-                        except GenerationError as error:
+                        except (GenerationError, RefusedRequestError) as error:
                             errors[index] = error.with_traceback(None)
                     progress.advance(len(done), num_tokens)
         finally:
@@ -207,6 +216,9 @@ class LLM:
         self._mailboxes[request.request_id] = Mailbox(request.params.output_kind)
         sent = False
         try:
+            if request.children[0].grammar is not None and not self._vocabulary_is_known:
+                self._client.set_vocabulary(self._inputs.vocabulary())
+                self._vocabulary_is_known = True
             for child in request.children:
                 self._client.add_request(child)
             sent = True

@@ -15,7 +15,7 @@ from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.logprobs import LogprobsDecoder
 from quire.frontend.stop_strings import StopStringMatcher
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, Observer, RequestEnd, TokenEvent
-from quire.types.errors import GenerationError, RequestError
+from quire.types.errors import GenerationError, RefusedRequestError, RequestError
 from quire.types.outputs import (
     CompletionOutput,
     EngineOutput,
@@ -34,7 +34,7 @@ class ProcessedOutputs:
     """What one batch of engine outputs came to."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
-    failures: list[GenerationError] = field(default_factory=list)
+    failures: list[GenerationError | RefusedRequestError] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     """Engine request ids that met a stop string or whose sibling failed: the engine must be told to stop them."""
 
@@ -100,6 +100,7 @@ class CompletionState:
         if self._detokenizer is not None:
             # The token that ended the output is one of its tokens, but is not part of its text.
             hidden = output.finish_reason == "stop" and bool(token_ids) and not self._show_stop_token
+            hidden = hidden and not output.is_complete
             visible = token_ids[:-1] if hidden else token_ids
             taken = self._add_text(self._detokenizer, visible)
             if self.finish_reason is not None:
@@ -303,7 +304,7 @@ class OutputProcessor:
             state, completion = entry
             if output.error is not None or output.finish_reason == "error":
                 touched.pop(state.request_id, None)
-                self._fail(state, completion, output.error or "the engine gave no reason", result)
+                self._fail(state, completion, output, result)
                 continue
             touched[state.request_id] = state
             self._add(state, completion, output, now, result, event)
@@ -366,11 +367,17 @@ class OutputProcessor:
         if state.num_unfinished == 0:
             self._end(state, now)
 
-    def _fail(self, state: RequestState, completion: CompletionState, error: str, result: ProcessedOutputs) -> None:
+    def _fail(
+        self, state: RequestState, completion: CompletionState, output: EngineOutput, result: ProcessedOutputs
+    ) -> None:
+        error = output.error or "the engine gave no reason"
         siblings = [i for i in state.unfinished_ids() if i != completion.engine_id]
         self._aborting.update(siblings)
         result.aborts += siblings
-        result.failures.append(GenerationError(state.request_id, error))
+        if output.error_field is not None:
+            result.failures.append(RefusedRequestError(state.request_id, error, output.error_field))
+        else:
+            result.failures.append(GenerationError(state.request_id, error))
         for other in state.completions:
             if other.finish_reason is None:
                 other.finish_reason = "error" if other is completion else "abort"

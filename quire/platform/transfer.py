@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -12,6 +14,14 @@ def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = tor
     """A list of integers as a device tensor, through pinned memory where the device has its own."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
     return host.to(device, non_blocking=True)
+
+
+def upload_array(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    """The same for an array, which the caller leaves as it is."""
+    host = torch.from_numpy(values)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 class Download:

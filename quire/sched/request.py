@@ -24,6 +24,7 @@ class Request:
     __slots__ = (
         "__weakref__",
         "capacity",
+        "constrained",
         "engine_request",
         "key",
         "kv",
@@ -67,6 +68,7 @@ class Request:
         self.capacity = 0  # tokens that the blocks held now have room for
         self.store_above = 0  # more known tokens than this: a block is full and can be cached
 
+        self.constrained = engine_request.grammar is not None
         self.pools = isinstance(params, PoolingParams)
         if isinstance(params, PoolingParams):
             self.max_tokens_total = num_prompt_tokens + 1

@@ -39,6 +39,10 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_step_id = 0
 
+    def check(self, engine_request: EngineRequest) -> None:
+        """RequestError if a request is a duplicate or could never run."""
+        check_request(self._state, engine_request)
+
     def add_request(self, engine_request: EngineRequest) -> None:
         """Queue a request, hashing its prompt; RequestError if it is a duplicate or could never run."""
         state = self._state
@@ -47,22 +51,25 @@ class Scheduler:
         self._num_arrivals += 1
         request = Request(engine_request, state.kv.open(engine_request), key, state.limits.max_model_len)
         state.requests[request.request_id] = request
+        state.num_constrained += request.constrained
         state.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests at once, also while they are in flight. Unknown ids are ignored: they may just have ended."""
-        state = self._state
-        outputs: list[EngineOutput] = []
-        ended: set[Request] = set()
-        for request_id in request_ids:
-            request = state.requests.get(request_id)
-            if request is not None:
-                outputs.append(first_output(request, [], "abort"))
-                state.end(request)
-                ended.add(request)
-        if ended:
-            state.forget_finished(ended)
-        return outputs
+        return [first_output(request, [], "abort") for request in self._drop(request_ids)]
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """End requests whose last output has been made, also while they are in flight."""
+        self._drop(request_ids)
+
+    def masked_requests(self, plan: StepPlan) -> list[str]:
+        """The requests that plan.mask_slots is about, in its order; some may have ended since it was planned."""
+        step = next(step for step in reversed(self._state.in_flight) if step.plan.step_id == plan.step_id)
+        return [
+            request.request_id
+            for row, request in zip(plan.rows, step.requests, strict=True)
+            if row in plan.mask_slots
+        ]
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute now. `now` is on the clock of arrival times."""
@@ -148,6 +155,7 @@ class Scheduler:
         assert all(request.status is Status.WAITING for request in waiting)
         rows = [request.row for request in running] + state.rows.free
         assert sorted(rows) == list(range(state.limits.max_num_seqs)), "a row is lost or has two owners"
+        assert state.num_constrained == sum(request.constrained for request in state.requests.values())
         pending = dict.fromkeys(state.requests, 0)
         for step in state.in_flight:
             for index, request in enumerate(step.requests):
@@ -177,8 +185,25 @@ class Scheduler:
             deltas.ids,
         )
         self._next_step_id += 1
+        if state.num_constrained:
+            plan.mask_slots = {
+                request.row: request.row
+                for index, request in enumerate(step.requests)
+                if request.constrained and index not in step.chunks
+            }
         state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.retry))
         return plan
+
+    def _drop(self, request_ids: Iterable[str]) -> list[Request]:
+        """Take requests out of everything; unknown ids are ignored."""
+        state = self._state
+        known = (state.requests.get(request_id) for request_id in dict.fromkeys(request_ids))
+        dropped = [request for request in known if request is not None]
+        for request in dropped:
+            state.end(request)
+        if dropped:
+            state.forget_finished(set(dropped))
+        return dropped
 
     def _oldest(self, plan: StepPlan) -> InFlight:
         """Take the oldest step in flight, which must be this plan's."""

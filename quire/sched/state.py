@@ -97,6 +97,7 @@ class SchedulerState:
         self.running: list[Request] = []
         self.waiting = waiting
         self.retries: list[Request] = []  # to be run alone, one per step, because a step they were in failed
+        self.num_constrained = 0  # of the requests: those with a grammar
         self.rows = Rows(limits.max_num_seqs)
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
@@ -118,6 +119,7 @@ class SchedulerState:
             self.rows.give_back(request.row)
         request.status = Status.FINISHED
         request.steady = False
+        self.num_constrained -= request.constrained
         del self.requests[request.request_id]
 
     def forget_finished(self, finished: set[Request]) -> None:

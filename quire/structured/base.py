@@ -11,13 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from quire.types.masks import Masks
 from quire.types.structured import GrammarSource, Vocabulary
-
-# [rows, words] int32: bit i of word w allows token 32 * w + i.
-Masks = NDArray[np.int32]
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,14 @@ class RequestError(QuireError, ValueError):
         self.field = field
 
 
+class RefusedRequestError(RequestError):
+    """The engine found out what is wrong with a request, such as a grammar that does not compile."""
+
+    def __init__(self, request_id: str, message: str, field: str) -> None:
+        super().__init__(message, field)
+        self.request_id = request_id
+
+
 class BatchError(RequestError):
     """Some requests of a batch failed; the others ran.
 

@@ -6,6 +6,7 @@ import msgspec
 
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
+from quire.types.structured import GrammarLimits, Vocabulary
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block_size: int
     num_kv_blocks: int
     max_num_seqs: int
+    grammar_limits: GrammarLimits = GrammarLimits()
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
@@ -56,5 +58,5 @@ class EngineFailure(msgspec.Struct, tag=True, array_like=True):
     is_permanent: bool  # a wrong setting or model: starting again with the same settings would fail again
 
 
-ToEngine = EngineRequest | AbortRequests | ResetPrefixCache
+ToEngine = EngineRequest | AbortRequests | ResetPrefixCache | Vocabulary
 FromEngine = EngineOutputs | Hello | StartupPhase | Ready | EngineFailure

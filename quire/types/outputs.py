@@ -23,6 +23,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     error: str | None = None
     pooled: list[float] | None = None
     queue_time: float | None = None  # sent with the first output: seconds from arrival until it was first planned
+    is_complete: bool = False  # it stopped because its grammar allows no more: the last token is part of the text
+    error_field: str | None = None  # the part of the request that is wrong, if the error is the caller's
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -14,6 +14,13 @@ from quire.types.structured import StructuredOutputsParams
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1 << 20
 
+_INTEGERS = (
+    *("n", "top_k", "seed", "max_tokens", "min_tokens"),
+    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+)
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
+_NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
@@ -92,6 +99,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < MIN_TEMPERATURE
 
     def _check(self) -> None:
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            _require(type(value) is int or (value is None and name in _OPTIONAL), name, value, "an integer")
+        for name in _NUMBERS:
+            _require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
+        for name in ("stop", "bad_words"):
+            strings = getattr(self, name)
+            _require(all(isinstance(string, str) for string in strings), name, strings, "strings")
         _require(self.n >= 1, "n", self.n, "at least 1")
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
+from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 
 
@@ -13,7 +14,15 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step. Plans run in the order given; the future holds the result or the step's exception.
 
-        May return before the step is done, and never raises for a failing step.
+        May return before the step is done, and never raises for a failing step. A step with mask_slots computes
+        logits, then waits for `sample`; no other may be started meanwhile.
+        """
+
+    @abstractmethod
+    def sample(self, masks: Future[Masks]) -> None:
+        """Give the newest step the masks that it waits for, a line per entry of its mask_slots.
+
+        May block until they are there; never raises.
         """
 
     @abstractmethod

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.models.base import CausalLM
-from quire.types.step import StepPlan, StepResult
+from quire.types.masks import Masks
+from quire.types.step import StepPlan, StepResult, TokenLogprobs
 from quire.worker.block_tables import BlockTables
-from quire.worker.containment import MESSAGE, Containment
+from quire.worker.containment import MESSAGE, BrokenRows, Containment
 from quire.worker.graphs import ForwardGraphs, StepGraphs
 from quire.worker.input_batch import InputBatch, InputBuilder
 from quire.worker.logits import LogitsHead
@@ -20,6 +22,18 @@ from quire.worker.sampling.base import SampleRows
 from quire.worker.sampling.sampler import SampleOutput, Sampler
 
 Finish = Callable[[], StepResult]
+
+
+@dataclass
+class RunningStep:
+    """A step from its forward pass to its result."""
+
+    plan: StepPlan
+    batch: InputBatch
+    hidden: Tensor
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    sampled: SampleOutput | None = None
+    broken: BrokenRows | None = None  # None: not sampled yet
 
 
 class Runner:
@@ -45,12 +59,16 @@ class Runner:
         self.graphs = graphs
         self.mixed_graphs = mixed_graphs
         self.containment = Containment(model.attention_layers(), tables)
+        self._unsampled: RunningStep | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Finish:
-        """Start a step; what is returned waits for it and builds its result."""
+        """Start a step; what is returned waits for it and builds its result.
+
+        A step with mask_slots stops before sampling: `sample` comes next, with the masks.
+        """
         self._apply(plan)
-        if self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
+        if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
             return self._replay(plan)
         batch = self.inputs.build(plan)
         hidden = self.mixed_graphs.run(batch)
@@ -58,20 +76,39 @@ class Runner:
             hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)
         self.rows.advance(batch.rows, batch.counts, plan.rows, plan.num_tokens)
-        sampled = self._sample(batch, hidden) if batch.sample_indices else None
-        broken = self.containment.find(plan, batch, hidden)
+        step = RunningStep(plan, batch, hidden, prompt_logprobs)
+        if plan.mask_slots:
+            self._unsampled = step
+        else:
+            self._complete(step)
+        return lambda: self._finish(step)
 
-        def finish() -> StepResult:
-            result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=prompt_logprobs)
-            if sampled is not None:
-                self._write(result, batch.sample_indices, sampled)
-            for index in broken.indices():
-                result.errors[index] = MESSAGE
-            for index in result.errors:
-                self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
-            return result
+    @torch.inference_mode()
+    def sample(self, masks: Masks) -> None:
+        """Let the newest step sample under these masks, a line per entry of its mask_slots."""
+        step, self._unsampled = self._unsampled, None
+        assert step is not None, "no step waits for masks"
+        self.sampler.masks.load(step.plan.mask_slots, masks)
+        self._complete(step)
+        self.sampler.masks.clear()
 
-        return finish
+    def _complete(self, step: RunningStep) -> None:
+        """What follows the forward pass. Does not wait for the device."""
+        if step.batch.sample_indices:
+            step.sampled = self._sample(step.batch, step.hidden)
+        step.broken = self.containment.find(step.plan, step.batch, step.hidden)
+
+    def _finish(self, step: RunningStep) -> StepResult:
+        plan = step.plan
+        assert step.broken is not None, "the step still waits for masks"
+        result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=step.prompt_logprobs)
+        if step.sampled is not None:
+            self._write(result, step.batch.sample_indices, step.sampled)
+        for index in step.broken.indices():
+            result.errors[index] = MESSAGE
+        for index in result.errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        return result
 
     def _replay(self, plan: StepPlan) -> Finish:
         arriving = self.graphs.run(plan)

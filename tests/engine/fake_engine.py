@@ -27,6 +27,7 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import ModelNotFoundError
+from quire.types.masks import Masks
 from quire.types.messages import EngineInfo
 from quire.types.step import StepPlan, StepResult
 from quire.utils.phases import ReportPhase
@@ -58,6 +59,9 @@ class FakeDevice(Executor):
         else:
             future.set_result(self._fake.execute(plan))
         return future
+
+    def sample(self, masks: Future[Masks]) -> None:
+        raise AssertionError("this fake has no grammars")
 
     def is_sticky(self, error: Exception) -> bool:
         return str(error) == "lost"

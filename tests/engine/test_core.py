@@ -13,6 +13,7 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError
+from quire.types.masks import Masks
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -41,6 +42,9 @@ class Device(Executor):
         except FakeStepError as error:
             future.set_exception(error)
         return future
+
+    def sample(self, masks: Future[Masks]) -> None:
+        raise AssertionError("this fake has no grammars")
 
     def is_sticky(self, error: Exception) -> bool:
         return self.sticky

@@ -3,7 +3,8 @@
 Order, the same as vLLM's:
 
 1. log-probabilities are taken from the untouched logits
-2. allowed tokens, bad words, logit bias, min_tokens, penalties: they can change the likeliest token
+2. allowed tokens, bad words, logit bias, min_tokens, penalties, then the grammar's mask: they can change the
+   likeliest token
 3. greedy rows take the likeliest token, the lower id among equals; for the others
 4. temperature, min_p, top_k, top_p
 5. argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
@@ -24,6 +25,7 @@ from quire.worker.sampling.allowed_tokens import AllowedTokens
 from quire.worker.sampling.bad_words import BadWords
 from quire.worker.sampling.base import ActiveRows, Feature, RowState, SampleRows, output_lengths, sampling_params
 from quire.worker.sampling.draw import draw, draw_of
+from quire.worker.sampling.grammar_masks import GrammarMasks
 from quire.worker.sampling.logit_bias import LogitBias
 from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
 from quire.worker.sampling.min_p import MinP
@@ -97,6 +99,7 @@ class Sampler:
             MinTokens(vocab_size, device),
             Penalties(max_rows, device),
         ]
+        self.masks = GrammarMasks(vocab_size, max_rows, device)
         self._temperature = Temperature(max_rows, device)
         self._min_p = MinP(max_rows, device)
         self._top_k_top_p = TopKTopP(vocab_size, max_rows, device)
@@ -151,6 +154,7 @@ class Sampler:
         shaped = logits
         for feature in self._shaping:
             shaped = feature.apply(shaped, rows, state)
+        shaped = self.masks.apply(shaped, rows)
         status = _status(raw_best, shaped.amax(-1))
         token_ids = self._choose(shaped, rows, state)
         if wanting is None or raw_logprobs is None:

@@ -1,0 +1,157 @@
+"""The llguidance backend: an Earley parser over a lexer, in Rust, that computes masks from the grammar at each step.
+
+The library is imported when something is first checked or compiled. It works without the interpreter's lock, except
+while it builds its tree of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from quire.structured.base import Backend, Grammar, Matcher, SchemaSupport
+from quire.structured.structural_tag import lark_of_tag
+from quire.types.masks import Masks
+from quire.types.structured import GrammarError, GrammarSource, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Without this the library would force the spelling of text that has no alternative, for which it needs a tokenizer.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+# More of it in a row than anybody indents by: a model that has lost its way would go on with blanks for ever.
+_WHITESPACE = r"[ \t\n\r]{0,40}"
+_MAX_MASK_THREADS = 8
+
+_KEYWORDS = """
+    type enum const anyOf allOf oneOf $ref $defs definitions $id $anchor $schema
+    properties required additionalProperties patternProperties minProperties maxProperties
+    items prefixItems additionalItems minItems maxItems
+    minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
+"""
+_FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri"
+
+
+class GuidanceMatcher(Matcher):
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        return self.inner.consume_tokens(list(token_ids))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def error(self) -> str | None:
+        return _reason(self.inner.get_error()) if self.inner.is_error() else None
+
+
+class GuidanceGrammar(Grammar):
+    def __init__(self, prototype: LLMatcher) -> None:
+        self._prototype = prototype
+
+    def matcher(self) -> Matcher:
+        return GuidanceMatcher(self._prototype.deep_copy())
+
+
+class GuidanceBackend(Backend):
+    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset(_FORMATS.split()))
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLExecutor, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.eos_token_ids))
+        self._num_bytes = -(-len(vocabulary.pieces) // 32) * 4
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._executor = LLExecutor(max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) - 1)))
+
+    @staticmethod
+    def check_regex(pattern: str) -> str | None:
+        from llguidance import LLMatcher
+
+        message = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern))
+        return _reason(message) if message else None
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, to_lark(source), log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            # What the first mask needs is computed here and shared by all copies, instead of in somebody's step.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _explain(source, matcher.get_error())
+        return GuidanceGrammar(matcher)
+
+    def fill(self, matchers: Sequence[Matcher], masks: Masks) -> None:
+        assert masks.flags.c_contiguous
+        assert masks.shape[1] * 4 == self._num_bytes
+        lines = [(cast(GuidanceMatcher, matcher).inner, index) for index, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(lines, masks.ctypes.data, self._num_bytes, len(masks))
+
+
+class _Tokens:
+    """A vocabulary as the library asks for it. It never tokenizes: no text is forced."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.pieces
+        self.special_token_ids = vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = None
+
+    def __call__(self, text: object) -> list[int]:
+        return []
+
+
+def to_lark(source: GrammarSource) -> str:
+    """The grammar in the library's own form."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match source.kind:
+        case "json":
+            return f"{_HEADER}start: {inline_schema(source.text, source.whitespace)}\n"
+        case "regex":
+            return f"{_HEADER}start: /{regex_to_lark(source.text, use_ascii='')}/\n"
+        case "choice":
+            return f"{_HEADER}start: {' | '.join(json.dumps(choice) for choice in json.loads(source.text))}\n"
+        case "structural_tag":
+            return _HEADER + lark_of_tag(json.loads(source.text), inline_schema)
+        case "grammar":
+            try:
+                return _HEADER + any_to_lark(source.text)
+            except Exception as error:  # the converter raises whatever it meets in a grammar that is none
+                raise GrammarError(
+                    f"the grammar is neither Lark nor GBNF: {error}; correct it", "structured_outputs.grammar"
+                ) from error
+
+
+def inline_schema(schema: str, whitespace: str | None = None) -> str:
+    """A JSON schema as a part of a Lark rule."""
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if whitespace != "":
+        options = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace}
+    text = "{}" if schema == "true" else schema
+    comma = "" if text == "{}" else ", "
+    return f'%json {text[:-1]}{comma}"x-guidance": {json.dumps(options)}}}'
+
+
+def _explain(source: GrammarSource, error: str) -> GrammarError:
+    name = f"structured_outputs.{source.kind}"
+    reason = _reason(error)
+    keyword = "oneOf" if reason.startswith("oneOf") else None
+    return GrammarError(f"{name} cannot be compiled: {reason}; change it", name, keyword)
+
+
+def _reason(message: str) -> str:
+    """The library draws the place of an error; the reason is on the first line, or behind "error:" in a regex."""
+    lines = message.strip().splitlines()
+    for line in lines:
+        if line.startswith("error: "):
+            return line.removeprefix("error: ")
+    return re.sub(r"^at \d+\(\d+\): ", "", lines[0])

@@ -1,0 +1,153 @@
+"""GrammarManager: the grammars of an engine's requests, from compilation to the mask of each step.
+
+A matcher is always at the end of its request's known tokens: only results that count move it on. So preemption,
+retries and steps in flight need no rollback. Knows request ids and tokens; knows no scheduler and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.structured.base import Grammar, Matcher
+from quire.structured.compiler import GrammarCompiler
+from quire.types.masks import Masks
+from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, Vocabulary
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A request whose grammar is ready, or could not be made."""
+
+    request_id: str
+    error: GrammarError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a request's grammar stands after its last token."""
+
+    is_complete: bool = False  # nothing may follow: the output ends here
+    error: str | None = None  # why it cannot go on
+
+
+_FREE, _COMPLETE = Standing(), Standing(is_complete=True)
+
+
+@dataclass(slots=True)
+class _Entry:
+    matcher: Matcher
+    ignores_eos: bool
+
+
+def ignore_news() -> None:
+    """Nobody sleeps while grammars are compiled."""
+
+
+class GrammarManager:
+    """Everything but `compile`'s completion happens on the engine's thread."""
+
+    def __init__(self, limits: GrammarLimits | None = None, cache_size: int = 128) -> None:
+        self.on_news: Callable[[], None] = ignore_news
+        """Called on some thread whenever `take_compiled` has something new to say."""
+        self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
+        self._compiled: deque[tuple[str, bool, Future[Grammar]]] = deque()
+        self._compiling: set[str] = set()
+        self._entries: dict[str, _Entry] = {}
+        self._eos_token_ids: list[int] = []
+        self._num_words = 0
+        self._thread: ThreadPoolExecutor | None = None
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Say what the tokens stand for; comes before the first `open`."""
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self._num_words = -(-len(vocabulary.pieces) // 32)
+        self._compiler.set_vocabulary(vocabulary)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any request has a grammar that is ready."""
+        return bool(self._entries)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._compiled)
+
+    def open(self, request_id: str, source: GrammarSource, *, ignores_eos: bool = False) -> None:
+        """Compile a request's grammar; never blocks. `take_compiled` says when it is ready.
+
+        Under `ignores_eos` end-of-sequence is not allowed anywhere: the output goes on while the grammar does.
+        """
+        self._compiling.add(request_id)
+
+        def tell(future: Future[Grammar]) -> None:
+            self._compiled.append((request_id, ignores_eos, future))
+            self.on_news()
+
+        self._compiler.compile(source).add_done_callback(tell)
+
+    def take_compiled(self) -> list[Compiled]:
+        """The requests whose compilation has ended since the last call."""
+        news: list[Compiled] = []
+        while self._compiled:
+            request_id, ignores_eos, future = self._compiled.popleft()
+            if request_id not in self._compiling:
+                continue  # closed meanwhile
+            self._compiling.discard(request_id)
+            error = future.exception()
+            assert error is None or isinstance(error, GrammarError)
+            if error is None:
+                self._entries[request_id] = _Entry(future.result().matcher(), ignores_eos)
+            news.append(Compiled(request_id, error))
+        return news
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; one without a grammar is not known and that is fine."""
+        self._compiling.discard(request_id)
+        self._entries.pop(request_id, None)
+
+    def start_masks(self, request_ids: Sequence[str]) -> Future[Masks]:
+        """Compute what may come next, a line per request, on another thread. Tokens are accepted after it is done.
+
+        A request that is not known any more, or whose matcher fails, gets a line that allows everything.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        return self._thread.submit(self._fill, [self._entries.get(request_id) for request_id in request_ids])
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> Standing:
+        """Go on over a request's new tokens, if it has a grammar."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return _FREE
+        matcher = entry.matcher
+        if not matcher.accept(token_ids):
+            return Standing(error=f"its grammar cannot go on: {matcher.error}")
+        return _COMPLETE if matcher.is_complete else _FREE
+
+    def shutdown(self) -> None:
+        self._compiler.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _fill(self, entries: list[_Entry | None]) -> Masks:
+        masks = np.full((len(entries), self._num_words), -1, dtype=np.int32)
+        lines = [index for index, entry in enumerate(entries) if entry is not None]
+        known = [entry for entry in entries if entry is not None]
+        if not known:
+            return masks
+        filled = masks if len(known) == len(entries) else np.empty((len(known), self._num_words), dtype=np.int32)
+        self._compiler.backend().fill([entry.matcher for entry in known], filled)
+        for index, entry in enumerate(known):
+            if entry.matcher.error is not None:
+                filled[index] = -1
+            elif entry.ignores_eos:
+                for token in self._eos_token_ids:
+                    filled.view(np.uint32)[index, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if filled is not masks:
+            masks[lines] = filled
+        return masks
