@@ -14,6 +14,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +24,12 @@ from fastapi import FastAPI
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import collect_api_keys
+from quire.engine.child import print_line
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
 from quire.server.app import build_app
 from quire.server.context import EngineProvider
-from quire.server.logs import setup_server_logging
+from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
 from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
 from quire.types.errors import ConfigError, EngineError
@@ -52,12 +54,15 @@ class Supervisor(EngineProvider, Protocol):
     async def stop(self) -> None: ...
 
 
-def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClient = launch_client) -> None:
+def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClient | None = None) -> None:
     """Serve a model until SIGTERM or SIGINT; raises the cause if the engine cannot be kept running.
 
     `launch` starts the engine process; tests and benchmarks give others.
     """
     setup_server_logging(settings.log_format)
+    if launch is None:
+        take_line = relay_engine_line if settings.log_format == "json" else print_line
+        launch = partial(launch_client, take_line=take_line)
     api_keys = collect_api_keys(settings)
     model_names = settings.served_model_name or (config.model.model,)
     telemetry = make_telemetry(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any
 
 import msgspec
 
 from quire.config.groups import LogFormat
-from quire.utils.log import ROOT_NAME
+from quire.utils.log import ROOT_NAME, get_logger
 
 _LIBRARIES = ("uvicorn", "opentelemetry")
+# A log line of quire.utils.log, as the engine process writes it.
+_ENGINE_LINE = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{3})? ([DIWE]) (.*)")
+_LEVELS = {"D": logging.DEBUG, "I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR}
+
+engine_logger = get_logger("quire.engine.process")
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,6 +47,13 @@ def setup_server_logging(log_format: LogFormat) -> None:
         library.handlers = list(own.handlers)
         library.propagate = own.propagate
         library.setLevel(logging.DEBUG if own.level == logging.DEBUG else logging.WARNING)
+
+
+def relay_engine_line(line: str) -> None:
+    """Let a line of the engine process, a log line or any other, take the form of this process's own."""
+    found = _ENGINE_LINE.fullmatch(line.rstrip())
+    level, message = (_LEVELS[found[1]], found[2]) if found else (logging.INFO, line.rstrip())
+    engine_logger.log(level, "%s", message)
 
 
 def _encodable(line: dict[str, Any]) -> dict[str, Any]:

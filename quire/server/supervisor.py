@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.config.engine import EngineConfig
+from quire.engine.child import TakeLine, print_line
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
@@ -62,8 +63,8 @@ def backoff(options: SupervisorOptions, num_deaths: int) -> float:
 LaunchClient = Callable[[EngineConfig, OnPhase], ZmqClient]
 
 
-def launch_client(config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
-    return ZmqClient(config, on_phase=on_phase)
+def launch_client(config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line) -> ZmqClient:
+    return ZmqClient(config, on_phase=on_phase, take_line=take_line)
 
 
 class EngineSupervisor:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from quire.server.logs import JsonFormatter, setup_server_logging
+from quire.server.logs import JsonFormatter, relay_engine_line, setup_server_logging
 
 
 def record(message: str, **extra: object) -> logging.LogRecord:
@@ -49,3 +49,23 @@ def test_uvicorn_speaks_through_our_handlers(monkeypatch: pytest.MonkeyPatch) ->
     assert uvicorn.handlers == [handler]
     assert isinstance(handler.formatter, JsonFormatter)
     assert uvicorn.level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "message"),
+    [
+        ("06:44:02 I KV: 12 blocks\n", logging.INFO, "KV: 12 blocks"),
+        ("06:44:02.123 D quire.worker: planned\n", logging.DEBUG, "quire.worker: planned"),
+        ("06:44:02 E step 3 failed 100 %s\n", logging.ERROR, "step 3 failed 100 %s"),
+        ("Thread 0x7f (most recent call first):\n", logging.INFO, "Thread 0x7f (most recent call first):"),
+        ("\n", logging.INFO, ""),
+    ],
+)
+def test_lines_of_the_engine_take_the_servers_form(
+    line: str, level: int, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "quire"):
+        relay_engine_line(line)
+    (entry,) = caplog.records
+    assert (entry.levelno, entry.getMessage()) == (level, message)
+    assert json.loads(JsonFormatter().format(entry))["logger"] == "quire.engine.process"
