@@ -83,6 +83,7 @@ class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; c
 
 class AttentionBackend(ABC):
     name: str
+    records: bool = False  # whether its work can be recorded and replayed
 
     @classmethod
     def refuses(cls, dtype: torch.dtype) -> str | None:

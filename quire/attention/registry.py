@@ -12,5 +12,6 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "torch_ref": "torch_ref:TorchAttention",
         "cpu_native": "cpu_native:NativeAttention",
         "triton": "triton:TritonAttention",
+        "triton_fixed": "triton_fixed:FixedTritonAttention",
     },
 )

@@ -20,13 +20,16 @@ from quire.attention.base import (
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
+from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.platform.transfer import upload
 
 # From this many queries on torch's fused attention is faster by more than gathering the keys costs.
 _FUSED_QUERIES = 1024
-# Up to this many queries of a row are computed one by one, so that long contexts are split over programs.
-_FEW_QUERIES = 16
-# Programs that keep every multiprocessor busy; more splits only add work.
+# Rows of up to this many queries, such as prefix hits, are one tile whose keys are split over programs.
+FEW_QUERIES = 16
+MAX_FEW_ROWS = 16  # in a step; more of them are tiles like any other
+_FEW = Cut(tile=FEW_QUERIES, splits=16)
+# Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 32
 
@@ -35,9 +38,9 @@ _MAX_SPLITS = 32
 class TritonMetadata(AttentionMetadata):
     batch: AttentionBatch
     splits_for: int  # longest context
-    single_index: Tensor  # [a] int32, the row of each query that is computed by itself
-    single_tokens: Tensor  # [a] int32, and its token
-    tiles: tuple[Tensor, Tensor]  # row and offset of each tile of the others, int32
+    singles: tuple[Tensor, Tensor]  # row and token of each row of one query, int32
+    few: tuple[Tensor, Tensor]  # row and offset of each row of few queries
+    tiles: tuple[Tensor, Tensor]  # row and offset of each tile of the others
     partial_tiles: tuple[Tensor, Tensor]  # the same without whole prompts
     whole: list[tuple[int, int]] = field(default_factory=list)  # (first token, length) of whole prompts
     # What whole prompts attend over; the current layer's, from write to attend.
@@ -47,16 +50,16 @@ class TritonMetadata(AttentionMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RecordedLists:
-    """What a recorded step reads about its rows; unused entries of the indices are -1."""
+    """What a recorded step reads about its rows, as in TritonMetadata; unused entries are -1."""
 
-    single_index: Tensor  # int32
-    single_tokens: Tensor
-    tile_index: Tensor
-    tile_offset: Tensor
+    singles: tuple[Tensor, Tensor]
+    few: tuple[Tensor, Tensor]
+    tiles: tuple[Tensor, Tensor]
 
 
 class TritonAttention(AttentionBackend):
     name = "triton"
+    records = True
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -67,17 +70,26 @@ class TritonAttention(AttentionBackend):
         return 2 * max_model_len * spec.num_kv_heads * spec.head_dim * itemsize + (64 << 20)
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
-        cache[:, block_ids] = cache[:, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        blocks = cache[:, block_ids]
+        if blocks.dtype.itemsize == 1:  # fp8 has no infinities, and one NaN of either sign
+            bits = blocks.view(torch.uint8)
+            healed = torch.where(bits & 0x7F == 0x7F, 0, bits).view(cache.dtype)
+        else:
+            healed = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        cache.view(torch.uint8)[:, block_ids] = healed.view(torch.uint8)
 
     def prepare(self, batch: AttentionBatch) -> TritonMetadata:
         singles: list[tuple[int, int]] = []
+        few: list[tuple[int, int]] = []
         tiles: list[tuple[int, int]] = []
         partial: list[tuple[int, int]] = []
         whole: list[tuple[int, int]] = []
         token = 0
         for index, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if queries <= _FEW_QUERIES:
-                singles += [(index, token + offset) for offset in range(queries)]
+            if queries == 1:
+                singles.append((index, token))
+            elif queries <= FEW_QUERIES and len(few) < MAX_FEW_ROWS:
+                few.append((index, 0))
             else:
                 mine = [(index, start) for start in range(0, queries, QUERY_TILE)]
                 tiles += mine
@@ -86,23 +98,21 @@ class TritonAttention(AttentionBackend):
                 else:
                     partial += mine
             token += queries
-        columns = [column for pairs in (singles, tiles, partial) for column in _columns(pairs)]
+        columns = [column for pairs in (singles, few, tiles, partial) for column in _columns(pairs)]
         packed = upload([x for column in columns for x in column], batch.rows.device)
         parts = packed.split([len(column) for column in columns])
-        return TritonMetadata(
-            batch, max(batch.context_lens), parts[0], parts[1], (parts[2], parts[3]), (parts[4], parts[5]), whole
-        )
+        lists = ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5]), (parts[6], parts[7]))
+        return TritonMetadata(batch, max(batch.context_lens), *lists, whole)
 
     def prepare_recorded(self, batch: AttentionBatch, lists: RecordedLists, max_context: int) -> TritonMetadata:
         """For a recorded step: the lists stand in fixed buffers, padded with -1."""
-        tiles = (lists.tile_index, lists.tile_offset)
-        return TritonMetadata(batch, max_context, lists.single_index, lists.single_tokens, tiles, tiles)
+        return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles)
 
     def prepare_decode(self, batch: AttentionBatch, max_context: int) -> TritonMetadata:
         """For a step of single queries whose lengths only the device knows."""
         index = torch.arange(batch.rows.shape[0], dtype=torch.int32, device=batch.rows.device)
         none = (index[:0], index[:0])
-        return TritonMetadata(batch, max_context, index, index, none, none)
+        return TritonMetadata(batch, max_context, (index, index), none, none, none)
 
     def write(
         self,
@@ -131,12 +141,14 @@ class TritonAttention(AttentionBackend):
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
-        singles = (metadata.single_index, metadata.single_tokens)
+        singles, few = metadata.singles, metadata.few
         if singles[0].shape[0]:
             splits = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
             decode_attention(
                 query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window, splits=splits
             )
+        if few[0].shape[0]:
+            tile_attention(query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
             prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)

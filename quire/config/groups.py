@@ -13,6 +13,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KVCacheDType = Literal["auto", "fp8"]
+PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2"
@@ -42,8 +44,9 @@ class ModelConfig:
     )
     quantization: str = setting(
         "auto",
-        "How weights are kept: int8 or int4 (quantized while loading, on a CPU), stored (as in the checkpoint), or"
-        " none (in --dtype). auto: stored where there are kernels for that and --dtype is not set, else none.",
+        "How weights are kept: int8 or int4 (quantized while loading, on a CPU), fp8 (the same, on a GPU), stored (as"
+        " in the checkpoint), or none (in --dtype). auto: stored where there are kernels for that and --dtype is not"
+        " set, else none.",
     )
     max_model_len: int | None = setting(
         None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
@@ -60,6 +63,12 @@ class CacheConfig:
     kv_cache_memory: int | None = setting(
         None, "Bytes for KV blocks, e.g. 2GiB. Unset: on a CPU a share of the free memory.", unit="bytes"
     )
+    kv_cache_dtype: KVCacheDType = setting(
+        "auto", "Type of keys and values. auto: that of the activations; fp8 holds twice as many tokens, on a GPU."
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Part of a GPU's memory that weights, KV blocks and everything else may take together."
+    )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal prompt prefixes.")
 
 
@@ -75,6 +84,11 @@ class SchedulerConfig:
         " keep flowing. Unset: half of max_num_batched_tokens.",
     )
     policy: SchedulingPolicy = setting("fcfs", "Order of admission: first come first served, or by priority.")
+    performance_mode: PerformanceMode = setting(
+        "balanced",
+        "What unset values are chosen for: interactivity takes smaller steps, so that tokens come evenly while"
+        " others' prompts are computed; throughput takes larger ones and more requests at once.",
+    )
     steps_in_flight: int | None = setting(None, "Steps planned ahead of the first one's result. Unset: 1 on a CPU.")
 
 
@@ -85,19 +99,11 @@ class DeviceConfig:
     device: DeviceName = setting("auto", "The device to run on.")
     num_threads: int | None = setting(None, "CPU threads for tensor work. Unset: one per physical core.")
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StructuredConfig:
-    """Output that obeys a schema, a regular expression or a grammar."""
-
-    structured_outputs_backend: str = setting("llguidance", "What compiles grammars: llguidance, or xgrammar.")
-    structured_outputs_compile_timeout: float = setting(
-        10.0, "Seconds that a grammar may take to compile; past it its request is refused."
+    deterministic: bool = setting(
+        False,
+        "Give a request the same tokens and log-probabilities, to the bit, whatever runs beside it and however its"
+        " prompt is cut, cached or resumed. A CPU always does; a GPU is a little slower with it.",
     )
-    structured_outputs_max_bytes: int = setting(1 << 20, "Largest schema or grammar, e.g. 1MiB.", unit="bytes")
-    structured_outputs_max_depth: int = setting(64, "Deepest nesting of a schema.")
-    structured_outputs_cache_size: int = setting(128, "Compiled grammars that are kept for the next request.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,11 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     steps_in_flight: int
     attention_backend: str
+    deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
+
+
+# What a mode makes of the default budget of a step and of the default number of requests at once.
+_MODES = {"balanced": (1.0, 1), "interactivity": (0.25, 1), "throughput": (2.0, 2)}
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
 
     on_device = f"default on {defaults.device}"
     sched = config.scheduler
+    budget_factor, seqs_factor = _MODES[sched.performance_mode]
+    for_mode = on_device if sched.performance_mode == "balanced" else f"{on_device}, for {sched.performance_mode}"
     dtype = str(pick("dtype", config.model.dtype, defaults.dtype, on_device))
     method = str(
         pick(
@@ -58,11 +65,19 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         )
     )
     budget = int(
-        pick("max_num_batched_tokens", sched.max_num_batched_tokens, defaults.max_num_batched_tokens, on_device)
+        pick(
+            "max_num_batched_tokens",
+            sched.max_num_batched_tokens,
+            max(1, int(defaults.max_num_batched_tokens * budget_factor)),
+            for_mode,
+        )
     )
     num_seqs = int(
         pick(
-            "max_num_seqs", sched.max_num_seqs, min(defaults.max_num_seqs, budget), f"{on_device}, within the budget"
+            "max_num_seqs",
+            sched.max_num_seqs,
+            min(defaults.max_num_seqs * seqs_factor, budget),
+            f"{for_mode}, within the budget",
         )
     )
     if num_seqs > budget:
@@ -79,7 +94,15 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         )
     )
     in_flight = int(pick("steps_in_flight", sched.steps_in_flight, defaults.steps_in_flight, on_device))
-    backend = str(pick("attention_backend", config.device.attention_backend, defaults.attention_backend, on_device))
+    fixed = config.device.deterministic and defaults.deterministic_backend
+    backend = str(
+        pick(
+            "attention_backend",
+            config.device.attention_backend,
+            defaults.deterministic_backend if fixed else defaults.attention_backend,
+            f"deterministic on {defaults.device}" if fixed else on_device,
+        )
+    )
     return ResolvedConfig(
         dtype=dtype,
         quantization=method,

@@ -32,14 +32,22 @@ class HashChain:
         """Hash the full blocks among the first `num_tokens` of `token_ids` that are not hashed yet."""
         hashes = self.hashes
         size = self._block_size
-        start = len(hashes) * size
+        first = len(hashes) * size
+        count = (num_tokens - first) // size
+        if count <= 0:
+            return
+        # Packed in one call: a prompt of thousands of tokens is hashed before anything else can begin.
+        last = first + count * size
+        tokens = token_ids if first == 0 and last == len(token_ids) else token_ids[first:last]
+        packed = self._pack(*tokens) if count == 1 else struct.pack(f"<{count * size}I", *tokens)
         parent = hashes[-1] if hashes else self._root
-        pack = self._pack
         media = self._media
-        for begin in range(start, num_tokens - size + 1, size):
-            content = parent + pack(*token_ids[begin : begin + size])
+        width = 4 * size
+        for begin in range(0, len(packed), width):
+            content = parent + packed[begin : begin + width]
             if media:
-                content += _media_key(media, begin, begin + size)
+                place = first + begin // 4
+                content += _media_key(media, place, place + size)
             parent = sha256(content).digest()
             hashes.append(parent)
 

@@ -34,6 +34,10 @@ class Attention(nn.Module):
         self.cache = cache
         self.group = group
 
+    def unbind(self) -> None:
+        """Let go of the cache, until the next `bind`."""
+        self.cache = self.cache[:0].clone()
+
     def forward(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n, num_heads * head_dim]."""
         metadata = batch.attention[self.group]

@@ -25,10 +25,11 @@ class BuildContext:
     group: ParallelGroup = field(default_factory=ParallelGroup)
     platform: str = "cpu"  # whose implementations of ops are bound
     quantization: str = "auto"  # how weights are kept, see Target
+    deterministic: bool = False
 
     @property
     def target(self) -> Target:
-        return Target(self.platform, self.dtype, self.quantization)
+        return Target(self.platform, self.dtype, self.quantization, self.deterministic)
 
 
 class CausalLM(MappedModule):

@@ -23,6 +23,7 @@ class Target:
     platform: str = "cpu"
     dtype: torch.dtype = torch.float32
     quantization: str = "auto"  # a name in quire/layers/quant/registry.py, or "auto"
+    deterministic: bool = False  # whether a row's result may never depend on the other rows
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     unavailable: str | None = None
     """"module:function" in quire.kernels that says why it cannot run on this machine, or None if it can."""
+    varies: bool = False
+    """Whether a row's bits may depend on how many others there are."""
 
     def refuses(self, target: Target) -> str | None:
         """Why it cannot serve this target; None if it can."""
@@ -42,6 +45,8 @@ class Implementation:
             return f"runs on {', '.join(self.platforms)}"
         if target.dtype not in self.dtypes:
             return f"takes no {target.dtype}"
+        if target.deterministic and self.varies:
+            return "varies with the number of rows"
         return None if self.unavailable is None else _find(self.unavailable)()
 
     def load(self) -> Any:

@@ -79,5 +79,9 @@ LINEAR_TRANSPOSED: Op[Product] = Op(
     linear_transposed,
     generate_transposed_inputs,
     1e-4,
-    (Implementation("triton", "triton.matmul:linear_transposed", ("cuda",)), native("linear_transposed")),
+    (
+        Implementation("triton", "triton.matmul:linear_transposed", ("cuda",), varies=True),
+        Implementation("triton_fixed", "triton.fixed_matmul:linear_transposed", ("cuda",)),
+        native("linear_transposed"),
+    ),
 )

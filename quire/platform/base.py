@@ -6,6 +6,7 @@ Only kernels/ and platform/ name a device; everything else asks the platform.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +38,8 @@ class Platform(ABC):
     default_max_num_batched_tokens: int
     default_steps_in_flight: int
     attention_backends: tuple[str, ...]  # in order of preference
+    fp8_cache: bool  # whether keys and values can be kept as fp8
+    deterministic_backend: str  # the one for --deterministic; "": all are
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch
     graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed
@@ -46,8 +49,12 @@ class Platform(ABC):
         """Prepare the process for this device. Called once, before any tensor work."""
 
     @abstractmethod
-    def available_memory(self) -> int:
-        """Bytes that the engine may still take, right now."""
+    def available_memory(self, utilization: float = 1.0) -> int:
+        """Bytes that the engine may still take, right now; on a device of its own within this part of its memory."""
+
+    @abstractmethod
+    def peak_memory(self, work: Callable[[], None]) -> int | None:
+        """Run `work` and say how much memory it took at most; None, without running it, where that is not known."""
 
     @abstractmethod
     def default_kv_memory(self, available: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ class CpuPlatform(Platform):
     default_max_num_batched_tokens = 512
     default_steps_in_flight = 1
     attention_backends = ("cpu_native", "torch_ref")
+    fp8_cache = False
+    deterministic_backend = ""
     asynchronous = False
     batch_invariant = True
     graph_sizes = ()
@@ -29,8 +32,11 @@ class CpuPlatform(Platform):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
-    def available_memory(self) -> int:
+    def available_memory(self, utilization: float = 1.0) -> int:
         return min(_free_memory(), _cgroup_headroom())
+
+    def peak_memory(self, work: Callable[[], None]) -> int | None:
+        return None
 
     def default_kv_memory(self, available: int) -> int:
         # A laptop runs other things: a quarter of what is free, and no more than 4 GiB unless asked for.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.platform.base import Event, Platform
@@ -26,22 +28,35 @@ class CudaPlatform(Platform):
     default_max_num_batched_tokens = 8192
     default_steps_in_flight = 2
     attention_backends = ("triton",)
+    fp8_cache = True
+    deterministic_backend = "triton_fixed"
     asynchronous = True
     batch_invariant = False
-    graph_sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+    graph_sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
     def start(self, num_threads: int | None) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         torch.cuda.init()
 
-    def available_memory(self) -> int:
-        free, _ = torch.cuda.mem_get_info()
-        return free
+    def available_memory(self, utilization: float = 1.0) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return max(0, free - int(total * (1.0 - utilization)))
+
+    def peak_memory(self, work: Callable[[], None]) -> int | None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        return peak
 
     def default_kv_memory(self, available: int) -> int:
         # What is left after weights and workspace, less a reserve for the allocator's rounding and for graphs.
-        return max(0, available * 85 // 100 - (1 << 30))
+        return max(0, available * 97 // 100 - (1 << 30))
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

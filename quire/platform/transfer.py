@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,10 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_CODES = {torch.int32: "i", torch.int64: "q"}
+
 
 def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """A list of integers as a device tensor, through pinned memory where the device has its own."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    if device.type == "cpu" or not values:
+        return torch.tensor(values, dtype=dtype, device=device)
+    host = torch.empty(len(values), dtype=dtype, pin_memory=True)
+    # An array is filled from a list several times faster than a tensor is.
+    host.copy_(torch.frombuffer(array(_CODES[dtype], values), dtype=dtype))
     return host.to(device, non_blocking=True)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.attention.triton import RecordedLists, TritonAttention, TritonMetadata
+from quire.attention.triton import MAX_FEW_ROWS, RecordedLists, TritonAttention, TritonMetadata
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
 from quire.platform.recording import Recorder
@@ -37,8 +37,13 @@ class _Buffers:
         self.rows = torch.full((self.max_rows,), scratch_row, dtype=torch.int64, device=device)
         self.contexts = torch.ones(self.max_rows, dtype=torch.int32, device=device)
         self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
+
+        def empty_list(length: int) -> tuple[Tensor, Tensor]:
+            both = torch.full((2, length), -1, dtype=torch.int32, device=device)
+            return both[0], both[1]
+
         self.lists = RecordedLists(
-            *(torch.full((n,), -1, dtype=torch.int32, device=device) for n in (size, size, *[self.max_tiles] * 2))
+            singles=empty_list(self.max_rows), few=empty_list(MAX_FEW_ROWS), tiles=empty_list(self.max_tiles)
         )
 
     def fill(self, batch: InputBatch, metadata: list[TritonMetadata]) -> None:
@@ -52,10 +57,10 @@ class _Buffers:
         self.rows[:num_rows] = batch.rows
         self.contexts[:num_rows] = first.batch.contexts
         self.query_starts[: num_rows + 1] = first.batch.query_starts
-        _put(self.lists.single_index, first.single_index, -1)
-        _put(self.lists.single_tokens, first.single_tokens, -1)
-        _put(self.lists.tile_index, first.tiles[0], -1)
-        _put(self.lists.tile_offset, first.tiles[1], -1)
+        pairs = ((self.lists.singles, first.singles), (self.lists.few, first.few), (self.lists.tiles, first.tiles))
+        for buffers, lists in pairs:
+            for buffer, values in zip(buffers, lists, strict=True):
+                _put(buffer, values, -1)
 
 
 class MixedGraphs:

@@ -42,13 +42,19 @@ class EnginePlan:
     description: ModelDescription
     settings: ResolvedConfig
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     backend: AttentionBackend
+    demand: MemoryDemand
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
 
     @property
     def context(self) -> BuildContext:
-        return _build_context(self.settings, self.platform, self.ledger.max_model_len)
+        return _build_context(self.settings, self.platform, self.ledger.max_model_len, self.deterministic)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.backend.name == self.platform.deterministic_backend
 
     def without_checkpoint(self) -> EnginePlan:
         """The same for a model that is loaded, which needs the file and its metadata no more."""
@@ -66,20 +72,35 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     settings = resolve(config, _defaults(platform, _dtype(config, platform)))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
+    kv_dtype = _kv_dtype(config, platform, dtype)
     length = config.model.max_model_len or description.max_position_embeddings
     with torch.device("meta"):
-        model = model_class(model_config).from_config(model_config, _build_context(settings, platform, length))
+        model = model_class(model_config).from_config(
+            model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
+        )
     weights = planned_bytes(model, None if checkpoint is None else checkpoint.tensors())
-    demand = _demand(config, model, weights, description, settings, backend, length)
-    supply = platform.available_memory()
-    ledger = make_ledger(
+    demand = _demand(config, model, weights, description, settings, kv_dtype, backend, length)
+    supply = platform.available_memory(config.cache.gpu_memory_utilization)
+    ledger = _ledger(config, platform, demand, supply)
+    return EnginePlan(
+        platform, source, model_config, description, settings, dtype, kv_dtype, backend, demand, ledger, checkpoint
+    )
+
+
+def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int) -> EnginePlan:
+    """The same plan, its KV blocks sized by a measured workspace instead of the estimate."""
+    demand = replace(plan.demand, workspace=workspace)
+    return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+
+
+def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: int) -> MemoryLedger:
+    return make_ledger(
         demand,
         supply,
         config.cache.kv_cache_memory,
         platform.default_kv_memory(supply - demand.fixed),
         config.model.max_model_len,
     )
-    return EnginePlan(platform, source, model_config, description, settings, dtype, backend, ledger, checkpoint)
 
 
 def plan_memory(config: EngineConfig) -> MemoryLedger:
@@ -109,7 +130,19 @@ def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,
         attention_backend=_best_backend(platform, dtype),
+        deterministic_backend=platform.deterministic_backend,
     )
+
+
+def _kv_dtype(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> torch.dtype:
+    if config.cache.kv_cache_dtype == "auto":
+        return dtype
+    if not platform.fp8_cache:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.cache.kv_cache_dtype!r} but the {platform.name} platform keeps keys and"
+            " values in the type of activations; set --kv-cache-dtype auto"
+        )
+    return torch.float8_e4m3fn
 
 
 def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
@@ -130,12 +163,15 @@ def kv_layout(description: ModelDescription, dtype: torch.dtype, block_size: int
     return plan_layout(layers, block_size)
 
 
-def _build_context(settings: ResolvedConfig, platform: Platform, max_model_len: int) -> BuildContext:
+def _build_context(
+    settings: ResolvedConfig, platform: Platform, max_model_len: int, deterministic: bool
+) -> BuildContext:
     return BuildContext(
         dtype=getattr(torch, settings.dtype),
         max_model_len=max_model_len,
         platform=platform.name,
         quantization=settings.quantization,
+        deterministic=deterministic,
     )
 
 
@@ -145,6 +181,7 @@ def _demand(
     weights: int,
     description: ModelDescription,
     settings: ResolvedConfig,
+    kv_dtype: torch.dtype,
     backend: AttentionBackend,
     length: int,
 ) -> MemoryDemand:
@@ -161,7 +198,7 @@ def _demand(
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
         workspace=_activations(model, description, settings, dtype)
         + backend.workspace_bytes(spec, length, dtype.itemsize),
-        layout=kv_layout(description, dtype, config.cache.block_size),
+        layout=kv_layout(description, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -172,5 +209,9 @@ def _activations(model: CausalLM, description: ModelDescription, settings: Resol
     widest = max(layer.out_features for layer in model.modules() if isinstance(layer, Linear))
     widest = min(widest, 16 * description.hidden_size)  # an untied head is wide, but runs on sampled rows only
     tokens = settings.max_num_batched_tokens * (8 * description.hidden_size + 3 * widest) * dtype.itemsize
-    # Logits, their log-softmax, the sampler's copy, and the words of the random generator.
-    return tokens + settings.max_num_seqs * description.vocab_size * 4 * 8
+    return tokens + sampling_bytes(description, settings)
+
+
+def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
+    """Logits, their log-softmax, the sampler's copy, and the words of the random generator."""
+    return settings.max_num_seqs * description.vocab_size * 4 * 8

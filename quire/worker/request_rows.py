@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,8 @@ class RequestRows:
         device, starts = self.token_ids.device, self._staged
         self._staged = []
         lengths = [len(start.token_ids) for start in starts]
-        tokens = upload([token for start in starts for token in start.token_ids], device)
+        known = starts[0].token_ids if len(starts) == 1 else list(chain.from_iterable(s.token_ids for s in starts))
+        tokens = upload(known, device)
         numbers = [
             [start.row for start in starts],
             lengths,

@@ -35,3 +35,11 @@ def make_invariant(model: CausalLM, max_tokens: int, max_samples: int) -> tuple[
 
 def _probe(method: PlainLinear) -> Tensor:
     return probe_row(method.spec.in_features, method.weight.dtype)
+
+
+def coarse_ladder(max_rows: int) -> list[int]:
+    """Few sizes to pad to: beyond the smallest, each at most half above the one before, later an eighth."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64]
+    while sizes[-1] < max_rows:
+        sizes.append(sizes[-1] + max(32, sizes[-1] // 8 // 64 * 64))
+    return sizes

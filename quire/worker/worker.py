@@ -17,16 +17,17 @@ from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
+from quire.worker.alone import forward_alone
 from quire.worker.block_tables import BlockTables
 from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, StepGraphs
 from quire.worker.input_batch import InputBuilder
 from quire.worker.logits import LogitsHead
-from quire.worker.planning import EnginePlan, plan_engine
+from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.runner import Finish, Runner
 from quire.worker.sampling.sampler import Sampler
-from quire.worker.selfcheck import make_invariant
+from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
 
@@ -45,13 +46,15 @@ class Worker:
         planned = time.perf_counter()
         report("weights")
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
-        self.plan = plan = plan.without_checkpoint()
+        self.plan = plan = measure_workspace(plan.without_checkpoint(), config, model)
         loaded = time.perf_counter()
         report("self-check")
         settings = plan.settings
         ladders: tuple[list[int], list[int]] = ([], [])
         if self.platform.batch_invariant:
             ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
+        elif plan.deterministic:
+            ladders = coarse_ladder(settings.max_num_batched_tokens), coarse_ladder(settings.max_num_seqs)
         checked = time.perf_counter()
         report("KV")
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
@@ -117,7 +120,7 @@ def make_graphs(
     plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables
 ) -> tuple[StepGraphs, ForwardGraphs]:
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
-    if not sizes or plan.backend.name != "triton":
+    if not sizes or not plan.backend.records:
         return NoGraphs(), NoForwardGraphs()
     # These need Triton, which a CPU does without.
     from quire.worker.decode_graphs import DecodeGraphs
@@ -130,12 +133,34 @@ def make_graphs(
     )
 
 
-def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int) -> None:
+def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -> EnginePlan:
+    """Run the largest step there can be, where the platform can measure it; KV blocks get what is left."""
+    block_size, count = config.cache.block_size, plan.settings.max_num_batched_tokens
+    length = min(count, plan.ledger.max_model_len)
+    lengths = [length] * (count // length) + ([count % length] if count % length else [])
+    blocks = 1 + sum(-(-length // block_size) for length in lengths) * len(plan.ledger.layout.groups)
+
+    def work() -> None:
+        bind_caches(plan, model.attention_layers(), block_size, num_blocks=blocks)
+        forward_alone(plan, model, block_size, [[0] * length for length in lengths])
+        for layer in model.attention_layers():
+            layer.unbind()
+
+    peak = plan.platform.peak_memory(work)
+    if peak is None:
+        return plan
+    caches = blocks * plan.ledger.layout.page_bytes
+    measured = max(0, peak - caches) + sampling_bytes(plan.description, plan.settings)
+    return with_workspace(plan, config, measured)
+
+
+def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:
     """One cache tensor per slot of the layout; layer k of every group uses slot k at its group's blocks."""
     layout = plan.ledger.layout
     spec = layers[0].spec
-    shape = plan.backend.cache_shape(plan.ledger.num_kv_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-    slots: list[torch.Tensor] = [plan.platform.zeros(shape, plan.dtype) for _ in range(layout.num_slots)]
+    count = plan.ledger.num_kv_blocks if num_blocks is None else num_blocks
+    shape = plan.backend.cache_shape(count, block_size, spec.num_kv_heads, spec.head_dim)
+    slots: list[torch.Tensor] = [plan.platform.zeros(shape, plan.kv_dtype) for _ in range(layout.num_slots)]
     for group in layout.groups:
         for slot, layer in enumerate(group.layers):
             layers[layer].bind(plan.backend, slots[slot], group.index)

@@ -35,6 +35,19 @@ def wait_for_predecessor(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIECES: tl.constexpr):
+    """Ask for the first pieces of some lines of a weight, so that they are in the L2 cache when they are read."""
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = PIECES * BK // LINE
+    if LINES > 0:
+        lines = begin + tl.arange(0, LINES) * LINE
+        at = weight_ptr + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K + tl.minimum(lines, end - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @cache
 def launch_options() -> dict[str, Any]:
     """Keyword arguments for launches of kernels that call the functions above."""

@@ -15,6 +15,7 @@ METHODS: Registry[type[Quantization]] = Registry(
         "stored": "packed:Stored",
         "int8": "packed:Int8",
         "int4": "packed:Int4",
+        "fp8": "fp8:Fp8",
     },
 )
 # What "auto" means: the first of these that does not refuse. "none" never does.

@@ -1,0 +1,84 @@
+"""Paged attention whose queries have the same bits whatever else is in the step: segments of keys at fixed places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import NO_HEAD_NORM, AttentionBatch, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
+from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata
+from quire.kernels.triton.prefill_attention import QUERY_TILE
+from quire.kernels.triton.qkv import prepare_qkv
+from quire.kernels.triton.tile_attention import Cut, tile_attention
+
+MIN_SEGMENT = 256
+MAX_SEGMENTS = 64
+_WANTED_PROGRAMS = 2048
+_MAX_SPLITS = 8
+
+
+class FixedTritonAttention(TritonAttention):
+    name = "triton_fixed"
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        per_query = spec.num_heads * MAX_SEGMENTS * (spec.head_dim + 2) * 4
+        return 256 * per_query + (64 << 20)
+
+    def prepare(self, batch: AttentionBatch) -> TritonMetadata:
+        metadata = super().prepare(batch)
+        metadata.whole = []
+        return metadata
+
+    def write(
+        self,
+        spec: AttentionSpec,
+        qkv: Tensor,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
+        slots = metadata.batch.slot_mapping
+        # One head a program for any number of tokens: the order of a norm's sum depends on it.
+        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, heads_per_program=1)
+
+    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        batch = metadata.batch
+        out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
+        given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
+        scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
+        max_len = batch.tables.shape[1] * batch.block_size
+        segment = segment_size(max_len - batch.block_size)  # without the spare block
+        split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16)
+        index = metadata.singles[0]
+        if index.shape[0]:
+            cut = replace(split, splits=_splits(index.shape[0] * spec.num_kv_heads))
+            tile_attention(*given, index, torch.zeros_like(index), out, scale, cap, window, cut)
+        if metadata.few[0].shape[0]:
+            tile_attention(
+                *given, *metadata.few, out, scale, cap, window, replace(split, tile=FEW_QUERIES, splits=_MAX_SPLITS)
+            )
+        if metadata.tiles[0].shape[0]:
+            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=128, num_warps=8, num_stages=2)
+            tile_attention(*given, *metadata.tiles, out, scale, cap, window, cut)
+        return out
+
+
+def segment_size(max_len: int) -> int:
+    """Keys of a segment: a power of two, so that the longest context has at most MAX_SEGMENTS."""
+    size = MIN_SEGMENT
+    while size * MAX_SEGMENTS < max_len:
+        size *= 2
+    return size
+
+
+def _splits(programs: int) -> int:
+    splits = _MAX_SPLITS
+    while splits > 1 and programs * splits > _WANTED_PROGRAMS:
+        splits //= 2
+    return splits

@@ -1,0 +1,46 @@
+"""Products whose every line has the same bits whatever the number of lines: one order of the inner sum for all.
+
+The tiled kernel without splits adds in that order for any number of lines. The library does too where it does not
+split the inner sum, and is faster with many lines; whether it does is found out once for each shape, by comparing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+
+# Up to here the own kernel is as fast.
+_ALWAYS_TILES = 64
+_AGREES: dict[tuple[int, int, int, bool, torch.dtype], bool] = {}
+
+
+def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:
+    """x [n, K] @ weight [N, K].T + bias, no line depending on the others."""
+    rows = x.shape[0]
+    if rows > _ALWAYS_TILES and _library_agrees(rows, weight, bias):
+        return torch.nn.functional.linear(x, weight, bias)
+    return matmul_tiles(x, weight, bias, shape=_shape(rows, weight.shape[0]))
+
+
+def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library's result for so many lines is the tiled kernel's, by bits. The answer is kept."""
+    key = (rows, *weight.shape, bias is None, weight.dtype)
+    if key not in _AGREES:
+        generator = torch.Generator(weight.device).manual_seed(0)
+        x = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+        expected = matmul_tiles(x, weight, bias, shape=_shape(rows, weight.shape[0]))
+        _AGREES[key] = torch.equal(torch.nn.functional.linear(x, weight, bias), expected)
+    return _AGREES[key]
+
+
+def _shape(rows: int, n: int) -> TileShape:
+    """How to cut the product: it changes the speed, never the bits."""
+    if rows <= 16:
+        return TileShape(bk=256) if n <= 1 << 16 else TileShape()
+    if rows <= _ALWAYS_TILES:
+        return TileShape()
+    if rows <= 1024:
+        return TileShape(bt=128, bk=64, num_stages=5)
+    return TileShape(bt=256, bn=128, bk=64, num_warps=8, num_stages=3, prefetch=0)

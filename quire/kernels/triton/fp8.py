@@ -1,0 +1,48 @@
+"""Products of fp8 activations, quantized here line by line, with fp8 weights [out_features, in_features]."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.quantize import quantize_rows
+from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+
+# Beyond it the library is as fast; below it reads weights at less than half of the bandwidth.
+_MAX_FEW_ROWS = 64
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, in x's type."""
+    rows, (n, k) = x.shape[0], weight.shape
+    lines, line_scale = quantize_rows(x)
+    if rows > _MAX_FEW_ROWS and x.dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0:
+        return torch._scaled_mm(
+            lines, weight.t(), line_scale[:, None], scale[None, :], bias, out_dtype=x.dtype, use_fast_accum=True
+        )
+    shape = _shape(rows, n)
+    if rows <= 16 and triton.cdiv(n, shape.bn) < 96:
+        shape = replace(shape, splits=4)
+    counters = arrival_counters(x.device)
+    scales = (line_scale, scale)
+    return matmul_tiles(lines, weight, bias, shape=shape, counters=counters, scales=scales, out_dtype=x.dtype)
+
+
+def linear_fp8_fixed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same, the inner sum in one order for any number of lines."""
+    lines, line_scale = quantize_rows(x)
+    shape = _shape(x.shape[0], weight.shape[0])
+    return matmul_tiles(lines, weight, bias, shape=shape, scales=(line_scale, scale), out_dtype=x.dtype)
+
+
+def _shape(rows: int, n: int) -> TileShape:
+    """Measured on an H200."""
+    if rows > _MAX_FEW_ROWS:
+        return TileShape(bt=128, bn=128, num_warps=8)
+    if rows > 16 and n > 16384:
+        return TileShape(num_stages=6, prefetch=4)
+    return TileShape(bk=256)

@@ -1,0 +1,356 @@
+"""Attention of tiles of queries over the paged cache, the keys cut into segments that are computed apart and folded.
+
+The cache is [2, num_blocks, num_kv_heads, block_size, head_dim] and already holds the queries' own keys. All query
+heads that share a KV head are packed into one tile, so keys and values are read once. With segments at fixed
+positions the arithmetic of a query depends on nothing but its own keys: `split` (segments over programs, then
+folded by a second kernel) and `fold` (one program walks them all) give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import begin_dependent, launch_options
+
+_MIN_LINES = 16  # the smallest tile of a matrix unit
+_FOLDED_AT_ONCE = 8
+
+
+@triton.jit
+def _walk(
+    q,
+    positions,
+    cache_ptr,
+    table_ptr,
+    kv_head,
+    begin,
+    end,
+    first_position,
+    value_offset,
+    scale,
+    soft_cap,
+    LINES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """(weighted values, highest score, sum of weights) over keys [begin, end), in base-2 exponentials.
+
+    Weights are added up by a matrix product too: its order of sums is the same for tiles of all shapes.
+    """
+    ones = tl.full([KEYS, 16], 1.0, q.dtype)
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    highest = tl.full([LINES], float("-inf"), tl.float32)
+    totals = tl.zeros([LINES, 16], tl.float32)
+    acc = tl.zeros([LINES, DIM], tl.float32)
+    for start in range(begin, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        exists = keys < end
+        if WINDOW > 0:
+            exists = exists & (keys > first_position - WINDOW)  # blocks that no query sees may hold anything
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+        at = cell[:, None] + dims[None, :]
+        mask = exists[:, None] & in_head[None, :]
+        k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
+        scores = scores * 1.4426950408889634
+        visible = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # A tile may hold nothing that a query sees: exp(-inf - -inf) must not become NaN.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
+        decay = tl.exp2(highest - shift)
+        totals = tl.dot(weights, ones, totals * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return acc, highest, tl.max(totals, axis=1)
+
+
+@triton.jit
+def _factors(highest, other):
+    """The common highest score, and what each side is to be multiplied by."""
+    both = tl.maximum(highest, other)
+    shift = tl.where(both == float("-inf"), 0.0, both)
+    return both, tl.exp2(highest - shift), tl.exp2(other - shift)
+
+
+@triton.jit
+def _tile_kernel(
+    q_ptr,
+    cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    contexts_ptr,
+    query_starts_ptr,
+    tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a recorded step
+    tile_offset_ptr,  # [tiles] first query of the tile within its row
+    out_ptr,  # [tokens, heads, dim]
+    parts_ptr,  # [tokens, heads, segments, dim] float32
+    numbers_ptr,  # [2, tokens, heads, segments] float32: highest scores, sums of weights
+    table_stride,
+    value_offset,
+    number_offset,
+    scale,
+    soft_cap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: all keys
+    HAS_CAP: tl.constexpr,
+    TILE: tl.constexpr,  # queries of a listed tile
+    TOKENS: tl.constexpr,  # queries of a program
+    LINES: tl.constexpr,  # at least TOKENS times the query heads per KV head
+    SEGMENT: tl.constexpr,  # keys per segment; 0: the row's keys over SPLITS
+    NUM_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,  # programs over the segments; 0: one program folds them
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    SUB: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    # Later tiles see more keys: starting with them evens out the end of the launch.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    index = tl.load(tile_index_ptr + place // SUB)
+    if index < 0:
+        return
+    offset = tl.load(tile_offset_ptr + place // SUB)
+    query_start = tl.load(query_starts_ptr + index)
+    count = tl.load(query_starts_ptr + index + 1) - query_start
+    first = offset + place % SUB * TOKENS
+    last = tl.minimum(tl.minimum(count, offset + TILE), first + TOKENS)
+    if first >= last:
+        return
+    context = tl.load(contexts_ptr + index)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    lines = tl.arange(0, LINES)
+    dims = tl.arange(0, DIM)
+    query = first + lines // GROUP
+    head = kv_head * GROUP + lines % GROUP
+    inside = query < last
+    first_position = context - count + first
+    positions = context - count + query
+    token = (query_start + query).to(tl.int64)
+    q_at = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    q_mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
+    table = tables_ptr + row * table_stride
+    seen = context - count + last  # keys that the last query sees
+    segment_size = SEGMENT
+    if SEGMENT == 0:
+        segment_size = tl.cdiv(tl.cdiv(seen, KEYS), SPLITS) * KEYS
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    if SPLITS == 0:
+        whole = tl.zeros([LINES, DIM], tl.float32)
+        whole_highest = tl.full([LINES], float("-inf"), tl.float32)
+        whole_total = tl.zeros([LINES], tl.float32)
+        for segment in range(lowest // segment_size, tl.cdiv(seen, segment_size)):
+            begin = tl.maximum(segment * segment_size, lowest)
+            end = tl.minimum(segment * segment_size + segment_size, seen)
+            acc, highest, total = _walk(
+                q, positions, cache_ptr, table, kv_head, begin, end, first_position, value_offset, scale, soft_cap,
+                LINES, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+            )  # fmt: skip
+            whole_highest, keep, add = _factors(whole_highest, highest)
+            whole = tl.fma(whole, keep[:, None] + tl.zeros_like(whole), acc * add[:, None])
+            whole_total = tl.fma(whole_total, keep, total * add)
+        result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+        tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        number_at = (token * NUM_HEADS + head) * NUM_SEGMENTS
+        for segment in range(tl.program_id(2), tl.cdiv(seen, segment_size), SPLITS):
+            begin = tl.maximum(segment * segment_size, lowest)
+            end = tl.minimum(segment * segment_size + segment_size, seen)
+            acc, highest, total = _walk(
+                q, positions, cache_ptr, table, kv_head, begin, end, first_position, value_offset, scale, soft_cap,
+                LINES, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+            )  # fmt: skip
+            tl.store(parts_ptr + (number_at + segment)[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+            tl.store(numbers_ptr + number_at + segment, highest, mask=inside)
+            tl.store(numbers_ptr + number_offset + number_at + segment, total, mask=inside)
+
+
+@triton.jit
+def _fold_kernel(
+    parts_ptr,
+    numbers_ptr,
+    contexts_ptr,
+    query_starts_ptr,
+    tile_index_ptr,
+    tile_offset_ptr,
+    out_ptr,
+    number_offset,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    index = tl.load(tile_index_ptr + place // TILE)
+    if index < 0:
+        return
+    query = tl.load(tile_offset_ptr + place // TILE) + place % TILE
+    query_start = tl.load(query_starts_ptr + index)
+    count = tl.load(query_starts_ptr + index + 1) - query_start
+    if query >= count:
+        return
+    before = tl.load(contexts_ptr + index) - count
+    segment_size = SEGMENT
+    if SEGMENT == 0:  # as in the kernel above, from the last query of its program
+        program_first = query - place % TILE % TOKENS
+        last = tl.minimum(tl.minimum(count, query - place % TILE + TILE), program_first + TOKENS)
+        segment_size = tl.cdiv(tl.cdiv(before + last, KEYS), SPLITS) * KEYS
+    segments = tl.cdiv(before + query + 1, segment_size)  # later ones hold nothing that this query sees
+    line = (query_start + query).to(tl.int64) * NUM_HEADS + head
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    whole = tl.zeros([DIM], tl.float32)
+    whole_highest = tl.full([1], float("-inf"), tl.float32)
+    whole_total = tl.zeros([1], tl.float32)
+    one = tl.arange(0, 1)
+    for start in range(0, segments, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            segment = start + step + one
+            exists = segment < segments
+            at = line * NUM_SEGMENTS + segment
+            part = tl.load(parts_ptr + at * HEAD_DIM + dims, mask=in_head & exists, other=0.0)
+            highest = tl.load(numbers_ptr + at, mask=exists, other=float("-inf"))
+            total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
+            whole_highest, keep, add = _factors(whole_highest, highest)
+            whole = tl.fma(whole, keep + tl.zeros_like(whole), part * add)
+            whole_total = tl.fma(whole_total, keep, total * add)
+    result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)
+    tl.store(out_ptr + line * HEAD_DIM + dims, result.to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut into programs. Of these only `segment` and `keys` can change a bit of the result."""
+
+    tile: int  # queries of a listed tile
+    splits: int  # programs that share a tile's keys; 0: one walks them all
+    segment: int = 0  # keys of a segment; 0: each split is one segment
+    num_segments: int = 0  # most segments there can be, if their size is given
+    lines: int = 64  # queries times heads of a program
+    keys: int = 64  # keys at a time
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def tile_attention(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    contexts: Tensor,
+    query_starts: Tensor,
+    tile_index: Tensor,
+    tile_offset: Tensor,
+    out: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    cut: Cut,
+) -> None:
+    """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
+
+    contexts [rows] (KV lengths after this step), query_starts, tile_index and tile_offset are int32; `rows` picks
+    lines of tables [max_rows, max_blocks].
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = cache.shape
+    group = num_heads // num_kv_heads
+    tile, splits, segment = cut.tile, cut.splits, cut.segment
+    tokens = min(tile, max(cut.lines, triton.next_power_of_2(group)) // group)
+    lines = max(_MIN_LINES, triton.next_power_of_2(tokens * group))
+    num_segments = cut.num_segments if segment else splits
+    parts, numbers = out, out
+    if splits:
+        parts = torch.empty(num_tokens, num_heads, num_segments, head_dim, dtype=torch.float32, device=q.device)
+        numbers = torch.empty(2, num_tokens, num_heads, num_segments, dtype=torch.float32, device=q.device)
+    number_offset = num_tokens * num_heads * num_segments
+    dim = triton.next_power_of_2(head_dim)
+    shared = {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "TILE": tile,
+        "TOKENS": tokens,
+        "SEGMENT": segment,
+        "NUM_SEGMENTS": num_segments,
+        "SPLITS": splits,
+        "DIM": dim,
+        "KEYS": cut.keys,
+        **launch_options(),
+    }
+    programs = tile_index.shape[0] * triton.cdiv(tile, tokens)
+    _tile_kernel[(programs, num_kv_heads, max(1, splits))](
+        q,
+        cache,
+        tables,
+        rows,
+        contexts,
+        query_starts,
+        tile_index,
+        tile_offset,
+        out,
+        parts,
+        numbers,
+        tables.stride(0),
+        cache.stride(0),
+        number_offset,
+        scale,
+        soft_cap or 0.0,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        HAS_CAP=soft_cap is not None,
+        LINES=lines,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **shared,
+    )
+    if splits:
+        _fold_kernel[(tile_index.shape[0] * tile, num_heads)](
+            parts,
+            numbers,
+            contexts,
+            query_starts,
+            tile_index,
+            tile_offset,
+            out,
+            number_offset,
+            AT_ONCE=_FOLDED_AT_ONCE,
+            num_warps=1,
+            **shared,
+        )

@@ -1,0 +1,59 @@
+"""Eight-bit floats on GPUs: projections keep fp8 weights, a scale per output; activations are quantized as they come.
+
+Embeddings and the head stay in the model's dtype: they are a small part of a step and decide the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.plain import PlainLinear, PlainTable
+from quire.layers.weights import Weight, as_tensor, empty_parameter
+from quire.ops.base import Target
+from quire.ops.fp8 import FP8, LINEAR_FP8, quantize_lines
+
+# Lines quantized at a time: float32 copies of a whole matrix would not be in any plan.
+_LINES = 4096
+
+
+class Fp8Linear(LinearMethod):
+    def __init__(self, spec: MatrixSpec) -> None:
+        super().__init__(spec)
+        self.weight = empty_parameter(spec.out_features, spec.in_features, dtype=FP8)
+        self.scale = empty_parameter(spec.out_features, dtype=torch.float32)
+        self._product, self._why = LINEAR_FP8.choose(spec.target)
+
+    def load(self, piece: int, rows: Weight) -> None:
+        tensor, start = as_tensor(rows), sum(self.spec.pieces[:piece])
+        for first in range(0, tensor.shape[0], _LINES):
+            part = tensor[first : first + _LINES].to(self.weight.device)
+            here = slice(start + first, start + first + part.shape[0])
+            self.weight.data[here], self.scale.data[here] = quantize_lines(part)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._product(x, self.weight, self.scale, self.bias)
+
+    def planned_bytes(self, formats: Sequence[str]) -> int:
+        return self.spec.out_features * (self.spec.in_features + 4)
+
+
+class Fp8(Quantization):
+    name = "fp8"
+
+    def refuses(self, target: Target) -> str | None:
+        if target.platform != "cuda":
+            return "it needs a GPU; set --quantization int8 on a CPU"
+        return None
+
+    def linear(self, spec: MatrixSpec) -> LinearMethod:
+        return Fp8Linear(spec)
+
+    def head(self, spec: MatrixSpec) -> LinearMethod:
+        return PlainLinear(spec)
+
+    def table(self, spec: MatrixSpec) -> TableMethod:
+        return PlainTable(spec)

@@ -1,0 +1,54 @@
+"""Products with a weight kept in eight-bit floats: each line of both sides has a scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Implementation, Op
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# Of a line of zeros.
+MIN_SCALE = 1e-30
+
+Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x / scale as fp8 [n, width], scale [n] float32): a line's largest value becomes the largest fp8 number."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / FP8_MAX).clamp_(min=MIN_SCALE)
+    return (wide / scale[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, x being quantized line by line first. In x's type."""
+    lines, line_scale = quantize_lines(x)
+    out = (lines.float() @ weight.float().t()) * line_scale[:, None] * scale
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, inner, outputs = (1, 2, 16, 17, 40, 70)[seed % 6], 64 * (1 + seed % 5), 16 * (1 + seed % 7)
+    # Multiples of 1/8 below 2 with the largest number in every line: exact as fp8, so that all roundings agree.
+    x, weight = (torch.randint(-15, 16, (n, inner), generator=generator) / 8 for n in (rows, outputs))
+    x[:, 0] = weight[:, 0] = 1.75
+    quantized, scale = quantize_lines(weight)
+    return x, quantized, scale, torch.randn(outputs, generator=generator)
+
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LINEAR_FP8: Op[Fp8Product] = Op(
+    "linear_fp8",
+    linear_fp8,
+    generate_inputs,
+    2e-2,
+    (
+        Implementation("triton", "triton.fp8:linear_fp8", ("cuda",), _TYPES, varies=True),
+        Implementation("triton_fixed", "triton.fp8:linear_fp8_fixed", ("cuda",), _TYPES),
+    ),
+)

@@ -1,0 +1,36 @@
+"""One forward pass of whole prompts over fresh blocks, without scheduler, rows or sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import make_batch
+from quire.layers.attention import ForwardBatch
+from quire.models.base import CausalLM
+from quire.worker.planning import EnginePlan
+
+
+@torch.inference_mode()
+def forward_alone(plan: EnginePlan, model: CausalLM, block_size: int, prompts: list[list[int]]) -> Tensor:
+    """Hidden states of every token [n, hidden], one prompt after the other. The caches must be bound.
+
+    Uses blocks from 1 on, as many for each group as the prompts need.
+    """
+    device = plan.platform.device
+    lengths = [len(prompt) for prompt in prompts]
+    blocks = [-(-length // block_size) for length in lengths]
+    places = torch.cat([torch.arange(length, device=device) for length in lengths])
+    line = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    attention = []
+    first = 1
+    for _ in plan.ledger.layout.groups:
+        tables = torch.zeros(len(prompts), max(blocks), dtype=torch.int32, device=device)
+        for index, count in enumerate(blocks):
+            tables[index, :count] = torch.arange(first, first + count, device=device)
+            first += count
+        slots = tables[line, places // block_size].long() * block_size + places % block_size
+        attention.append(plan.backend.prepare(make_batch(lengths, lengths, tables, slots, block_size)))
+    token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    hidden: Tensor = model(token_ids, places, ForwardBatch(attention=attention))
+    return hidden

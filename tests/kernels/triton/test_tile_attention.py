@@ -1,0 +1,103 @@
+"""Tiles of queries with keys in segments, against dense attention in float64, and against each other by bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionSpec
+from tests.kernels.device import DEVICE, HALF
+from tests.kernels.triton.paged import Paged, assert_close, int32, make_paged, needs_triton
+
+pytestmark = needs_triton
+UNTOUCHED = 123.0
+
+
+def run(spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]], **options: int) -> Tensor:
+    from quire.kernels.triton.tile_attention import Cut, tile_attention
+
+    out = torch.full((paged.query.shape[0], spec.num_heads * spec.head_dim), UNTOUCHED, device=DEVICE)
+    out = out.to(paged.query.dtype)
+    tile_attention(
+        paged.query,
+        paged.cache,
+        paged.tables,
+        paged.rows,
+        paged.contexts,
+        paged.query_starts,
+        int32([row for row, _ in tiles]),
+        int32([offset for _, offset in tiles]),
+        out,
+        spec.scale,
+        spec.soft_cap,
+        spec.sliding_window,
+        Cut(**options),
+    )
+    return out
+
+
+def tiles_of(queries: list[int], tile: int = 16) -> list[tuple[int, int]]:
+    return [(row, start) for row, count in enumerate(queries) for start in range(0, count, tile)]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0)])
+@pytest.mark.parametrize("options", [{"splits": 4}, {"splits": 0, "segment": 32}], ids=["split", "fold"])
+def test_rows_with_and_without_a_cached_prefix(
+    window: int | None, cap: float | None, options: dict[str, int]
+) -> None:
+    """Blocks before the window belong to others by then: they are NaN here and must not be read."""
+    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
+    queries, contexts = [5, 20, 1, 7], [5, 70, 33, 113]
+    paged = make_paged(spec, queries, contexts)
+    out = run(spec, paged, tiles_of(queries), tile=16, lines=16, keys=16, **options)
+    assert_close(out, paged.expected)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads"), [(32, 6, 2), (64, 1, 1), (80, 3, 3), (96, 7, 1), (128, 4, 2), (256, 3, 1)]
+)
+def test_shapes_of_heads(head_dim: int, heads: int, kv_heads: int) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    paged = make_paged(spec, [18], [37])
+    assert_close(run(spec, paged, tiles_of([18]), tile=16, splits=2, lines=16, keys=16), paged.expected)
+
+
+def test_padding_and_tokens_of_no_tile() -> None:
+    spec = AttentionSpec(2, 1, 32, 0.2)
+    paged = make_paged(spec, [20, 3, 17], [20, 40, 17])
+    tiles = [(0, 0), (-1, -1), (2, 0), (0, 16), (2, 16), (-1, -1)]
+    for options in ({"splits": 2}, {"splits": 0, "segment": 32}):
+        out = run(spec, paged, tiles, tile=16, lines=16, keys=16, **options)
+        computed = [*range(20), *range(23, 40)]
+        assert_close(out[computed], paged.expected[computed])
+        assert bool((out[20:23] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int | None) -> None:
+    """All queries at once by folding programs, and the last ones alone by splits of several sizes."""
+    spec = AttentionSpec(4, 2, 64, 0.125, window)
+    paged = make_paged(spec, [90], [90])
+    shape = {"segment": 32, "keys": 16}
+    whole = run(spec, paged, tiles_of([90], 32), tile=32, splits=0, lines=64, num_warps=4, **shape)
+    for count in (1, 3, 16):
+        part = Paged(
+            query=paged.query[-count:],
+            cache=paged.cache,
+            tables=paged.tables,
+            rows=paged.rows,
+            contexts=paged.contexts,
+            query_starts=int32([0, count]),
+            expected=paged.expected[-count:],
+        )
+        for splits in (1, 2, 3):
+            out = run(spec, part, [(0, 0)], tile=16, splits=splits, num_segments=4, lines=64, **shape)
+            assert torch.equal(out, whole[-count:])
+
+
+def test_half_precision() -> None:
+    spec = AttentionSpec(4, 2, 64, 0.125)
+    paged = make_paged(spec, [20], [50])
+    half = Paged(**{**vars(paged), "query": paged.query.to(HALF), "cache": paged.cache.to(HALF)})
+    assert_close(run(spec, half, tiles_of([20]), tile=16, splits=2), paged.expected, 3e-2)
