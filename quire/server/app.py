@@ -13,6 +13,7 @@ from quire.frontend.text_model import TextModel
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.admin import admin_router
 from quire.server.admission import Admission
+from quire.server.anthropic.router import messages_router
 from quire.server.context import EngineProvider, ServerContext
 from quire.server.conversation.formats import resolve_formats
 from quire.server.errors import install_error_handlers
@@ -22,7 +23,14 @@ from quire.server.openai.completions.router import completions_router
 from quire.server.openai.models import models_router
 from quire.server.tokenize import tokenize_router
 
-ROUTERS = (chat_router, completions_router, models_router, tokenize_router, admin_router)
+ROUTERS = (
+    chat_router,
+    completions_router,
+    messages_router,
+    models_router,
+    tokenize_router,
+    admin_router,
+)
 
 
 def build_app(

@@ -1,4 +1,4 @@
-"""Every failure as an HTTP status and OpenAI's error body; knows exceptions, not endpoints."""
+"""Every failure as an HTTP status and the error body of the API that was called: OpenAI's, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
 
@@ -34,6 +36,27 @@ class ErrorInfo(msgspec.Struct):
 
 class ErrorBody(msgspec.Struct):
     error: ErrorInfo
+
+
+# Anthropic's names of the kinds of errors; every other 4xx is an invalid_request_error, every other 5xx an api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicErrorInfo(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicErrorInfo
+    request_id: str | None = None
 
 
 class UnknownModelError(RequestError):
@@ -73,16 +96,38 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(message), kind, param, code)))
 
 
-def error_response(error: QuireError) -> Response:
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request speaks Anthropic's API: by its route, or by the header that its clients send."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+
+
+def encode_anthropic_error(status: int, message: str, request_id: str | None) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorInfo(kind, _printable(message)), request_id))
+
+
+def error_response(scope: Scope, error: QuireError) -> Response:
     headers = {}
     if isinstance(error, EngineUnavailableError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    return json_response(encode_error(error), status_of(error), headers)
+    status = status_of(error)
+    if is_anthropic(scope):
+        return json_response(encode_anthropic_error(status, str(error), _request_id(scope)), status, headers)
+    return json_response(encode_error(error), status, headers)
 
 
-def plain_error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def plain_error_response(
+    scope: Scope, status: int, message: str, headers: Mapping[str, str] | None = None, field: str | None = None
+) -> Response:
+    if is_anthropic(scope):
+        return json_response(encode_anthropic_error(status, message, _request_id(scope)), status, headers)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return json_response(error_body(message, kind, code=_CODES.get(status)), status, headers)
+    return json_response(error_body(message, kind, field, _CODES.get(status)), status, headers)
+
+
+def _request_id(scope: Scope) -> str | None:
+    request_id: str | None = scope.get("state", {}).get("request_id")
+    return request_id
 
 
 def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -98,13 +143,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return error_response(error)
+    return error_response(request.scope, error)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, field = explain_validation(error.errors())
-    return json_response(error_body(message, "invalid_request_error", field), 400)
+    return plain_error_response(request.scope, 400, message, field=field)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -114,12 +159,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
     elif error.status_code == 405:
         message = f"{request.url.path[:200]} does not answer to {request.method}"
-    return plain_error_response(error.status_code, message, error.headers)
+    return plain_error_response(request.scope, error.status_code, message, error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
-    return plain_error_response(500, "the server failed on this request; its log says why")
+    return plain_error_response(request.scope, 500, "the server failed on this request; its log says why")
 
 
 def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:

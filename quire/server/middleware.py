@@ -40,6 +40,12 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
+def arrival_time_of(scope: Scope) -> float:
+    """When this request came, on the monotonic clock."""
+    arrival_time: float = scope["state"]["arrival_time"]
+    return arrival_time
+
+
 def trace_headers_of(scope: Scope) -> dict[str, str] | None:
     """What says which trace a request belongs to, if anything."""
     headers = Headers(scope=scope)
@@ -62,12 +68,14 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        begin = time.monotonic()
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         own = not is_request_id(given)
         request_id = secrets.token_hex(12) if own else given
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["own_request_id"] = own
+        state["arrival_time"] = begin
         header = (REQUEST_ID_HEADER.encode(), request_id.encode())
         status = STATUS_CLIENT_GONE
 
@@ -78,7 +86,6 @@ class RequestContext:
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        begin = time.monotonic()
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:
@@ -109,8 +116,9 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
             response = plain_error_response(
+                scope,
                 401,
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`",
                 {"www-authenticate": "Bearer"},
             )
             await response(scope, receive, send)
@@ -121,11 +129,14 @@ class ApiKeys:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in self._open_paths or (path == "/" and scope["method"] == "HEAD"):
             return True
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Every key is compared, each in constant time, so that the time taken tells nothing about them.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        matches = [
+            hmac.compare_digest(_digest(candidate), digest) for candidate in candidates for digest in self._digests
+        ]
+        return any(matches)
 
 
 class BodyLimits:
@@ -147,11 +158,11 @@ class BodyLimits:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"
-            await plain_error_response(415, message)(scope, receive, send)
+            await plain_error_response(scope, 415, message)(scope, receive, send)
             return
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
-            await plain_error_response(413, self._too_large(), _CLOSE)(scope, receive, send)
+            await plain_error_response(scope, 413, self._too_large(), _CLOSE)(scope, receive, send)
             return
         num_bytes = 0
 

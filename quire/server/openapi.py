@@ -15,17 +15,17 @@ _ERRORS: dict[int | str, str] = {
 }
 
 
-def answers(body: type[Any], event: type[Any] | None = None) -> dict[int | str, dict[str, Any]]:
+def answers(body: type[Any], event: Any = None, *, error: type[Any] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that answers with `body`, or with `event`s when it streams."""
     content = {"application/json": {"schema": schema_of(body)}}
     if event is not None:
         content["text/event-stream"] = {"schema": schema_of(event)}
-    error = {"application/json": {"schema": schema_of(ErrorBody)}}
+    failed = {"application/json": {"schema": schema_of(error)}}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
-    return found | {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
+    return found | {status: {"description": text, "content": failed} for status, text in _ERRORS.items()}
 
 
-def schema_of(struct: type[Any]) -> dict[str, Any]:
+def schema_of(struct: Any) -> dict[str, Any]:
     """The struct's JSON schema without references, since FastAPI has no place to put definitions."""
     (schema,), components = msgspec.json.schema_components([struct], ref_template="{name}")
     inlined = _inline(schema, components)

@@ -7,7 +7,7 @@ which waits while a slow reader's socket is full; meanwhile the engine's outputs
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -30,6 +30,11 @@ def event(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
 
 
+def named_event(name: str, data: bytes) -> bytes:
+    """One event of a kind that clients may listen for by name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
 class EventStream(Response):
     """Sends the events of a generator as they come.
 
@@ -39,10 +44,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        end: bytes = DONE,
+        failed: Callable[[QuireError], bytes] = lambda error: event(encode_error(error)),
+    ) -> None:
+        """`end` closes the stream, and `failed` makes the event that tells of an error before it."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._end = end
+        self._failed = failed
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,8 +78,8 @@ class EventStream(Response):
                     await _send(send, data)
             except QuireError as error:
                 logger.warning("a stream ended with an error: %s", error)
-                await _send(send, event(encode_error(error)))
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await _send(send, self._failed(error))
+            await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -40,6 +40,8 @@ class Generation:
     priority: int
     add_special_tokens: bool
     trace_headers: dict[str, str] | None
+    arrival_time: float = field(default_factory=time.monotonic)
+    """When the HTTP request came, on the monotonic clock."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -79,6 +81,7 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
                 priority=generation.priority,
                 add_special_tokens=generation.add_special_tokens,
                 trace_headers=generation.trace_headers,
+                arrival_time=generation.arrival_time,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -1,13 +1,14 @@
-"""GET /v1/models: the names under which the one model is served."""
+"""GET /v1/models: the names under which the one model is served, in the shape that the client's API has for them."""
 
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.server.anthropic.models import model_info, model_page
 from quire.server.context import ServerContext
-from quire.server.errors import json_response
+from quire.server.errors import is_anthropic, json_response
 from quire.server.openapi import answers
 
 
@@ -29,13 +30,17 @@ def models_router(context: ServerContext) -> APIRouter:
         return ModelCard(name, context.created, context.max_model_len())
 
     @router.get("/v1/models", response_class=Response, responses=answers(ModelList))
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """The model, once for each of its names."""
+        if is_anthropic(request.scope):
+            return json_response(msgspec.json.encode(model_page(context)))
         return json_response(msgspec.json.encode(ModelList([card(name) for name in context.model_names])))
 
     @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
-    async def get_model(model_id: str) -> Response:
+    async def get_model(model_id: str, request: Request) -> Response:
         """The model of this name."""
-        return json_response(msgspec.json.encode(card(context.check_model(model_id))))
+        name = context.check_model(model_id)
+        found = model_info(context, name) if is_anthropic(request.scope) else card(name)
+        return json_response(msgspec.json.encode(found))
 
     return router

@@ -1,0 +1,174 @@
+"""Messages: a checked request in, a message or a stream of events out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.anthropic.convert import conversation_of
+from quire.server.anthropic.events import content_block, stop_info, stream_events, usage_of
+from quire.server.anthropic.protocol import (
+    Message,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    Ping,
+    PromptFields,
+    StopInfo,
+    StreamEvent,
+    TokenCount,
+    Usage,
+)
+from quire.server.context import ServerContext
+from quire.server.conversation.answer import ChoicePiece
+from quire.server.conversation.blocks import BlockReader, blocks_of
+from quire.server.conversation.prepare import prepare_conversation, render_conversation
+from quire.server.errors import encode_anthropic_error, json_response, status_of
+from quire.server.middleware import request_id_of, trace_headers_of
+from quire.server.openai.generation import Generation, engine_id_of, finished_outputs, run
+from quire.server.sse import EventStream, named_event, while_connected
+from quire.types.errors import QuireError
+from quire.types.outputs import RequestOutput
+from quire.types.sampling import SamplingParams
+
+ROUTE = "/v1/messages"
+# What clients of Anthropic's own service send and has no meaning here, or is only a hint.
+HINTS = frozenset(
+    {
+        "betas",
+        "cache_control",
+        "container",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "mcp_servers",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+    }
+)
+
+
+async def create_message(context: ServerContext, body: MessagesRequest, request: Request) -> Response:
+    model = context.check_model(body.model)
+    note_extra_fields(context, body)
+    conversation = conversation_of(body)
+    request_id = request_id_of(request.scope)
+    message_id = f"msg_{request_id}"
+    prepared = await while_connected(
+        request.receive, prepare_conversation(context, conversation, _params(context, body))
+    )
+    generation = Generation(
+        response_id=message_id,
+        engine_id=engine_id_of(message_id, request),
+        model=model,
+        prompts=[{"prompt": prepared.prompt}],
+        prompt_field="messages",
+        format_field=prepared.format_field,
+        params=prepared.params,
+        priority=0,
+        add_special_tokens=False,
+        trace_headers=trace_headers_of(request.scope),
+    )
+    reader, answer = prepared.reader(), MessageAnswer(body, generation)
+    if not body.stream:
+        (output,) = await while_connected(request.receive, finished_outputs(context, generation))
+        return json_response(msgspec.json.encode(answer.message(output, reader.read(output)[0])))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(run(context, generation)) as outputs:
+            async for _, output in outputs:
+                data = b"".join(encoded(answer.events(output, piece)) for piece in reader.read(output))
+                if data:
+                    yield data
+
+    def failed(error: QuireError) -> bytes:
+        return named_event("error", encode_anthropic_error(status_of(error), str(error), request_id))
+
+    return EventStream(events(), end=b"", failed=failed)
+
+
+async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
+    """How long the prompt of a conversation is."""
+    context.check_model(body.model)
+    note_extra_fields(context, body)
+    prompt = await render_conversation(context, conversation_of(body))
+    ids = await asyncio.to_thread(context.tokenizer().encode, prompt, False)
+    return TokenCount(len(ids))
+
+
+def note_extra_fields(context: ServerContext, body: PromptFields) -> None:
+    for name in body.model_extra or {}:
+        if name not in HINTS:
+            context.note_ignored_field(ROUTE, name)
+
+
+def encoded(events: Iterable[StreamEvent]) -> bytes:
+    return b"".join(
+        named_event(str(type(event).__struct_config__.tag), msgspec.json.encode(event)) for event in events
+    )
+
+
+def _params(context: ServerContext, body: MessagesRequest) -> SamplingParams:
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "max_tokens": min(body.max_tokens, context.provider.engine.info.max_model_len),
+        "output_kind": "delta" if body.stream else "final_only",
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(context.text.chat_params(), **named)
+
+
+class MessageAnswer:
+    """Builds the answer to one request."""
+
+    def __init__(self, body: MessagesRequest, generation: Generation) -> None:
+        self._generation = generation
+        self._max_tokens = body.max_tokens
+        self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._blocks = BlockReader()
+        self._begun = False
+        self._output_tokens = 0
+
+    def message(self, output: RequestOutput, piece: ChoicePiece) -> Message:
+        """The whole answer."""
+        self._output_tokens += len(piece.token_ids)
+        blocks = blocks_of([*self._blocks.read(piece.events), *self._blocks.finish()])
+        content = [content_block(block, self._show_thinking) for block in blocks]
+        stop = self._stop(piece)
+        message = Message(self._generation.response_id, self._generation.model, content, self._usage(output))
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        return message
+
+    def events(self, output: RequestOutput, piece: ChoicePiece) -> list[StreamEvent]:
+        """What a stream says of one output."""
+        events: list[StreamEvent] = []
+        if not self._begun:
+            self._begun = True
+            start = Message(self._generation.response_id, self._generation.model, [], self._usage(output))
+            events += [MessageStart(start), Ping()]
+        self._output_tokens += len(piece.token_ids)
+        blocks = self._blocks.read(piece.events)
+        if piece.finish_reason is not None:
+            blocks += self._blocks.finish()
+        for block in blocks:
+            events += stream_events(block, self._show_thinking)
+        if piece.finish_reason is not None:
+            events += [MessageDelta(self._stop(piece), self._usage(output)), MessageStop()]
+        return events
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        return usage_of(len(output.prompt_token_ids), output.num_cached_tokens or 0, self._output_tokens)
+
+    def _stop(self, piece: ChoicePiece) -> StopInfo:
+        return stop_info(piece.finish_reason, piece.stop_reason, self._output_tokens, self._max_tokens)
