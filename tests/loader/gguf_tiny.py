@@ -62,6 +62,10 @@ _GRANITE = {
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama", "llama", {"head_dim": 32, "tie_word_embeddings": False}),
     "llama-tied": TinyModel("llama", "llama", {"tie_word_embeddings": True}),
+    # Wide enough for blocks of 256 values.
+    "llama-wide": TinyModel(
+        "llama", "llama", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "tie_word_embeddings": True}
+    ),
     "llama-bias": TinyModel("llama", "llama", {"attention_bias": True}),
     "llama-llama3": TinyModel("llama", "llama", {"rope_parameters": _LLAMA3}),
     "llama-linear": TinyModel("llama", "llama", {"rope_parameters": _LINEAR}),
@@ -179,8 +183,27 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: str |
     if quant is None or data.ndim == 1:
         writer.add_tensor(name, data)
         return
+    if name.startswith("blk") and "attn_v" in name:  # as in llama.cpp's mixed files
+        quant = {"Q4_K": "Q6_K", "Q2_K": "Q4_K"}.get(quant, quant)
     kind = gguf.GGMLQuantizationType[quant]
-    writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    blocks = k_blocks(quant, *data.shape) if quant.endswith("_K") else gguf.quants.quantize(data, kind)
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+
+
+# Offsets of the float16 factors in a block.
+_K_FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_K_SIZES = {"Q2_K": 5e-3, "Q3_K": 5e-4, "Q4_K": 1e-4, "Q5_K": 5e-5, "Q6_K": 2e-5}
+
+
+def k_blocks(name: str, rows: int, columns: int) -> np.ndarray:
+    """Blocks of a K format with random codes and small factors: gguf-py cannot make them from values."""
+    values, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    generator = np.random.default_rng(rows * columns)
+    blocks = generator.integers(0, 256, (rows * columns // values, num_bytes), dtype=np.uint8)
+    for offset in _K_FACTORS[name]:
+        factors = generator.uniform(0.5, 1.5, len(blocks)) * _K_SIZES[name]
+        blocks[:, offset : offset + 2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def _converted(spec: TinyModel, config: Any, key: str, tensor: Tensor) -> Tensor:
