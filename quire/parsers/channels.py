@@ -131,7 +131,9 @@ class ChannelParser(OutputParser):
 
     def _mark(self, marker: str) -> None:
         layout = self._layout
-        if self._lane is _Lane.HEADER:
+        if self._lane is _Lane.CALL and self._scan.in_string:
+            self._add_call(marker)
+        elif self._lane is _Lane.HEADER:
             if marker == layout.message:
                 self._written = ""
                 self._lane = self._lane_of(self._header)

@@ -55,6 +55,10 @@ class JsonScanner:
         return self.status is Status.DONE
 
     @property
+    def in_string(self) -> bool:
+        return self._expect == _IN_STRING and not self.over
+
+    @property
     def over(self) -> bool:
         return self.status is not Status.MORE
 

@@ -29,6 +29,7 @@ class _Lane(enum.Enum):
 
 class _Marker(enum.Enum):
     THINK = enum.auto()
+    THINK_END = enum.auto()
     ANSWER = enum.auto()  # wraps the reply that follows thinking
     SECTION = enum.auto()
     CALL = enum.auto()
@@ -44,6 +45,7 @@ class TagParser(OutputParser):
         *,
         tools: Mapping[str, Tool],
         thinking: bool,
+        trims: bool,
         dropped: Collection[str],
     ) -> None:
         self._tool = tool
@@ -60,13 +62,14 @@ class TagParser(OutputParser):
         self._lane = _Lane.THINKING if thinking else _Lane.TEXT
         self._events: list[Event] = []
         self._space = ""  # white space that is text only if text follows it
-        self._trims = thinking  # white space that comes now leads the lane in
+        self._trims = trims or thinking  # white space that comes now leads the lane in
         self._has_thought = thinking
         self._has_spoken = False
         self._at_line_begin = True
         self._open: int | None = None  # where in the buffer what may become a call begins
         self._resume = 0  # where to go on if it does not
         self._in_section = False
+        self._had_call = False  # in this section
         self._is_bare = False
         self._opened = False
         self._reader: Reader | None = None
@@ -135,6 +138,11 @@ class TagParser(OutputParser):
             self._space = ""
             self._trims = self._has_thought = True
             self._lane = _Lane.THINKING
+        elif kind is _Marker.THINK_END and not (self._has_thought or self._has_spoken or self._num_calls):
+            # The model ends a block that nobody began: it has decided not to think.
+            self._position = end
+            self._space = ""
+            self._trims = self._has_thought = True
         elif kind is _Marker.SECTION:
             self._try(start, end, in_section=True)
         elif kind is _Marker.CALL:
@@ -155,13 +163,11 @@ class TagParser(OutputParser):
         line = text.rfind("\n")
         rest = text[line + 1 :]
         self._at_line_begin = (line >= 0 or self._at_line_begin) and (not rest or rest.isspace())
+        text = self._space + text
+        if self._num_calls and not self._has_spoken:
+            text = text.lstrip()  # white space after a call is no text if there was none before it either
         body = text.rstrip()
-        if not body:
-            self._space += text
-            return
-        # White space after a call is no text if there was none before it either.
-        space = "" if self._num_calls and not self._has_spoken else self._space
-        self._say_text(space + body)
+        self._say_text(body)
         self._space = text[len(body) :]
 
     def _say_text(self, text: str) -> None:
@@ -209,14 +215,17 @@ class TagParser(OutputParser):
         self._resume = start + 1 if self._is_bare else end
         self._position = end
         self._in_section = in_section
-        self._opened = False
+        self._opened = self._had_call = False
         if in_section:
             self._lane = _Lane.SECTION
         else:
-            self._begin_call(end)
+            self._begin_call(start, end)
 
-    def _begin_call(self, position: int) -> None:
+    def _begin_call(self, start: int, position: int) -> None:
+        """Read a call from `position` on; its marker, if it has one, begins at `start`."""
         assert self._tool is not None
+        if self._had_call:
+            self._resume = max(position, start + 1)
         self._position = position
         self._reader = self._tool.codec.reader(self, self._tools)
         self._lane = _Lane.CALL
@@ -225,7 +234,7 @@ class TagParser(OutputParser):
         """What was begun is no call: it is text, and what stands in it is looked at again."""
         assert self._open is not None
         begun = self._buffer[self._open : self._resume]
-        if not self._is_bare:
+        if not self._is_bare or self._had_call:
             self._complain(reason, self._buffer[self._open :])
         self._position = self._resume
         self._open = None
@@ -251,7 +260,7 @@ class TagParser(OutputParser):
                 return self._section_marker(marker, position, position + len(marker))
         needs_no_marker = (self._opened or not tool.opening) and not tool.call_begin
         if not waits and needs_no_marker and tool.codec.begins(text[position]):
-            self._begin_call(position)
+            self._begin_call(position, position)
             return True
         if waits and not final:
             return False
@@ -260,7 +269,7 @@ class TagParser(OutputParser):
     def _section_markers(self) -> list[str]:
         assert self._tool is not None
         tool = self._tool
-        markers = (tool.end, tool.call_begin, "" if self._open is not None else tool.between)
+        markers = (tool.end, tool.call_begin, tool.between if self._had_call else "")
         return [marker.strip() for marker in markers if marker.strip()]
 
     def _section_marker(self, marker: str, start: int, end: int) -> bool:
@@ -269,27 +278,28 @@ class TagParser(OutputParser):
             self._opened = True
             self._position = end
         elif marker == self._tool.end.strip():
-            if self._open is not None:
+            if not self._had_call:
                 self._give_up("a section without calls")
             else:
                 self._position = end
+                self._open = None
                 self._lane = _Lane.TEXT
         elif marker == self._tool.call_begin.strip():
-            self._begin_call(end)
+            self._begin_call(start, end)
         else:
             self._position = end
         return True
 
     def _leave_section(self) -> bool:
-        """Something stands here that belongs to no section."""
+        """Something stands here that belongs to no section, or nothing."""
         assert self._tool is not None
-        if self._open is not None:
-            self._give_up("no call follows")
-            return True
-        rest = self._buffer[self._position :]
-        if self._tool.end and rest.strip():
-            self._complain("a section has no end", rest)
-        self._lane = _Lane.TEXT
+        assert self._open is not None
+        if not self._had_call or (self._tool.end and self._buffer[self._open :].strip()):
+            self._give_up("no call follows" if not self._had_call else "a section has no end")
+        else:
+            self._position = self._open
+            self._open = None
+            self._lane = _Lane.TEXT
         return True
 
     def start(self, name: str, call_id: str | None = None) -> bool:
@@ -342,7 +352,11 @@ class TagParser(OutputParser):
                 self._complain(f"{marker!r} is missing", self._buffer[self._position :])
         self._events.append(CallEnd(self._num_calls - 1))
         self._reader = None
-        self._lane = _Lane.SECTION if self._in_section else _Lane.TEXT
+        self._lane = _Lane.TEXT
+        if self._in_section:
+            self._lane = _Lane.SECTION
+            self._had_call = True
+            self._open = self._resume = self._position
         return True
 
 
@@ -353,6 +367,7 @@ def _markers(
     markers = dict.fromkeys(dropped, _Marker.DROP)
     if reasoning is not None:
         markers |= {wrap.strip(): _Marker.ANSWER for wrap in reasoning.answer}
+        markers |= {end.strip(): _Marker.THINK_END for end in reasoning.end}
         markers |= {begin.strip(): _Marker.THINK for begin in reasoning.begin}
     if tool is not None:
         markers |= dict.fromkeys(tool.ignored, _Marker.DROP)

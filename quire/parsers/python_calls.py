@@ -154,7 +154,7 @@ def _literal(source: str) -> str | None:
     """A literal of Python or of JSON as JSON, or None if it is neither."""
     scanner = JsonScanner()
     if scanner.scan(source, 0, final=True) == len(source) and scanner.status is Status.DONE:
-        return source
+        return scanner.take()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes, which Python takes as they are

@@ -68,7 +68,8 @@ def make_parser(
     if tags is None and thoughts is None and not dropped:
         return plain()
     thinking = thoughts is not None and _ends_inside(thoughts, prompt_text, special_tokens)
-    return TagParser(tags, thoughts, tools=known, thinking=thinking, dropped=dropped)
+    has_thought = thoughts is not None and prompt_text.rstrip().endswith(tuple(end.strip() for end in thoughts.end))
+    return TagParser(tags, thoughts, tools=known, thinking=thinking, trims=has_thought, dropped=dropped)
 
 
 def reasoning_is_open(reasoning_format: str | None, prompt_text: str, special_tokens: Collection[str] = ()) -> bool:

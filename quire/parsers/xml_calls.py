@@ -224,7 +224,7 @@ class _TagReader(Reader):
             self._types = None
             return end + len(self._value_end)
         self._seen = max(at, len(text) - len(self._value_end) + 1) - position
-        if not final:
+        if not final or position == len(text):
             return position
         value = convert(text[position:], types)
         self._say(value[:-1] if value.startswith('"') else value)
