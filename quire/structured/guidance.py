@@ -117,7 +117,8 @@ def to_lark(source: GrammarSource) -> str:
         case "json":
             return f"{_HEADER}start: {inline_schema(source.text, source.whitespace)}\n"
         case "regex":
-            return f"{_HEADER}start: /{regex_to_lark(source.text, use_ascii='')}/\n"
+            # As in JavaScript, \\d and \\w mean ASCII: hardly anybody wants the digits of all scripts.
+            return f"{_HEADER}start: /{regex_to_lark(source.text, use_ascii='dw')}/\n"
         case "choice":
             return f"{_HEADER}start: {' | '.join(json.dumps(choice) for choice in json.loads(source.text))}\n"
         case "structural_tag":

@@ -1,0 +1,143 @@
+"""The manager and its compiler: one compilation per content, within its time, and masks that follow the tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from quire.structured.base import Backend, Grammar, Matcher, SchemaSupport
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.manager import Compiled, GrammarManager
+from quire.structured.registry import BACKENDS
+from quire.structured.sources import make_source
+from quire.types.errors import UnknownNameError
+from quire.types.masks import Masks
+from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, StructuredOutputsParams, Vocabulary
+from tests.structured.words import EOS, OTHER_EOS, VOCABULARY, allowed
+
+LIMIT = 30.0
+
+
+class SlowGrammar(Grammar):
+    def matcher(self) -> Matcher:
+        raise AssertionError("nobody asks for it")
+
+
+class SlowBackend(Backend):
+    """Compiles "slow" only when it is let go."""
+
+    schema_support = SchemaSupport(frozenset(), frozenset())
+    released = threading.Event()
+    compiled: list[str] = []  # noqa: RUF012  a fake that counts for its test
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    @staticmethod
+    def check_regex(pattern: str) -> str | None:
+        return None
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        if source.text == "slow":
+            assert self.released.wait(LIMIT)
+        if source.text == "bug":
+            raise ZeroDivisionError("oh")
+        self.compiled.append(source.text)
+        return SlowGrammar()
+
+    def fill(self, matchers: Sequence[Matcher], masks: Masks) -> None:
+        raise AssertionError("nobody asks for it")
+
+
+@pytest.fixture
+def slow_compiler() -> GrammarCompiler:
+    BACKENDS.register("slow", SlowBackend)
+    SlowBackend.released.clear()
+    SlowBackend.compiled.clear()
+    compiler = GrammarCompiler(GrammarLimits("slow", compile_timeout=0.05), cache_size=2)
+    compiler.set_vocabulary(VOCABULARY)
+    yield compiler
+    SlowBackend.released.set()
+    compiler.shutdown()
+
+
+def test_equal_content_is_compiled_once_and_old_content_is_forgotten(slow_compiler: GrammarCompiler) -> None:
+    names = ["a", "b", "a", "c", "b"]  # with room for two, c pushes b out
+    for name in names:
+        slow_compiler.compile(GrammarSource("regex", name)).result(LIMIT)
+    assert SlowBackend.compiled == ["a", "b", "c", "b"]
+
+
+def test_a_slow_grammar_is_refused_in_time_and_delays_no_other(slow_compiler: GrammarCompiler) -> None:
+    slow = slow_compiler.compile(GrammarSource("regex", "slow"))
+    assert slow_compiler.compile(GrammarSource("regex", "quick")).result(LIMIT)
+    with pytest.raises(GrammarError, match=r"takes longer than 0.05 s to compile; make it simpler"):
+        slow.result(LIMIT)
+    SlowBackend.released.set()
+
+
+def test_a_bug_in_a_backend_fails_the_grammar_only(slow_compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="cannot be compiled: oh"):
+        slow_compiler.compile(GrammarSource("regex", "bug")).result(LIMIT)
+    assert slow_compiler.compile(GrammarSource("regex", "fine")).result(LIMIT)
+
+
+def test_without_a_vocabulary_nothing_compiles() -> None:
+    compiler = GrammarCompiler(GrammarLimits())
+    with pytest.raises(GrammarError, match="before its vocabulary"):
+        compiler.compile(GrammarSource("regex", "a")).result(LIMIT)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="unknown structured output backend 'none'"):
+        BACKENDS.get("none")
+
+
+@pytest.fixture
+def manager() -> GrammarManager:
+    manager = GrammarManager()
+    manager.set_vocabulary(VOCABULARY)
+    yield manager
+    manager.shutdown()
+
+
+def open_all(manager: GrammarManager, **patterns: str) -> list[Compiled]:
+    news = threading.Event()
+    manager.on_news = news.set
+    for name, pattern in patterns.items():
+        manager.open(name, make_source(StructuredOutputsParams(regex=pattern)), ignores_eos=name == "endless")
+    found: list[Compiled] = []
+    while len(found) < len(patterns):
+        assert news.wait(LIMIT)
+        news.clear()
+        found += manager.take_compiled()
+    return found
+
+
+def test_masks_follow_the_tokens(manager: GrammarManager) -> None:
+    open_all(manager, a="xy", b="[0-9]+", endless="[0-9]+")
+    assert manager.in_use
+    assert not manager.accept("b", [ord("1")]).is_complete
+    manager.accept("endless", [ord("1")])
+    masks = manager.start_masks(["b", "gone", "a", "endless"]).result(LIMIT)
+    digits = [*range(48, 58)]
+    spans = [token for token, piece in enumerate(VOCABULARY.pieces) if piece == b"12"]
+    assert allowed(masks, 0) == [*digits, EOS, OTHER_EOS, *spans]
+    assert len(allowed(masks, 1)) == 32 * masks.shape[1]
+    assert allowed(masks, 2) == [ord("x")]
+    assert allowed(masks, 3) == [*digits, *spans]
+    assert manager.accept("a", [ord("x"), ord("y")]).is_complete
+    assert "its grammar cannot go on" in (manager.accept("b", [ord("x")]).error or "")
+    assert np.array_equal(manager.start_masks(["b"]).result(LIMIT), np.full_like(masks[:1], -1))
+
+
+def test_a_closed_request_is_gone(manager: GrammarManager) -> None:
+    manager.open("a", make_source(StructuredOutputsParams(regex="x")))
+    manager.close("a")
+    assert open_all(manager, b="y") == [Compiled("b", None)]
+    manager.close("b")
+    assert not manager.in_use
+    assert manager.accept("b", [1, 2, 3]).error is None
