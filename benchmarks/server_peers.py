@@ -26,13 +26,14 @@ CONCURRENCY, INPUT, OUTPUT = 16, 128, 64
 
 
 def measure_peer(peer: str, folder: Path, num_prompts: int, seed: int) -> dict[str, Any]:
+    warmup = min(CONCURRENCY, num_prompts)
     with running(peer, folder) as server:
         options = ServeOptions(
             data=DataOptions(num_prompts=num_prompts, input_len=INPUT, output_len=OUTPUT, seed=seed),
             target=TargetOptions(base_url=server.url),
-            load=LoadOptions(max_concurrency=CONCURRENCY, warmup=CONCURRENCY),
+            load=LoadOptions(max_concurrency=CONCURRENCY, warmup=warmup),
         )
-        samples = load_samples(options.data, extra=CONCURRENCY)
+        samples = load_samples(options.data, extra=warmup)
         summary = asyncio.run(measure(options, samples, progress=True)).summary
     found = summary.to_dict()
     assert summary.failed == 0, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -96,16 +97,21 @@ class AsyncEngine:
         priority: int = 0,
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
+        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
         What each output holds is chosen by sampling_params.output_kind. A slow reader gets several steps' deltas
         in one output; it delays nobody else. `add_special_tokens` lets the tokenizer add its own to a text.
+        `arrival_time`, on the monotonic clock, is when the request came to the caller; it came now if not given.
         """
         params = sampling_params or self.get_default_sampling_params()
+        arrived = time.monotonic() if arrival_time is None else arrival_time
 
         async def prepare() -> PreparedRequest:
-            return await self._process(prompt, params, request_id, priority, add_special_tokens, trace_headers)
+            return await self._process(
+                prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived
+            )
 
         return self._stream(prepare)
 
@@ -125,6 +131,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise like generate. By default an answer goes on until the model ends it."""
         params = sampling_params or self._text.chat_params()
+        arrived = time.monotonic()
 
         async def prepare() -> PreparedRequest:
             prompt = self._text.render_chat(
@@ -135,7 +142,7 @@ class AsyncEngine:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return await self._process(prompt, params, request_id, priority, False, trace_headers)
+            return await self._process(prompt, params, request_id, priority, False, trace_headers, arrived)
 
         return self._stream(prepare)
 
@@ -182,6 +189,7 @@ class AsyncEngine:
         priority: int,
         add_special_tokens: bool,
         trace_headers: Mapping[str, str] | None,
+        arrival_time: float,
     ) -> PreparedRequest:
         def process() -> PreparedRequest:
             return self._inputs.process(
@@ -191,6 +199,7 @@ class AsyncEngine:
                 priority=priority,
                 add_special_tokens=add_special_tokens,
                 trace_headers=trace_headers,
+                arrival_time=arrival_time,
             )
 
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt

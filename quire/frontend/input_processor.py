@@ -98,8 +98,13 @@ class InputProcessor:
         priority: int = 0,
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
+        arrival_time: float | None = None,
     ) -> PreparedRequest:
-        """Check everything that can be wrong with a request, before the engine hears of it."""
+        """Check everything that can be wrong with a request, before the engine hears of it.
+
+        `arrival_time` is on the monotonic clock; without it the request arrives now.
+        """
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         params = self.default_params if params is None else params
         request_id = secrets.token_hex(8) if request_id is None else request_id
         if not isinstance(request_id, str) or not request_id:
@@ -112,7 +117,7 @@ class InputProcessor:
             request_id=request_id,
             prompt=text,
             params=params,
-            children=self._fan_out(request_id, token_ids, params, priority, cache_salt, grammar),
+            children=self._fan_out(request_id, token_ids, params, priority, cache_salt, grammar, arrival_time),
             trace_headers=trace_headers,
         )
 
@@ -134,6 +139,7 @@ class InputProcessor:
         priority: int,
         cache_salt: str | None,
         grammar: GrammarSource | None,
+        arrival_time: float,
     ) -> tuple[EngineRequest, ...]:
         max_tokens = self._info.max_model_len - len(token_ids)
         if params.max_tokens is not None:
@@ -148,7 +154,6 @@ class InputProcessor:
         # One completion is enough to learn the prompt's log-probabilities; the others may reuse its cached prefix.
         rest = first if first.prompt_logprobs is None else msgspec.structs.replace(first, prompt_logprobs=None)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        now = time.monotonic()
         return tuple(
             EngineRequest(
                 request_id=child_id(request_id, index, params.n),
@@ -159,7 +164,7 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 priority=priority,
                 cache_salt=cache_salt,
-                arrival_time=now,
+                arrival_time=arrival_time,
                 grammar=grammar,
             )
             for index in range(params.n)

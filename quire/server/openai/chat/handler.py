@@ -15,7 +15,7 @@ from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece, Message
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
-from quire.server.middleware import trace_headers_of
+from quire.server.middleware import arrival_time_of, trace_headers_of
 from quire.server.openai.chat.deltas import delta_of, response_message
 from quire.server.openai.chat.messages import conversation_of, last_text
 from quire.server.openai.chat.protocol import (
@@ -76,6 +76,7 @@ async def prepare(
         priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
         trace_headers=trace_headers_of(request.scope),
+        arrival_time=arrival_time_of(request.scope),
     )
     return generation, prepared
 

@@ -15,7 +15,7 @@ from quire.frontend.mailbox import merge_deltas
 from quire.server.context import ServerContext
 from quire.server.conversation.request import OutputFormat
 from quire.server.errors import json_response
-from quire.server.middleware import trace_headers_of
+from quire.server.middleware import arrival_time_of, trace_headers_of
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
@@ -61,6 +61,7 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         trace_headers=trace_headers_of(request.scope),
+        arrival_time=arrival_time_of(request.scope),
     )
 
 
