@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,11 +145,11 @@ class Running:
 
 
 @contextmanager
-def running(peer: str, folder: Path, model: str = "smollm2") -> Iterator[Running]:
+def running(peer: str, folder: Path, model: str = "smollm2", flags: Sequence[str] = ()) -> Iterator[Running]:
     """The peer's server on a free port, once it answers; its log goes to PEER.log in the folder."""
     python = install(peer, folder)
     port = free_port()
-    argv = command(peer, python, prepare_model(peer, folder, model), port)
+    argv = [*command(peer, python, prepare_model(peer, folder, model), port), *flags]
     options: dict[str, Any] = {"env": os.environ | PEERS[peer].environment, "start_new_session": True}
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"{peer}.log"
