@@ -50,20 +50,17 @@ class Running:
     def engine_pid(self, after: int = 0) -> int:
         return int(self.wait_line(r"engine process (\d+) is ready", after)[1])
 
+    def last_engine_pid(self) -> int:
+        """Of the engine that runs now, after any restarts."""
+        pids = [found[1] for line in self.log if (found := re.search(r"engine process (\d+) is ready", line))]
+        return int(pids[-1])
+
     def stop(self) -> int:
         """Ask it to leave; its exit status. Neither it nor its engine is there afterwards."""
-        engine = next(
-            (
-                Watch(int(found[1]))
-                for line in reversed(self.log)
-                if (found := re.search(r"process (\d+) is r", line))
-            ),
-            None,
-        )
+        engine = Watch(self.last_engine_pid())
         self.process.send_signal(signal.SIGTERM)
         status = self.wait()
-        if engine is not None:
-            engine.wait()
+        engine.wait()
         return status
 
     def wait(self) -> int:

@@ -359,6 +359,20 @@ async def test_metrics_reconcile_with_the_clients_own_counts(client: httpx.Async
         assert grown("request_success_total", finished_reason=reason) == counts[reason]
 
 
+@pytest.mark.nightly
+async def test_idle_costs_less_than_a_percent_of_a_core(server: Running, client: httpx.AsyncClient) -> None:
+    await assert_idle_and_serving(client)
+    pids = (server.process.pid, server.last_engine_pid())
+    before = sum(map(cpu_seconds, pids))
+    await asyncio.sleep(20)
+    assert sum(map(cpu_seconds, pids)) - before < 0.01 * 20
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def test_two_servers_on_one_machine_and_the_drain_of_one(
     model: Path, server: Running, client: httpx.AsyncClient
 ) -> None:
