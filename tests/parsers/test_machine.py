@@ -144,7 +144,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b', False)]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}", True)]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_ca', "", [("f", "{}", True)]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}} so', " so", [("f", "{}", True)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} so', "so", [("f", "{}", True)]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": ?', ', "x": ?', [("f", "{}", True)]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}', True)]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}', True)]),
