@@ -359,6 +359,13 @@ async def test_metrics_reconcile_with_the_clients_own_counts(client: httpx.Async
         assert grown("request_success_total", finished_reason=reason) == counts[reason]
 
 
+def test_only_the_engine_process_has_torch(server: Running) -> None:
+    has_torch = [
+        "libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.last_engine_pid())
+    ]
+    assert has_torch == [False, True]
+
+
 @pytest.mark.nightly
 async def test_idle_costs_less_than_a_percent_of_a_core(server: Running, client: httpx.AsyncClient) -> None:
     await assert_idle_and_serving(client)
@@ -386,7 +393,7 @@ async def test_two_servers_on_one_machine_and_the_drain_of_one(
         fields = {"prompt": "same", "seed": 3, "max_tokens": 20}
         answers = await asyncio.gather(*(session.post(COMPLETIONS, json=fields) for session in (client, second)))
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-        async with second.stream("POST", COMPLETIONS, json=endless(0, max_tokens=1500, stream=True)) as answer:
+        async with second.stream("POST", COMPLETIONS, json=endless(0, max_tokens=800, stream=True)) as answer:
             parts = answer.aiter_text()
             text = await anext(parts)
             other.process.send_signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.server.middleware import OPEN_PATHS
 from tests.e2e.serving import Running
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.engine.fake_engine import EXIT, STALL, STICKY
@@ -114,3 +115,21 @@ def test_every_line_is_json_when_asked_also_those_of_the_engine(tmp_path: Path) 
     entries = [json.loads(line) for line in server.log]
     assert {"quire.engine.process", "quire.server.launch"} <= {entry["logger"] for entry in entries}
     assert any(re.search("failed", entry["message"]) for entry in entries if entry["level"] == "error")
+
+
+def test_keys_on_every_route_that_the_server_says_it_has(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    server = ready(serve(tmp_path / "fake", "--api-key-file", str(keys)))
+    right, wrong = {"authorization": "Bearer second"}, {"authorization": "Bearer third"}
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        described = client.get("/openapi.json", headers=right).json()["paths"]
+        routes = {(method, path) for path, methods in described.items() for method in methods}
+        routes |= {("get", "/docs"), ("get", "/openapi.json")}
+        assert ("post", COMPLETIONS) in routes
+        for method, path in sorted(routes):
+            statuses = [client.request(method, path, headers=headers).status_code for headers in ({}, wrong, right)]
+            expected = [statuses[2]] * 2 if path in OPEN_PATHS else [401, 401]
+            assert statuses[:2] == expected, path
+            assert statuses[2] not in (401, 500), path
+    assert server.stop() == 0
