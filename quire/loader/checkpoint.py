@@ -51,3 +51,7 @@ class Checkpoint(ABC):
     def release(self, name: str) -> None:
         """The tensor was read and copied: its mapped pages need not stay in memory. It can still be read again."""
         return None
+
+    def release_all(self) -> None:
+        """The same for all there is; reading one tensor may have brought in pages of its neighbours."""
+        return None

@@ -66,6 +66,9 @@ class GgufCheckpoint(Checkpoint):
     def release(self, name: str) -> None:
         self.file.release(self._find(name))
 
+    def release_all(self) -> None:
+        self.file.release_all()
+
     def _find(self, name: str) -> GgufTensor:
         if name not in self._stored:
             raise CheckpointError(f"{self.file.path} has no tensor {name!r}")

@@ -101,6 +101,9 @@ class GgufFile:
         """The tensor was copied: its pages need not stay in memory. It can still be read again."""
         self._file.release(tensor.offset, tensor.num_bytes)
 
+    def release_all(self) -> None:
+        self._file.release(0, self.size)
+
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

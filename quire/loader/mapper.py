@@ -85,6 +85,7 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
         done += tensors[name].num_bytes
         if progress is not None:
             progress(done, total)
+    checkpoint.release_all()
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 

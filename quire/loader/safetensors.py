@@ -70,6 +70,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def release(self, name: str) -> None:
         self._mapped(name).release(self._starts[name], self._infos[name].num_bytes)
 
+    def release_all(self) -> None:
+        for file in self._open.values():
+            file.release(0, file.size)
+
     def _mapped(self, name: str) -> MappedFile:
         path = self._files[name]
         if path not in self._open:

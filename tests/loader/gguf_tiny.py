@@ -64,7 +64,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "llama-tied": TinyModel("llama", "llama", {"tie_word_embeddings": True}),
     # Wide enough for blocks of 256 values.
     "llama-wide": TinyModel(
-        "llama", "llama", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "tie_word_embeddings": True}
+        "llama", "llama", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": True}
     ),
     "llama-bias": TinyModel("llama", "llama", {"attention_bias": True}),
     "llama-llama3": TinyModel("llama", "llama", {"rope_parameters": _LLAMA3}),
