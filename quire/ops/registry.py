@@ -6,7 +6,17 @@ from typing import Any
 
 from quire.ops.activation import GELU_TANH_AND_MUL, SILU_AND_MUL
 from quire.ops.base import Op
+from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 
-OPS: tuple[Op[Any], ...] = (SILU_AND_MUL, GELU_TANH_AND_MUL, LINEAR, LINEAR_TRANSPOSED, RMS_NORM, ADD_RMS_NORM)
+OPS: tuple[Op[Any], ...] = (
+    SILU_AND_MUL,
+    GELU_TANH_AND_MUL,
+    LINEAR,
+    LINEAR_TRANSPOSED,
+    RMS_NORM,
+    ADD_RMS_NORM,
+    FIRST_MAX,
+    DRAW,
+)

@@ -273,15 +273,11 @@ void attend_rows(const TileWork<Format>& work, int64_t first, State state) {
 template <class Format>
 void attend_tile(const TileWork<Format>& work, int64_t count, State state) {
     int64_t first = 0;
-    for (; first + MAX_ROWS <= count; first += MAX_ROWS) attend_rows<MAX_ROWS>(work, first, state);
-    switch (count - first) {
-        case 5: return attend_rows<5>(work, first, state);
-        case 4: return attend_rows<4>(work, first, state);
-        case 3: return attend_rows<3>(work, first, state);
-        case 2: return attend_rows<2>(work, first, state);
-        case 1: return attend_rows<1>(work, first, state);
-        default: return;
-    }
+    if constexpr (sizeof(typename Format::Element) == sizeof(float))  // what unpacked tiles are
+        for (; first + MAX_ROWS <= count; first += MAX_ROWS) attend_rows<MAX_ROWS>(work, first, state);
+    for (; first + 4 <= count && count - first != 6; first += 4) attend_rows<4>(work, first, state);
+    for (; first + 3 <= count; first += 3) attend_rows<3>(work, first, state);
+    for (; first < count; ++first) attend_rows<1>(work, first, state);
 }
 
 // --------------------------------------------------------------------------------------------------------- units

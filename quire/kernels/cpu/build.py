@@ -18,7 +18,16 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: where a fused multiply-add is meant it is written, so that every path rounds alike.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+)
 COMMON = ("dispatch.cpp", "pool.cpp")  # compiled once, for the oldest processor; all others per instruction set
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
 X86 = {

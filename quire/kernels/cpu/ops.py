@@ -72,3 +72,23 @@ def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     out = torch.empty(rows, width)
     bound().gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
     return out
+
+
+def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    if scores.stride(-1) != 1:
+        scores = scores.contiguous()
+    rows, size = scores.shape
+    ids, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    bound().first_max(scores.data_ptr(), rows, size, scores.stride(0), ids.data_ptr(), best.data_ptr())
+    return ids, best
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    rows, size = logits.shape
+    seeds, positions, ids = seeds.contiguous(), positions.contiguous(), torch.empty(rows, dtype=torch.int64)
+    bound().draw(
+        logits.data_ptr(), seeds.data_ptr(), positions.data_ptr(), rows, size, logits.stride(0), ids.data_ptr()
+    )
+    return ids

@@ -27,6 +27,7 @@ static inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 static inline Vec round_nearest(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline float max_lane(Vec v) { return _mm512_reduce_max_ps(v); }
+static inline bool any_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) != 0; }
 static inline Vec zero_below(Vec v, Vec x, Vec limit) {  // v, but 0 where x < limit
     return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
 }
@@ -74,6 +75,7 @@ static inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 static inline Vec round_nearest(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline bool any_equal(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)) != 0; }
 static inline float max_lane(Vec v) {
     const __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
@@ -126,6 +128,11 @@ static inline Vec vmin(Vec a, Vec b) { return each([&](int i) { return a.x[i] < 
 static inline Vec vmax(Vec a, Vec b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
 static inline float sum(Vec v) { return (v.x[0] + v.x[2]) + (v.x[1] + v.x[3]); }
 static inline Vec round_nearest(Vec v) { return each([&](int i) { return std::nearbyint(v.x[i]); }); }
+static inline bool any_equal(Vec a, Vec b) {
+    for (int i = 0; i < LANES; ++i)
+        if (a.x[i] == b.x[i]) return true;
+    return false;
+}
 static inline float max_lane(Vec v) {
     float most = v.x[0];
     for (int i = 1; i < LANES; ++i) most = v.x[i] > most ? v.x[i] : most;

@@ -32,6 +32,10 @@ class GrammarMasks:
         self._buffer.index_copy_(0, index, upload_array(masks, device))
         self._slots = slots
 
+    @property
+    def loaded(self) -> bool:
+        return bool(self._slots)
+
     def clear(self) -> None:
         """No row has a mask any more."""
         self._slots = {}

@@ -9,30 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 128  # tokens per block when looking for the first maximum
 _CHUNK = 1 << 17  # tokens at a time in a radix select: its int64 temporaries should stay in a core's cache
 
 
-def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token in order, and its score: [m] int64, [m] float32 of scores [m, n].
-
-    A row with NaN has score NaN and some valid token.
-    """
-    size = scores.shape[1]
-    whole = size // _BLOCK * _BLOCK
-    # Block maxima first: finding the place is then cheap, and much faster than an argmax over everything.
-    tops = scores[:, :whole].view(len(scores), size // _BLOCK, _BLOCK).amax(-1)
-    if whole < size:
-        tops = torch.cat([tops, scores[:, whole:].amax(-1, keepdim=True)], dim=1)
-    best = tops.amax(-1, keepdim=True)
-    block = _first_equal(tops, best)
-    places = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=scores.device)
-    places = places.clamp_(max=size - 1)
-    return places.gather(1, _first_equal(scores.gather(1, places), best).unsqueeze(1)).squeeze(1), best.squeeze(1)
-
-
 def first_max_of(scores: Tensor, token_ids: Tensor) -> Tensor:
-    """The same among candidates: scores [m, k] of token_ids [m, k]. Returns [m] int64."""
+    """The first token in order among candidates: scores [m, k] of token_ids [m, k]. Returns [m] int64."""
     equal = scores == scores.amax(-1, keepdim=True)
     nowhere = torch.iinfo(torch.int64).max
     first = torch.where(equal, token_ids, nowhere).amin(-1)
@@ -76,13 +57,6 @@ def _keep_prefix(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
         last |= digit << shift
     before = weights.cumsum(1) - weights
     return (ranks < last) | ((ranks == last) & (before < needed))
-
-
-def _first_equal(values: Tensor, wanted: Tensor) -> Tensor:
-    """[m] int64: the first place where values [m, n] equals wanted [m, 1]; the last place if nowhere."""
-    size = values.shape[1]
-    places = torch.arange(size, device=values.device)
-    return torch.where(values == wanted, places, size - 1).amin(-1)
 
 
 def _sortable(values: Tensor) -> Tensor:

@@ -18,19 +18,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quire.ops.base import Target
+from quire.ops.choice import DRAW, FIRST_MAX
 from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.allowed_tokens import AllowedTokens
 from quire.worker.sampling.bad_words import BadWords
 from quire.worker.sampling.base import ActiveRows, Feature, RowState, SampleRows, output_lengths, sampling_params
-from quire.worker.sampling.draw import draw, draw_of
+from quire.worker.sampling.draw import draw_of
 from quire.worker.sampling.grammar_masks import GrammarMasks
 from quire.worker.sampling.logit_bias import LogitBias
 from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
 from quire.worker.sampling.min_p import MinP
 from quire.worker.sampling.min_tokens import MinTokens
-from quire.worker.sampling.order import first_max
 from quire.worker.sampling.penalties import Penalties
 from quire.worker.sampling.temperature import Temperature
 from quire.worker.sampling.top_k_top_p import TopKTopP
@@ -105,6 +106,8 @@ class Sampler:
         self._top_k_top_p = TopKTopP(vocab_size, max_rows, device)
         self._features = [*self._shaping, self._temperature, self._min_p, self._top_k_top_p]
         self._logprobs = Logprobs(vocab_size)
+        self._first_max = FIRST_MAX.bind(Target(device.type))
+        self._draw = DRAW.bind(Target(device.type))
         # Every row is in one of these.
         self._greedy = ActiveRows()
         self._few_candidates = ActiveRows()
@@ -148,6 +151,9 @@ class Sampler:
     def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:
         """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""
         logits = logits.to(torch.float32)
+        if self.all_plain(rows.row_list) and not self.masks.loaded:
+            token_ids, best = self._first_max(logits)
+            return SampleOutput(token_ids, _status(best, best))
         wanting = self._logprobs.select(rows)
         raw_logprobs = None if wanting is None else wanting.take(logits).log_softmax(-1)
         raw_best = logits.amax(-1)
@@ -167,7 +173,7 @@ class Sampler:
         token_ids = torch.zeros(len(rows.row_list), dtype=torch.int64, device=logits.device)
         selection = self._greedy.select(rows)
         if selection is not None:
-            token_ids = selection.put(token_ids, first_max(selection.take(logits))[0])
+            token_ids = selection.put(token_ids, self._first_max(selection.take(logits))[0])
         selection = self._few_candidates.select(rows)
         if selection is not None:
             scaled, seeds, positions = self._prepare(selection.take(logits), selection.batch, state)
@@ -177,7 +183,7 @@ class Sampler:
         if selection is not None:
             scaled, seeds, positions = self._prepare(selection.take(logits), selection.batch, state)
             scaled = self._top_k_top_p.apply(scaled, selection.batch, state)
-            token_ids = selection.put(token_ids, draw(scaled, seeds, positions))
+            token_ids = selection.put(token_ids, self._draw(scaled, seeds, positions))
         return token_ids
 
     def _prepare(self, logits: Tensor, rows: SampleRows, state: RowState) -> tuple[Tensor, Tensor, Tensor]:

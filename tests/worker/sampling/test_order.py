@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.ops.choice import first_max
 from quire.worker.sampling import order
 from tests.worker.sampling.reference import in_order
 
@@ -18,7 +19,7 @@ LINES = st.integers(1, 300).flatmap(lambda size: st.lists(VALUES, min_size=size,
 def test_every_function_follows_the_one_order(line: list[float], data: st.DataObject) -> None:
     logits = torch.tensor([line], dtype=torch.float32)
     expected = in_order(np.array(line, dtype=np.float32))
-    token, best = order.first_max(logits)
+    token, best = first_max(logits)
     assert token.tolist() == expected[:1]
     assert best.item() == line[expected[0]]
     count = data.draw(st.integers(1, len(line)))
@@ -60,7 +61,7 @@ def test_chunks_do_not_change_a_select(chunk: int, monkeypatch: pytest.MonkeyPat
 
 def test_nan_gives_some_valid_token() -> None:
     logits = torch.full((1, 200), float("nan"))
-    assert 0 <= order.first_max(logits)[0].item() < 200
+    assert 0 <= first_max(logits)[0].item() < 200
     token_ids = torch.tensor([[4, 9]])
     assert order.first_max_of(logits[:, :2], token_ids).item() in (4, 9)
     order.keep_prefix(logits, torch.full((1, 200), -(2**63)), torch.tensor([1]))

@@ -1,0 +1,71 @@
+"""The choice of a token from its scores: the first highest one, plain or with Gumbel noise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Op, native
+from quire.ops.gumbel import gumbel_noise
+
+_BLOCK = 128  # tokens per block when looking for the first maximum
+# Counters of the random generator at a time: their int64 words should stay in a core's cache.
+_COUNTERS = 36 * 1024
+
+
+def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest of each row, the lower index among equals, and its score: [m] int64, [m] float32 of [m, n].
+
+    A row with NaN has score NaN and some valid index.
+    """
+    size = scores.shape[1]
+    whole = size // _BLOCK * _BLOCK
+    # Block maxima first: finding the place is then cheap, and much faster than an argmax over everything.
+    tops = scores[:, :whole].reshape(len(scores), size // _BLOCK, _BLOCK).amax(-1)
+    if whole < size:
+        tops = torch.cat([tops, scores[:, whole:].amax(-1, keepdim=True)], dim=1)
+    best = tops.amax(-1, keepdim=True)
+    block = _first_equal(tops, best)
+    places = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=scores.device)
+    places = places.clamp_(max=size - 1)
+    return places.gather(1, _first_equal(scores.gather(1, places), best).unsqueeze(1)).squeeze(1), best.squeeze(1)
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """[m] int64: a token for each line of logits [m, vocab_size], already divided by the temperature.
+
+    seeds and positions are [m] int64. Ties go to the lower token id.
+    """
+    size = logits.shape[1]
+    lines = max(1, _COUNTERS * 4 // size)
+    tokens = []
+    for start in range(0, len(logits), lines):
+        part = slice(start, start + lines)
+        noise = gumbel_noise(seeds[part], positions[part], size)
+        tokens.append(first_max(noise.add_(logits[part]))[0])
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _first_equal(values: Tensor, wanted: Tensor) -> Tensor:
+    """[m] int64: the first place where values [m, n] equals wanted [m, 1]; the last place if nowhere."""
+    size = values.shape[1]
+    places = torch.arange(size, device=values.device)
+    return torch.where(values == wanted, places, size - 1).amin(-1)
+
+
+def generate_inputs(seed: int) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, size = 1 + seed % 5, (1, 130, 9001, 20000)[seed % 4]
+    # Few values, so that many are equal.
+    return (torch.randint(-20, 20, (rows, size), generator=generator).float(),)
+
+
+def generate_draw_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    (logits,) = generate_inputs(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(logits),), generator=generator)
+    return logits * 0.25, seeds, torch.randint(0, 2**40, (len(logits),), generator=generator)
+
+
+FIRST_MAX = Op("first_max", first_max, generate_inputs, 0.0, (native("first_max"),))
+DRAW = Op("draw", draw, generate_draw_inputs, 0.0, (native("draw"),))
