@@ -20,6 +20,7 @@ _UNDERSTOOD = _ANNOTATIONS | {
     *("$defs", "definitions", "$schema", "$id"),
 }
 _TEXT_KEYWORDS = _ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+_WORDS = {"null": "/null|None/", "boolean": "/true|false|True|False/"}
 _LOOKS_LIKE = {
     "null": r"\s*(?i:null|none)\s*",
     "boolean": r"\s*(?i:true|false)\s*",
@@ -88,14 +89,23 @@ def plain_value(lark: Lark, tool: Tool, name: str, schema: Mapping[str, Any], en
     texts = [
         _text(lark, tool, name, branch, types - {"string"}, end)
         for branch in branches
-        if not types or "string" in argument_types({**tool.parameters, "properties": {name: branch}}, name)
+        if not types or "string" in _types_of(branch, tool)
     ]
     others = [
         f"{lark.schema(with_definitions(branch, tool))} {lark.literal(end)}"
         for branch in map(_not_text, branches)
-        if branch is not None and types - {"string"}
+        if branch is not None and types and not _is_word(branch, tool)
     ]
     return choice(list(dict.fromkeys(texts + others)))
+
+
+def _types_of(schema: Mapping[str, Any], tool: Tool) -> frozenset[str]:
+    return argument_types({**tool.parameters, "properties": {"it": schema}}, "it")
+
+
+def _is_word(schema: Mapping[str, Any], tool: Tool) -> bool:
+    """Whether it is null, true or false: these are written as a kind of text, not to be mistaken for the text."""
+    return _types_of(schema, tool) <= set(_WORDS) and not {"enum", "const"} & set(schema)
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -137,14 +147,14 @@ def _text(lark: Lark, tool: Tool, name: str, schema: Mapping[str, Any], others: 
     if "minLength" in schema or "maxLength" in schema:
         parts.append(f"/(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
     parts += [f"~{regex(_LOOKS_LIKE[kind])}" for kind in sorted(others) if kind in _LOOKS_LIKE]
-    return text_until(lark, end, parts)
+    return text_until(lark, end, parts, [_WORDS[kind] for kind in sorted(others) if kind in _WORDS])
 
 
-def text_until(lark: Lark, end: str, parts: Sequence[str] = ()) -> str:
-    """Text that is all of this, up to the first `end`."""
+def text_until(lark: Lark, end: str, parts: Sequence[str] = (), words: Sequence[str] = ()) -> str:
+    """Text that is all of `parts` or one of `words`, up to the first `end`."""
     marker = end.strip()
     before, after = end[: end.index(marker)], end[end.index(marker) + len(marker) :]
-    text = " & ".join(dict.fromkeys((ANY_TEXT, *parts)))
+    text = " | ".join((" & ".join(dict.fromkeys((ANY_TEXT, *parts))), *words))
     body = lark.terminal(f"({text}) {lark.literal(before)}") if parts and before else f"({text})"
     rest = f" {lark.literal(after)}" if after else ""
     return f"{lark.until([marker], lark.terminal(body))}{rest}"
@@ -160,4 +170,5 @@ def _anchored(pattern: str) -> str:
 
 def free_arguments(tool: Tool) -> bool:
     """Whether the schema says nothing of the arguments, so that there may be any."""
-    return not tool.parameters.get("properties") and tool.parameters.get("additionalProperties") is not False
+    closed = tool.parameters.get("additionalProperties") is False
+    return not (closed or tool.parameters.get("properties") or tool.parameters.get("required"))

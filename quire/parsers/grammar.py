@@ -55,7 +55,7 @@ def grammar_for(
     if tool_choice == "auto":
         return lark.text(_free(lark, layout, held, parallel, thoughts, reasoning_open))
     begin, rest = _calls(lark, layout, held, parallel)
-    calls = f"{lark.literal(begin)} {rest}" if begin else rest
+    calls = _after(lark, begin, "", rest)
     return lark.text(f"{_thinking(lark, thoughts, reasoning_open)} {calls}")
 
 
@@ -77,16 +77,14 @@ def _calls(lark: Lark, layout: ToolFormat, tools: Sequence[Tool], parallel: bool
     begin = layout.begin[0] if layout.begin and not layout.bare else ""
     end = lark.literal(layout.end) if layout.end else ""
     call_end = lark.literal(layout.call_end) if layout.call_end else ""
-    first = f"{call} {call_end}"
-    if not begin and not layout.opening:
-        # Each call stands for itself.
-        again = many(f"{lark.literal(layout.between + layout.call_begin)} {first}") if parallel else ""
-        return layout.call_begin, f"{first} {again} {end}"
+    whole = f"{call} {call_end}"
     if layout.one_per_section:
-        again = f"{lark.literal(layout.between + begin + layout.call_begin)} {first} {end}"
-        return begin + layout.call_begin, f"{first} {end} {many(again) if parallel else ''}"
-    again = many(f"{lark.literal(layout.between + layout.call_begin)} {first}") if parallel else ""
-    return begin + layout.opening + layout.call_begin, f"{first} {again} {end}"
+        again = f"{lark.literal(layout.between + begin + layout.call_begin)} {whole} {end}"
+        rest = f"{whole} {end} {many(again) if parallel else ''}"
+    else:
+        again = f"{lark.literal(layout.between + layout.call_begin)} {whole}"
+        rest = f"{whole} {many(again) if parallel else ''} {end}"
+    return begin + layout.opening + layout.call_begin, lark.rule(rest)
 
 
 def _free(
@@ -98,24 +96,45 @@ def _free(
     is_open: bool,
 ) -> str:
     begin, rest = _calls(lark, layout, tools, parallel)
-    repeat = many if parallel else optional
     if layout.bare:
-        body = _bare(lark, layout, begin, rest)
-        return f"{_thinking(lark, thoughts, is_open)} {body}"
-    mark = begin.strip()
-    rest = lark.rule(f"{lark.literal(begin[begin.index(mark) + len(mark) :])} {rest}")
-    tag = lark.rule(f"{lark.until([mark])} {rest}")
-    body = f"{repeat(tag)} {lark.rule(ANY_TEXT)}"
+        return f"{_thinking(lark, thoughts, is_open)} {_bare(lark, layout, begin, rest)}"
+    tags = _triggers(lark, layout, begin, rest)
+
+    def any_of(text: str) -> str:
+        return lark.rule(choice([f"{lark.until([mark], text)} {body}" for mark, body in tags]))
+
+    repeat = many if parallel else optional
+    body = f"{repeat(any_of(ANY_TEXT))} {lark.rule(ANY_TEXT)}"
     if thoughts is None or is_open:
         return f"{_thinking(lark, thoughts, is_open)} {body}"
     # Text that begins like thinking is thinking: there calls mean nothing.
     thinks = "|".join(re.escape(begin.strip()) for begin in thoughts.begin)
     like_thinking = regex(rf"[ \n]*(?:{thinks})(?s:.*)")
     head = lark.terminal(f"{ANY_TEXT} & ~{like_thinking}")
-    first_tag = f"{lark.until([mark], head)} {rest}"
     again = body if parallel else lark.rule(ANY_TEXT)
     after = f"{_begin_thinking(lark, thoughts)} {lark.until([end.strip() for end in thoughts.end])} {body}"
-    return choice([f"/[ \\n]*/ {after}", head, f"{first_tag} {again}"])
+    return choice([f"/[ \n]*/ {after}", head, f"{any_of(head)} {again}"])
+
+
+def _triggers(lark: Lark, layout: ToolFormat, begin: str, rest: str) -> list[tuple[str, str]]:
+    """The marks in running text from which on it must be calls, and what follows each."""
+    found = []
+    for spelling in layout.begin:
+        mark = spelling.strip()
+        if not lark.is_special(mark):
+            mark = (spelling + layout.opening).strip()
+        whole = spelling + begin.removeprefix(layout.begin[0])
+        found.append((mark, _after(lark, whole, mark, rest)))
+    if layout.call_begin:
+        # Parsers understand calls outside of sections, too.
+        mark = layout.call_begin.strip()
+        found.append((mark, _after(lark, layout.call_begin, mark, rest)))
+    return found
+
+
+def _after(lark: Lark, whole: str, mark: str, rest: str) -> str:
+    tail = whole[whole.index(mark) + len(mark) :]
+    return f"{lark.literal(tail)} {rest}" if tail else rest
 
 
 def _bare(lark: Lark, layout: ToolFormat, begin: str, rest: str) -> str:
@@ -123,9 +142,9 @@ def _bare(lark: Lark, layout: ToolFormat, begin: str, rest: str) -> str:
     first = layout.opening.strip() or "{"
     line = f"(?:[ \\t]*(?:[^\\n \\t\\{first}][^\\n]*)?)"
     text = lark.terminal(regex(f"{line}(?:\\n{line})*"))
-    call = f"{lark.literal(begin)} {rest}" if begin else rest
+    call = _after(lark, begin, "", rest)
     before = lark.terminal(regex(f"(?:{line}\\n)*"))
-    marked = [f"{lark.until([mark])} {call}" for mark in layout.begin if lark.is_special(mark)]
+    marked = [f"{text} {lark.literal(mark)} {call}" for mark in layout.begin if lark.is_special(mark)]
     return choice([text, f"{before} {call}", *marked])
 
 
