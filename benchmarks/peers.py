@@ -154,6 +154,7 @@ def running(peer: str, folder: Path, model: str = "smollm2", flags: Sequence[str
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"{peer}.log"
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is stopped too
     with log_path.open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, **options)
         try:
