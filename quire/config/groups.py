@@ -160,6 +160,10 @@ class ServerConfig:
         "auto", "How the model writes its thinking: a format's name, auto (as its chat template says) or none."
     )
     allow_request_chat_template: bool = setting(False, "Accept a chat_template in requests.")
+    max_stored_responses: int = setting(
+        1000, "Most responses kept in memory for previous_response_id; the one used longest ago goes first."
+    )
+    max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses, e.g. 64MiB.", unit="bytes")
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")
     stats_interval: float = setting(

@@ -21,11 +21,13 @@ from quire.server.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKeys, Body
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
 from quire.server.openai.models import models_router
+from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
 
 ROUTERS = (
     chat_router,
     completions_router,
+    responses_router,
     messages_router,
     models_router,
     tokenize_router,

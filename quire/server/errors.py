@@ -66,6 +66,10 @@ class UnknownModelError(RequestError):
         super().__init__(f"the model {name[:100]!r} does not exist; served here: {', '.join(served)}", "model")
 
 
+class NotFoundError(RequestError):
+    """The request names something that is not here, or not any more."""
+
+
 class ClientDisconnectedError(QuireError):
     """The client went away before its answer was complete."""
 
@@ -73,7 +77,7 @@ class ClientDisconnectedError(QuireError):
 def status_of(error: QuireError) -> int:
     if isinstance(error, ClientDisconnectedError):
         return STATUS_CLIENT_GONE
-    if isinstance(error, UnknownModelError):
+    if isinstance(error, UnknownModelError | NotFoundError):
         return 404
     if isinstance(error, RequestError):
         return 400

@@ -1,0 +1,56 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response as HttpResponse
+
+from quire.server.context import ServerContext
+from quire.server.errors import json_response
+from quire.server.openai.responses.handler import MOST_ITEMS, ROUTE, Responses
+from quire.server.openai.responses.protocol import Deleted, ItemList, Response, ResponsesRequest
+from quire.server.openai.responses.store import MemoryStore
+from quire.server.openapi import answers
+
+
+def responses_router(context: ServerContext) -> APIRouter:
+    settings = context.settings
+    store = MemoryStore(settings.max_stored_responses, settings.max_stored_bytes)
+    service = Responses(context, store)
+    router = APIRouter(tags=["OpenAI"])
+    one = f"{ROUTE}/{{response_id}}"
+
+    @router.post(ROUTE, response_class=HttpResponse, responses=answers(Response, dict))
+    async def create(body: ResponsesRequest, request: Request) -> HttpResponse:
+        """Answer an input, in one piece, as a stream of server-sent events, or in the background."""
+        return await service.create(body, request)
+
+    @router.get(one, response_class=HttpResponse, responses=answers(Response))
+    async def get(response_id: str) -> HttpResponse:
+        """A response that was stored."""
+        return json_response(msgspec.json.encode(service.get(response_id)))
+
+    @router.delete(one, response_class=HttpResponse, responses=answers(Deleted))
+    async def delete(response_id: str) -> HttpResponse:
+        """Forget a response."""
+        return json_response(msgspec.json.encode(service.delete(response_id)))
+
+    @router.post(f"{one}/cancel", response_class=HttpResponse, responses=answers(Response))
+    async def cancel(response_id: str) -> HttpResponse:
+        """Stop a response that runs in the background."""
+        return json_response(msgspec.json.encode(service.cancel(response_id)))
+
+    @router.get(f"{one}/input_items", response_class=HttpResponse, responses=answers(ItemList))
+    async def input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> HttpResponse:
+        """What a response answered, page by page."""
+        return json_response(msgspec.json.encode(service.input_items(response_id, limit, order, after)))
+
+    return router

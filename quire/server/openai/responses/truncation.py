@@ -1,0 +1,47 @@
+"""Leaves out the oldest messages of a conversation that is too long for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from quire.server.context import ServerContext
+from quire.server.conversation.prepare import render_conversation
+from quire.server.conversation.request import Conversation
+from quire.types.errors import RequestError
+
+
+async def fitted(context: ServerContext, conversation: Conversation, room: int) -> Conversation:
+    """The conversation without as many of its oldest messages as it takes for its prompt to have `room` tokens.
+
+    System messages and the last message stay, and no result stays without its call.
+    """
+
+    async def length(candidate: Conversation) -> int:
+        prompt = await render_conversation(context, candidate)
+        return len(await asyncio.to_thread(context.tokenizer().encode, prompt, False))
+
+    if await length(conversation) <= room:
+        return conversation
+    cuts = [cut for cut in range(1, len(conversation.messages)) if _may_begin(conversation, cut)]
+    low, high = 0, len(cuts)  # the least cut that fits is at or after low
+    while low < high:
+        middle = (low + high) // 2
+        if await length(_without(conversation, cuts[middle])) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(cuts):
+        raise RequestError(
+            f"the last message alone does not fit into the {room} tokens that the model leaves for a prompt", "input"
+        )
+    return _without(conversation, cuts[low])
+
+
+def _may_begin(conversation: Conversation, cut: int) -> bool:
+    return bool(conversation.messages[cut]["role"] != "tool")
+
+
+def _without(conversation: Conversation, cut: int) -> Conversation:
+    kept = [message for message in conversation.messages[:cut] if message["role"] == "system"]
+    return dataclasses.replace(conversation, messages=[*kept, *conversation.messages[cut:]])
