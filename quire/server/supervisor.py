@@ -6,6 +6,7 @@ Knows processes and streams, not HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -175,9 +176,11 @@ class EngineSupervisor:
     async def _supervise(self) -> None:
         while not self._is_draining:
             error = await self._run_engine()
+            has_streams = self._engine is not None and self._engine.num_requests > 0
             await self._retire()
             if self._is_draining:
-                logger.error("%s", error)
+                # Who stops a group of processes tells the engine too, which then leaves by itself when it is idle.
+                logger.log(logging.ERROR if has_streams else logging.INFO, "%s", error)
                 return
             if isinstance(error, EngineStartError) or self._count_death() > self._options.max_restarts:
                 self._give_up(error)
