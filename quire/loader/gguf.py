@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,21 @@ from quire.types.errors import CheckpointError
 class GgufCheckpoint(Checkpoint):
     """Reads one GGUF file; block formats are dequantized by `get` and handed out as they are by `stored`."""
 
-    generation_config: dict[str, Any]  # the keys of generation_config.json that the file implies
-
     def __init__(self, path: str | Path) -> None:
-        self.file = GgufFile(path)
+        self.file = GgufFile(path, string_arrays=False)
         _, self._architecture = architecture_of(self.file)
         self.config = config_from_gguf(self.file)
-        self.generation_config = generation_config_from_gguf(self.file)
         stored = self._stored_by_hf_name()
         self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
         self._infos = {
             name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_format(tensor))
             for name, tensor in self._stored.items()
         }
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The keys of generation_config.json that the file implies; some are in its vocabulary."""
+        return generation_config_from_gguf(GgufFile(self.file.path))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos

@@ -59,6 +59,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 }
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+SKIPPED: list[str] = []  # stands for an array that was stepped over
 # metadata value type id -> struct format; bool, string and array are read by their own methods
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -77,19 +78,21 @@ class GgufFile:
 
     Metadata arrays are Python lists. Strings are decoded as UTF-8 with `surrogateescape`, so that a value
     which is not valid UTF-8 is kept and `value.encode("utf-8", "surrogateescape")` gives its bytes back.
-    Opening checks that every tensor lies inside the file.
+    Opening checks that every tensor lies inside the file. Without `string_arrays` those are stepped over and absent
+    from the metadata: vocabularies take most of the time and memory, and only tokenizers need them.
     """
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, string_arrays: bool = True) -> None:
         self.path = Path(path)
         self._file = MappedFile(self.path)
         self.size = self._file.size
         reader = _Reader(self.path, self._file.buffer, self.size)
         num_tensors, num_metadata = reader.header()
-        self.metadata = reader.metadata(num_metadata)
+        metadata = reader.metadata(num_metadata, string_arrays)
+        self.metadata = {key: value for key, value in metadata.items() if value is not SKIPPED}
         self._check_not_split()
         self.tensors = reader.tensors(num_tensors, self._alignment())
 
@@ -154,7 +157,8 @@ class _Reader:
             )
         return self._unpack("<Q"), self._unpack("<Q")
 
-    def metadata(self, count: int) -> dict[str, Any]:
+    def metadata(self, count: int, string_arrays: bool) -> dict[str, Any]:
+        self.string_arrays = string_arrays
         values: dict[str, Any] = {}
         for _ in range(count):
             key = self._string()
@@ -212,7 +216,7 @@ class _Reader:
     def _array(self, key: str) -> list[Any]:
         item_type, count = self._unpack("<I"), self._unpack("<Q")
         if item_type == _STRING:
-            return self._strings(count)
+            return self._strings(count) if self.string_arrays else self._skip_strings(count)
         if item_type != _BOOL and item_type not in _SCALARS:
             raise self._corrupt(f"metadata array {key!r} has the unsupported item type {item_type}")
         dtype = np.dtype("?" if item_type == _BOOL else _SCALARS[item_type])
@@ -235,6 +239,18 @@ class _Reader:
             items.append(buffer[start:position].decode("utf-8", "surrogateescape"))
         self.position = position
         return items
+
+    def _skip_strings(self, count: int) -> list[str]:
+        length_at = struct.Struct("<Q").unpack_from
+        buffer, size, position = self.buffer, self.size, self.position
+        for _ in range(count):
+            if position + 8 > size:
+                raise self._ended()
+            position += 8 + length_at(buffer, position)[0]
+        if position > size:
+            raise self._ended()
+        self.position = position
+        return SKIPPED
 
     def _string(self) -> str:
         length = self._unpack("<Q")

@@ -15,7 +15,7 @@ from quire.types.errors import CheckpointError
 def load_config(source: ModelSource) -> dict[str, Any]:
     """The keys of config.json, whatever the source is."""
     if source.kind == "gguf":
-        return config_from_gguf(GgufFile(source.path))
+        return config_from_gguf(GgufFile(source.path, string_arrays=False))
     return read_json(source.path / "config.json")
 
 

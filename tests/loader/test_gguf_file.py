@@ -40,6 +40,14 @@ def test_metadata_equals_what_gguf_py_reads(tiny: Path) -> None:
     assert len(expected["tokenizer.ggml.tokens"]) == 288
 
 
+def test_arrays_of_strings_can_be_stepped_over(tiny: Path) -> None:
+    whole, short = GgufFile(tiny), GgufFile(tiny, string_arrays=False)
+    strings = {key for key, value in whole.metadata.items() if isinstance(value, list) and isinstance(value[0], str)}
+    assert "tokenizer.ggml.tokens" in strings
+    assert short.metadata == {key: value for key, value in whole.metadata.items() if key not in strings}
+    assert short.tensors == whole.tensors
+
+
 def test_tensors_and_their_bytes_equal_what_gguf_py_reads(tiny: Path) -> None:
     file = GgufFile(tiny)
     reader = gguf.GGUFReader(tiny)
@@ -111,8 +119,9 @@ def test_a_file_cut_anywhere_is_refused(tiny: Path, scratch: Path, data: st.Data
     whole = tiny.read_bytes()
     last = max(tensor.offset + tensor.num_bytes for tensor in GgufFile(tiny).tensors.values())
     scratch.write_bytes(whole[: data.draw(st.integers(0, last - 1))])
-    with pytest.raises(CheckpointError, match=r"damaged\.gguf .*(truncated|empty|not a GGUF)"):
-        GgufFile(scratch)
+    for string_arrays in (True, False):
+        with pytest.raises(CheckpointError, match=r"damaged\.gguf .*(truncated|empty|not a GGUF)"):
+            GgufFile(scratch, string_arrays=string_arrays)
 
 
 def test_a_truncated_file_error_names_both_sizes(tiny: Path, scratch: Path) -> None:
@@ -129,8 +138,9 @@ def test_damage_in_the_header_never_gives_another_error(tiny: Path, scratch: Pat
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, header_size(tiny) - 1))] = data.draw(st.integers(0, 255))
     scratch.write_bytes(whole)
-    with contextlib.suppress(CheckpointError):
-        GgufFile(scratch)
+    for string_arrays in (True, False):
+        with contextlib.suppress(CheckpointError):
+            GgufFile(scratch, string_arrays=string_arrays)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
