@@ -14,7 +14,7 @@ from quire.parsers.codec import Status
 from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from quire.parsers.format import ChannelFormat, Tool
 from quire.parsers.json_scan import JsonScanner
-from quire.parsers.scan import NAME, MarkerScanner
+from quire.parsers.scan import NAME, scanner_for
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -47,7 +47,7 @@ class ChannelParser(OutputParser):
         self._parse_tools = parse_tools
         self._parse_reasoning = parse_reasoning
         markers = {layout.start, layout.channel, layout.message, layout.constrain, *layout.ends}
-        self._scanner = MarkerScanner(markers | set(dropped))
+        self._scanner = scanner_for(frozenset(markers | set(dropped)))
         self._dropped = frozenset(dropped) - markers
         self._buffer = ""
         self._events: list[Event] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.parsers.codec import Status
 
+_NEEDS_ESCAPE = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_PREFIX = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')
@@ -34,7 +35,7 @@ def to_json(value: Any) -> str:
 
 def escaped(text: str) -> str:
     """Text as it stands inside a JSON string."""
-    return to_json(text)[1:-1]
+    return to_json(text)[1:-1] if _NEEDS_ESCAPE.search(text) is not None else text
 
 
 class JsonScanner:

@@ -13,7 +13,7 @@ from quire.parsers.base import OutputParser
 from quire.parsers.codec import Reader, Status
 from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from quire.parsers.format import ReasoningFormat, Tool, ToolFormat
-from quire.parsers.scan import MarkerScanner, Match, match, skip_space
+from quire.parsers.scan import Match, match, scanner_for, skip_space
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -52,11 +52,11 @@ class TagParser(OutputParser):
         self._reasoning = reasoning
         self._tools = tools
         self._markers = _markers(tool, reasoning, dropped)
-        self._text_scanner = MarkerScanner(self._markers)
+        self._text_scanner = scanner_for(frozenset(self._markers))
         begins, ends = ((), ()) if reasoning is None else (reasoning.begin, reasoning.end)
         self._thinking_begins = frozenset(begin.strip() for begin in begins)
         self._thinking_ends = frozenset(end.strip() for end in ends)
-        self._thinking_scanner = MarkerScanner({*self._thinking_begins, *self._thinking_ends, *dropped})
+        self._thinking_scanner = scanner_for(frozenset({*self._thinking_begins, *self._thinking_ends, *dropped}))
         self._buffer = ""
         self._position = 0
         self._lane = _Lane.THINKING if thinking else _Lane.TEXT

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
 import re
-from collections.abc import Iterable
 
 MAX_NAME = 128
 # Letters with which a name of a tool cannot be confused with the syntax around it.
@@ -35,8 +35,8 @@ def skip_space(text: str, position: int) -> int:
 class MarkerScanner:
     """Looks for the first of several markers; where one begins another, the longest wins."""
 
-    def __init__(self, markers: Iterable[str]) -> None:
-        self._markers = frozenset(markers)
+    def __init__(self, markers: frozenset[str]) -> None:
+        self._markers = markers
         self._lengths = sorted({len(marker) for marker in self._markers}, reverse=True)
         self._prefixes = frozenset(marker[:end] for marker in self._markers for end in range(1, len(marker)))
         firsts = "".join(re.escape(first) for first in sorted({marker[0] for marker in self._markers}))
@@ -59,3 +59,9 @@ class MarkerScanner:
                     return start, start + len(piece)
             position = start + 1
         return len(text), len(text)
+
+
+@functools.lru_cache(maxsize=256)
+def scanner_for(markers: frozenset[str]) -> MarkerScanner:
+    """Scanners keep nothing of what they scan, and a tokenizer may have a thousand special tokens: made once."""
+    return MarkerScanner(markers)

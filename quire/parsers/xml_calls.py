@@ -11,7 +11,7 @@ from quire.parsers.codec import CallSink, Codec, Reader, Status
 from quire.parsers.format import Tool
 from quire.parsers.json_scan import JsonScanner, escaped, to_json
 from quire.parsers.lark import Lark, many
-from quire.parsers.scan import MAX_NAME, NAME, Match, match, skip_space
+from quire.parsers.scan import MAX_NAME, NAME, Match, match, scanner_for, skip_space
 from quire.parsers.values import argument_types, convert, is_text
 
 _MAX_KEY = 256
@@ -77,6 +77,7 @@ class _TagReader(Reader):
         # "</arg_key>\n<arg_value>" is two markers with white space between.
         self._key_ends = [part.strip() for part in codec.key_end.split("\n") if part.strip()]
         self._value_end = codec.value_end.strip()
+        self._value_scanner = scanner_for(frozenset({self._value_end}))
         self._breaks = (codec.key_end.endswith("\n"), codec.value_end.startswith("\n"))
         self._end = codec.end.strip()
         self._name = ""
@@ -190,12 +191,12 @@ class _TagReader(Reader):
         return self._read_text(text, position, final) if is_text(types) else self._read_typed(text, position, final)
 
     def _read_text(self, text: str, position: int, final: bool) -> int:
-        end = text.find(self._value_end, position)
-        if end >= 0:
-            self._say(escaped(text[position : self._without_break(text, position, end)]) + '"')
+        start, end = self._value_scanner.find(text, position, final)
+        if end > start:
+            self._say(escaped(text[position : self._without_break(text, position, start)]) + '"')
             self._types = None
-            return end + len(self._value_end)
-        safe = len(text) if final else self._safe_end(text, position)
+            return end
+        safe = start if final else self._without_break(text, position, start)
         self._say(escaped(text[position:safe]))
         return safe
 
@@ -229,15 +230,6 @@ class _TagReader(Reader):
         value = convert(text[position:], types)
         self._say(value[:-1] if value.startswith('"') else value)
         return len(text)
-
-    def _safe_end(self, text: str, position: int) -> int:
-        """Up to where the text is surely part of the value."""
-        safe = len(text)
-        for begin in range(max(position, len(text) - len(self._value_end) + 1), len(text)):
-            if self._value_end.startswith(text[begin:]):
-                safe = begin
-                break
-        return self._without_break(text, position, safe)
 
     def _without_break(self, text: str, position: int, end: int) -> int:
         return end - 1 if self._breaks[1] and end > position and text[end - 1] == "\n" else end
