@@ -62,7 +62,7 @@ class EngineCore:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = time.monotonic()
         refused = self._admit_held() if self.constraints.has_news else []
-        while len(self._in_flight) < self._depth and self._unmasked is None:
+        while self._may_plan():
             plan = self.scheduler.schedule(begin)
             if plan is None:
                 break
@@ -87,6 +87,15 @@ class EngineCore:
         if refused:
             outputs.outputs[:0] = refused
         return outputs
+
+    def _may_plan(self) -> bool:
+        """Whether another step can be started on top of those in flight. None on one that is known to have failed."""
+        if len(self._in_flight) >= self._depth or self._unmasked is not None:
+            return False
+        if not self._in_flight:
+            return True
+        newest = self._in_flight[-1][1]
+        return not newest.done() or newest.exception() is None
 
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""

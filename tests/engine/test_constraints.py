@@ -1,0 +1,186 @@
+"""Constraints and the core: a request waits for its grammar and nobody else does; ends and errors are its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from quire.engine.client import InProcClient
+from quire.engine.constraints import Constraints
+from quire.engine.core import EngineCore
+from quire.engine.loop import EngineLoop
+from quire.structured.manager import GrammarManager
+from quire.types.masks import Masks
+from quire.types.messages import EngineInfo
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan, StepResult
+from quire.types.structured import GrammarLimits, GrammarSource, Vocabulary
+from quire.worker.executor import Executor
+from tests.engine.test_core import make_core
+
+LETTERS = [bytes([97 + index]) for index in range(26)]
+EOS = 30
+VOCABULARY = Vocabulary([*LETTERS, *[b""] * 4, b"</s>", *[b""] * 19], [EOS], [EOS])
+INFO = EngineInfo("fake", "Fake", 50, 64, 4, 65, 8)
+
+
+class LowestAllowed(Executor):
+    """Says the lowest token that is allowed; without a mask the letter e."""
+
+    def __init__(self) -> None:
+        self.waiting: tuple[StepPlan, Future[StepResult]] | None = None
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        assert self.waiting is None, "the step before has not sampled yet"
+        future: Future[StepResult] = Future()
+        if plan.mask_slots:
+            assert set(plan.mask_slots) <= set(plan.rows)
+            self.waiting = (plan, future)
+        else:
+            future.set_result(StepResult(plan.step_id, [[4] for _ in plan.rows]))
+        return future
+
+    def sample(self, masks: Future[Masks]) -> None:
+        assert self.waiting is not None
+        plan, future = self.waiting
+        self.waiting = None
+        lines = masks.result(30)
+        tokens = {}
+        for line, row in zip(lines, plan.mask_slots, strict=True):
+            tokens[row] = int(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))[0])
+        future.set_result(StepResult(plan.step_id, [[tokens.get(row, 4)] for row in plan.rows]))
+
+    def is_sticky(self, error: Exception) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        self.waiting = None
+
+
+@pytest.fixture(params=[1, 2, 3])
+def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    scheduler = make_core()[0].scheduler
+    constraints = Constraints(GrammarManager(GrammarLimits(compile_timeout=20.0)))
+    core = EngineCore(scheduler, LowestAllowed(), request.param, constraints)
+    core.constraints.set_vocabulary(VOCABULARY)
+    yield core
+    core.shutdown()
+
+
+def ask(name: str, pattern: str | None, max_tokens: int = 8, **fields: object) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        token_ids=[1, 2, 3],
+        params=SamplingParams(**fields),  # type: ignore[arg-type]  # any field
+        eos_token_ids=(EOS,),
+        max_tokens=max_tokens,
+        grammar=None if pattern is None else GrammarSource("regex", pattern),
+    )
+
+
+def run(core: EngineCore) -> dict[str, EngineOutput]:
+    """Each request's tokens and last output."""
+    client = InProcClient(core, EngineLoop(core, debug_checks=True), INFO)
+    said: dict[str, EngineOutput] = {}
+    while client.has_unfinished():
+        for output in client.get_outputs().outputs:
+            before = said.get(output.request_id)
+            if before is not None:
+                output.token_ids = before.token_ids + output.token_ids
+            said[output.request_id] = output
+    return said
+
+
+def text(output: EngineOutput) -> str:
+    return b"".join(VOCABULARY.pieces[token] for token in output.token_ids).decode()
+
+
+def test_each_request_follows_its_own_grammar(core: EngineCore) -> None:
+    for name, pattern in {"x": "xyz", "free": None, "z": "[q-t]{3}", "open": "b+"}.items():
+        assert core.add_request(ask(name, pattern)) == []
+    said = run(core)
+    assert {name: text(output) for name, output in said.items()} == {
+        "x": "xyz",
+        "free": "e" * 8,
+        "z": "qqq",
+        "open": "b" * 8,
+    }
+    assert {name: (output.finish_reason, output.is_complete) for name, output in said.items()} == {
+        "x": ("stop", True),
+        "free": ("length", False),
+        "z": ("stop", True),
+        "open": ("length", False),
+    }
+    assert not core.constraints.in_use
+    core.scheduler.check_integrity()
+
+
+def test_a_grammar_that_does_not_compile_is_the_callers_mistake(core: EngineCore) -> None:
+    core.add_request(ask("bad", "("))
+    core.add_request(ask("good", "ab"))
+    said = run(core)
+    assert (said["bad"].finish_reason, said["bad"].error_field) == ("error", "structured_outputs.regex")
+    assert "cannot be compiled" in (said["bad"].error or "")
+    assert text(said["good"]) == "ab"
+
+
+def test_a_request_that_could_never_run_is_refused_before_it_is_compiled(core: EngineCore) -> None:
+    too_long = ask("long", "a", max_tokens=8)
+    (refusal,) = core.add_request(EngineRequest(**{**_fields(too_long), "token_ids": [1] * 64}))
+    assert (refusal.finish_reason, refusal.error_field) == ("error", "token_ids")
+    core.add_request(ask("twice", "ab"))
+    (refusal,) = core.add_request(ask("twice", "ab"))
+    assert "already being served" in (refusal.error or "")
+    assert text(run(core)["twice"]) == "ab"
+
+
+def test_others_pass_a_request_whose_grammar_is_compiling() -> None:
+    manager = GrammarManager()
+    pending: list[Future[object]] = []
+
+    def compile_later(source: GrammarSource) -> Future[object]:
+        pending.append(Future())
+        return pending[-1]
+
+    manager._compiler.compile = compile_later  # type: ignore[assignment]  # the moment is the test's to choose
+    core = EngineCore(make_core()[0].scheduler, LowestAllowed(), 1, Constraints(manager))
+    core.add_request(ask("held", "ab"))
+    core.add_request(ask("free", None))
+    outputs = [output for _ in range(8) for output in core.step().outputs]
+    assert {output.request_id for output in outputs} == {"free"}
+    assert not core.has_work()
+    assert core.has_unfinished()
+    woken = threading.Event()
+    core.constraints.when_ready(woken.set)
+    (aborted,) = core.abort(["held"])
+    assert (aborted.request_id, aborted.finish_reason) == ("held", "abort")
+    pending[0].set_result(object())
+    assert woken.wait(30)
+    assert core.step().outputs == []
+    assert not core.has_unfinished()
+
+
+def test_an_abort_in_the_middle_leaves_the_others_right(core: EngineCore) -> None:
+    for name in ("a", "b", "c"):
+        core.add_request(ask(name, "[a-c]{6}d"))
+    said: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    aborted = False
+    client = InProcClient(core, EngineLoop(core, debug_checks=True), INFO)
+    while client.has_unfinished():
+        for output in client.get_outputs().outputs:
+            said[output.request_id] += output.token_ids
+        if not aborted and len(said["b"]) >= 2:
+            client.abort(["b"])
+            aborted = True
+    assert said["a"] == said["c"] == [0] * 6 + [3]
+    assert len(said["b"]) < 7
+
+
+def _fields(request: EngineRequest) -> dict[str, object]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
