@@ -30,7 +30,7 @@ from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.blocks import BlockReader, blocks_of
 from quire.server.conversation.prepare import prepare_conversation, render_conversation
 from quire.server.errors import encode_anthropic_error, json_response, status_of
-from quire.server.middleware import request_id_of, trace_headers_of
+from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
 from quire.server.openai.generation import Generation, engine_id_of, finished_outputs, run
 from quire.server.sse import EventStream, named_event, while_connected
 from quire.types.errors import QuireError
@@ -76,6 +76,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
         priority=0,
         add_special_tokens=False,
         trace_headers=trace_headers_of(request.scope),
+        arrival_time=arrival_time_of(request.scope),
     )
     reader, answer = prepared.reader(), MessageAnswer(body, generation)
     if not body.stream:

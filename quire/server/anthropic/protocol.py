@@ -104,7 +104,6 @@ class CountTokensRequest(PromptFields):
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):

@@ -81,7 +81,7 @@ async def test_the_shape_of_a_message() -> None:
         "type": "message",
         "role": "assistant",
         "model": MODEL,
-        "content": [{"type": "text", "text": "Hi there", "citations": None}],
+        "content": [{"type": "text", "text": "Hi there"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {

@@ -1,7 +1,8 @@
-"""The npm `openai` client for tests: installed once into pytest's cache folder, at a fixed version."""
+"""npm packages for tests: installed once into pytest's cache folder, at fixed versions; and the `openai` client."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -14,26 +15,31 @@ PACKAGE = "openai@6.49.0"
 _SCRIPT = Path(__file__).parent / "check.mjs"
 
 
-def package_folder(config: pytest.Config) -> Path:
-    """A folder in which node finds the client; it is kept between runs. Skips the test where it cannot be had."""
+def package_folder(config: pytest.Config, *packages: str, limit: float = 60) -> Path:
+    """A folder in which node finds the packages; it is kept between runs. Skips the test where they cannot be had."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("needs node and npm; install Node.js 20 or newer")
     assert config.cache is not None
-    folder = config.cache.mkdir(f"npm-{PACKAGE.replace('@', '-')}")
-    if not (folder / "node_modules" / "openai" / "package.json").is_file():
+    name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
+    folder = config.cache.mkdir(f"npm-{name}")
+    done_mark = folder / "installed"
+    if not done_mark.is_file():
         options = ["--no-audit", "--no-fund", "--fetch-retries=0", "--prefix", str(folder)]
         try:
-            done = subprocess.run(["npm", "install", *options, PACKAGE], capture_output=True, text=True, timeout=60)
+            done = subprocess.run(
+                ["npm", "install", *options, *packages], capture_output=True, text=True, timeout=limit
+            )
         except subprocess.TimeoutExpired:
-            pytest.skip(f"npm cannot install {PACKAGE} here within a minute, which needs the network")
+            pytest.skip(f"npm cannot install {packages} here within {limit:.0f} s, which needs the network")
         if done.returncode != 0:
-            pytest.skip(f"npm cannot install {PACKAGE} here, which needs the network: {done.stderr[-200:]}")
+            pytest.skip(f"npm cannot install {packages} here, which needs the network: {done.stderr[-200:]}")
+        done_mark.touch()
     return folder
 
 
 def talk(config: pytest.Config, url: str) -> dict[str, Any]:
     """What the client heard of the server; see check.mjs for what it says."""
-    folder = package_folder(config)
+    folder = package_folder(config, PACKAGE)
     script = folder / _SCRIPT.name  # node looks for packages beside the script
     shutil.copy(_SCRIPT, script)
     done = subprocess.run(["node", str(script), url], capture_output=True, text=True, timeout=120)

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import prepare_conversation
 from quire.server.errors import NotFoundError, json_response
-from quire.server.middleware import request_id_of, trace_headers_of
+from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
 from quire.server.openai.generation import Generation, unique_id
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import conversation_of, response_of, toolbox_of
@@ -128,6 +128,7 @@ class Responses:
             priority=0,
             add_special_tokens=False,
             trace_headers=trace_headers_of(request.scope),
+            arrival_time=arrival_time_of(request.scope),
         )
         included = body.include or ()
         events = ResponseEvents(
