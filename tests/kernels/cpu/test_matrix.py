@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, PackedMatrix, Product, packed_bytes
+from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, Arena, PackedMatrix, Product, packed_bytes
 from quire.loader.gguf_quants import dequantize
 from quire.types.errors import CheckpointError, ConfigError
 
@@ -157,6 +157,18 @@ def test_every_format_is_made_by_some_kind() -> None:
     assert {make(kind, 1, inner_size(kind, 1), 0).format for kind in KINDS} == set(FORMATS)
 
 
+def test_memory_for_panels_is_aligned_apart_and_lives_as_long_as_its_tensor() -> None:
+    arena = Arena()
+    sizes = [1, 64, 100, 3 << 20, Arena.CHUNK, 70, Arena.CHUNK + 1, 0, 5000]
+    tensors = [arena.allocate(size) for size in sizes]
+    for value, (size, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+        assert tensor.shape == (size,)
+        assert tensor.data_ptr() % 64 == 0
+        tensor[:4096] = value
+    del arena
+    assert all((tensor[:4096] == value).all() for value, tensor in enumerate(tensors))
+
+
 # ---- products
 
 
@@ -246,16 +258,17 @@ def test_extreme_values_are_passed_on(rows: int, storage: str) -> None:
     assert not out[1:, [0, 1, 3]].isnan().any()
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
     loaded = library.load()
     assert loaded is not None
     before, results = loaded.instruction_set, []
-    x = torch.randn(20, 576)
+    inner = inner_size(kind, 576)
+    x = torch.randn(20, inner)
     try:
         for name in loaded.instruction_sets:
             loaded.select(name)
-            matrix = make(kind, 90, 576, seed=4)
+            matrix = make(kind, 90, inner, seed=4)
             results.append(torch.cat([Product([matrix])(x), Product([matrix])(x[:1])]))
     finally:
         loaded.select(before)
