@@ -1,9 +1,10 @@
 """Quire beside its peers on the same weights and cores, in one run, taking turns; the best of each counts.
 
-    python benchmarks/cpu_peers.py --folder ~/.cache/quire-peers [--engines quire llama.cpp ...] [--repeats 3]
+    python benchmarks/cpu_peers.py [--folder ~/.cache/quire-peers] [--engines quire llama.cpp ...] [--repeats 3]
 
 Every engine is loaded once, in an environment of its own, and stopped (SIGSTOP) while another one is measured. Prints
-a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/.
+a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/. The rows over HTTP
+are measured by benchmarks/server_peers.py's client, a server at a time; --no-http leaves them out.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 from cpu_peers_report import ROWS, draw, show
-from peers import DEFAULT_FOLDER, HERE, PEERS, convert_to_hf, install, prepare_model, stop, version
+from peers import DEFAULT_FOLDER, HERE, PEERS, SERVERS, convert_to_hf, install, prepare_model, stop, version
 from report import RESULTS, environment
+from server_peers import best_of, measure_peer
 
 from quire.bench.report import write_report
 from quire.loader.hub import resolve_model
 
 ENGINES = ("quire", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
 LOWEST_TOKEN, HIGHEST_TOKEN = 100, 40_000
+HTTP_PROMPTS = 64
 
 
 @dataclass
@@ -166,6 +169,19 @@ def measure(probes: list[Probe], repeats: int) -> dict[str, dict[str, float]]:
     return results
 
 
+def measure_http(engines: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """The two rows over HTTP, of the engines that have a server."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines if name in SERVERS}
+    for repeat in range(repeats):
+        for name, found in runs.items():
+            found.append(measure_peer(name, folder, num_prompts=HTTP_PROMPTS, seed=repeat))
+    best = {name: best_of(found) for name, found in runs.items()}
+    return {
+        "http_rate": {name: run["output_tokens_per_s"] for name, run in best.items()},
+        "http_ttft": {name: run["ttft_ms"]["p50"] / 1000 for name, run in best.items()},
+    }
+
+
 def resident_mb(session: int) -> float:
     """Memory of all processes of a session; pages they share count once."""
     total = 0
@@ -207,6 +223,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-http", action="store_true")
     parser.add_argument("--name", default="peers", help="the files written are NAME.json and NAME.svg")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +232,8 @@ def main() -> None:
     with ExitStack() as stack:
         probes = [stack.enter_context(loaded(name, args.folder, args.threads)) for name in args.engines]
         results = measure(probes, args.repeats)
+    if not args.no_http:
+        results |= measure_http(args.engines, args.folder, args.repeats)
     versions = {name: version(name, args.folder) for name in args.engines if name in PEERS}
     described = environment("torch", "transformers", "quire") | {"peers": versions, "limits": measured_limits}
     path = write_report(RESULTS / "cpu" / f"{args.name}.json", described, results)
