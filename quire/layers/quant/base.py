@@ -62,11 +62,6 @@ class LinearMethod(nn.Module, ABC):
     def multiply(self, x: Tensor) -> Tensor:
         """x [n, in_features] -> [n, out_features], in x's type, the bias added."""
 
-    @property
-    def is_invariant(self) -> bool:
-        """Whether a row's result never depends on the other rows. If not, the self-check looks for a recipe."""
-        return True
-
     @abstractmethod
     def planned_bytes(self, formats: Sequence[str]) -> int:
         """Bytes that the matrix, without its bias, takes when pieces come in these formats ("F32", "BF16", "Q4_K").

@@ -45,6 +45,7 @@ class PlainLinear(LinearMethod):
 
     @property
     def is_invariant(self) -> bool:
+        """Whether a row's result never depends on the other rows. If not, the self-check looks for a recipe."""
         return self._product is not linear and self._product is not linear_transposed
 
     def probe(self, x: Tensor, k_chunk: int | None) -> Tensor:

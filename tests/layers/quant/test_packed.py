@@ -210,7 +210,6 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     for name, format, rows in (("q_proj", "Q4_K", 48), ("k_proj", "Q8_0", 24), ("v_proj", "BF16", 24)):
         layer.load("weight", name, make(format, rows))
     layer.finish()
-    assert layer.method.is_invariant
     x = values(33, seed=3)
     whole = layer(x)
     for start, stop in ((0, 1), (32, 33), (5, 12), (1, 33)):
