@@ -21,7 +21,8 @@ from quire.attention.base import (
 )
 from quire.kernels.cpu import library
 
-KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # as kv_cache.h numbers them
+# As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
+KV_TYPES = {torch.float16: 1, torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 SCALE_BYTES = 4  # beside each head's int8 key or value
 
 

@@ -61,6 +61,9 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     records = True
 
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (dtype, torch.float8_e4m3fn)
+
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:

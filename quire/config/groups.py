@@ -13,7 +13,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-KVCacheDType = Literal["auto", "fp8"]
+KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 LogFormat = Literal["text", "json"]
 
@@ -64,7 +64,9 @@ class CacheConfig:
         None, "Bytes for KV blocks, e.g. 2GiB. Unset: on a CPU a share of the free memory.", unit="bytes"
     )
     kv_cache_dtype: KVCacheDType = setting(
-        "auto", "Type of keys and values. auto: that of the activations; fp8 holds twice as many tokens, on a GPU."
+        "auto",
+        "Type of keys and values. auto: float16 with native CPU kernels, that of the activations elsewhere. float32,"
+        " bfloat16 and int8 (a CPU), or fp8 (a GPU), trade accuracy for the number of tokens held.",
     )
     gpu_memory_utilization: float = setting(
         0.9, "Part of a GPU's memory that weights, KV blocks and everything else may take together."

@@ -38,7 +38,6 @@ class Platform(ABC):
     default_max_num_batched_tokens: int
     default_steps_in_flight: int
     attention_backends: tuple[str, ...]  # in order of preference
-    fp8_cache: bool  # whether keys and values can be kept as fp8
     deterministic_backend: str  # the one for --deterministic; "": all are
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch

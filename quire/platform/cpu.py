@@ -22,7 +22,6 @@ class CpuPlatform(Platform):
     default_max_num_batched_tokens = 512
     default_steps_in_flight = 1
     attention_backends = ("cpu_native", "torch_ref")
-    fp8_cache = False
     deterministic_backend = ""
     asynchronous = False
     batch_invariant = True

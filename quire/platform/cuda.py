@@ -28,7 +28,6 @@ class CudaPlatform(Platform):
     default_max_num_batched_tokens = 8192
     default_steps_in_flight = 2
     attention_backends = ("triton",)
-    fp8_cache = True
     deterministic_backend = "triton_fixed"
     asynchronous = True
     batch_invariant = False

@@ -5,6 +5,7 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +73,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     settings = resolve(config, _defaults(platform, _dtype(config, platform)))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
-    kv_dtype = _kv_dtype(config, platform, dtype)
+    kv_dtype = _kv_dtype(config, backend, dtype)
     length = config.model.max_model_len or description.max_position_embeddings
     with torch.device("meta"):
         model = model_class(model_config).from_config(
@@ -134,15 +135,18 @@ def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
     )
 
 
-def _kv_dtype(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> torch.dtype:
-    if config.cache.kv_cache_dtype == "auto":
-        return dtype
-    if not platform.fp8_cache:
+def _kv_dtype(config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype) -> torch.dtype:
+    possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
+    name = config.cache.kv_cache_dtype
+    if name == "auto":
+        return backend.kv_dtypes(dtype)[0]
+    wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
+    if wanted is None:
         raise ConfigError(
-            f"kv_cache_dtype is {config.cache.kv_cache_dtype!r} but the {platform.name} platform keeps keys and"
-            " values in the type of activations; set --kv-cache-dtype auto"
+            f"kv_cache_dtype is {name!r} but {backend.name} attention keeps keys and values as {', '.join(possible)};"
+            " set --kv-cache-dtype auto"
         )
-    return torch.float8_e4m3fn
+    return wanted
 
 
 def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
@@ -151,12 +155,17 @@ def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
     return next((name for name in preferred if BACKENDS.get(name).refuses(dtype) is None), last)
 
 
-def kv_layout(description: ModelDescription, dtype: torch.dtype, block_size: int) -> KVLayout:
+def kv_layout(
+    description: ModelDescription, backend: AttentionBackend, dtype: torch.dtype, block_size: int
+) -> KVLayout:
+    def block_bytes(num_kv_heads: int, head_dim: int) -> int:
+        return math.prod(backend.cache_shape(1, block_size, num_kv_heads, head_dim, dtype)) * dtype.itemsize
+
     layers = [
         LayerKV(
             kind="full" if layer.sliding_window is None else "sliding",
             window=layer.sliding_window,
-            bytes_per_token=2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize,
+            bytes_per_token=block_bytes(layer.num_kv_heads, layer.head_dim) // block_size,
         )
         for layer in description.layers
     ]
@@ -198,7 +207,7 @@ def _demand(
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
         workspace=_activations(model, description, settings, dtype)
         + backend.workspace_bytes(spec, length, dtype.itemsize),
-        layout=kv_layout(description, kv_dtype, config.cache.block_size),
+        layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,

@@ -159,7 +159,7 @@ def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_
     layout = plan.ledger.layout
     spec = layers[0].spec
     count = plan.ledger.num_kv_blocks if num_blocks is None else num_blocks
-    shape = plan.backend.cache_shape(count, block_size, spec.num_kv_heads, spec.head_dim)
+    shape = plan.backend.cache_shape(count, block_size, spec.num_kv_heads, spec.head_dim, plan.kv_dtype)
     slots: list[torch.Tensor] = [plan.platform.zeros(shape, plan.kv_dtype) for _ in range(layout.num_slots)]
     for group in layout.groups:
         for slot, layer in enumerate(group.layers):

@@ -15,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
 from quire.worker.planning import EnginePlan, plan_engine, plan_memory
 from quire.worker.worker import load_model
+from tests.kernels.cpu.isa import needs_library
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,13 +60,31 @@ def test_weights_are_what_the_model_will_take(tmp_path: Path, config: dict[str, 
 
 
 def test_a_page_is_the_keys_and_values_of_one_block_in_all_layers(tmp_path: Path) -> None:
-    layout = make_plan(tmp_path, LLAMA, block_size=32).ledger.layout
+    layout = make_plan(tmp_path, LLAMA, block_size=32, kv_cache_dtype="float32").ledger.layout
     assert [group.layers for group in layout.groups] == [(0, 1, 2, 3, 4, 5)]
     assert layout.page_bytes == 6 * 32 * 2 * (2 * 16) * 4
 
 
+@needs_library
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_bytes"),
+    [("auto", torch.float16, 32), ("bfloat16", torch.bfloat16, 32), ("int8", torch.int8, 20)],
+)
+def test_the_type_of_the_cache_sizes_its_pages(
+    tmp_path: Path, name: str, dtype: torch.dtype, head_bytes: int
+) -> None:
+    plan = make_plan(tmp_path, LLAMA, kv_cache_dtype=name)
+    assert plan.kv_dtype == dtype
+    assert plan.ledger.layout.page_bytes == 6 * 16 * 2 * 2 * head_bytes
+
+
+def test_a_type_that_attention_cannot_keep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"int8.*torch_ref.*float32.*--kv-cache-dtype auto"):
+        make_plan(tmp_path, LLAMA, kv_cache_dtype="int8", attention_backend="torch_ref")
+
+
 def test_sliding_layers_share_the_pages_of_full_ones(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, SLIDING, max_num_seqs=1, max_num_batched_tokens=16)
+    plan = make_plan(tmp_path, SLIDING, max_num_seqs=1, max_num_batched_tokens=16, kv_cache_dtype="float32")
     layout = plan.ledger.layout
     assert [(group.kind, group.layers) for group in layout.groups] == [
         ("full", (4, 5)),

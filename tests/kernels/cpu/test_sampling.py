@@ -62,7 +62,7 @@ def test_draws_are_the_references_bit_for_bit(data: st.DataObject, rows: int, si
 
 @each_instruction_set
 def test_every_bit_of_the_noise_counts(isa: str) -> None:
-    """Against logits that are the negated noise but for one token, the draw must see exact zeros, and find that one."""
+    """Against logits that are the negated noise but for one token, the draw must see exact zeros, and find it."""
     seeds, positions = torch.tensor([3, -5, 2**62 + 1]), torch.tensor([0, 1, 2**33])
     logits = -gumbel_noise(seeds, positions, 10001)
     logits[:, 777] += 1e-3
