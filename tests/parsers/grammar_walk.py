@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -65,12 +65,17 @@ class Walker:
         tokens = self.tokens(text)
         return matcher.validate_tokens(tokens) == len(tokens)
 
-    def walk(self, grammar: str, seed: int, limit: int = 2_000) -> str | None:
-        """An output that the grammar allows; None if it did not come to an end."""
+    def walk(
+        self, grammar: str, seed: int, limit: int = 2_000, start: str = "", stop: Callable[[str], bool] | None = None
+    ) -> str | None:
+        """An output that the grammar allows and that begins with `start`; None if it did not come to an end."""
         random = Random(seed)
         matcher = self.matcher(grammar).inner
-        said = b""
+        assert matcher.consume_tokens(self.tokens(start))
+        said = start.encode()
         for _ in range(limit):
+            if stop is not None and said[-1:] in b">]})" and stop(said.decode(errors="ignore")):
+                return said.decode()
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             token = self._choose(np.flatnonzero(bits[: self.eos + 1]).tolist(), said, random)
             if token == self.eos:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.parsers.events import CallEnd, ParsedOutput, assemble
+from quire.parsers.events import CallEnd, Event, ParsedOutput, assemble
 from quire.parsers.format import Tool
 from quire.parsers.generate import Turn, render_turn
 from quire.parsers.grammar import ToolChoice, grammar_for
@@ -170,6 +170,29 @@ def test_calls_that_begin_in_text_obey_their_schemas(tool: str, reasoning: str) 
     assert walks.begins(allowed, start)
     assert not walks.begins(allowed, start + "?")
     assert not walks.accepts(allowed, start)
+
+    def parse(output: str) -> list[Event]:
+        return parser_for(tool, reasoning, list(TOOLS.values())).feed(output)
+
+    def has_called(output: str) -> bool:
+        return any(isinstance(event, CallEnd) for event in parse(output))
+
+    outputs = [walks.walk(allowed, seed, start=start, stop=has_called) for seed in range(3)]
+    ended = [output for output in outputs if output is not None]
+    assert ended
+    for output in ended:
+        parsed = assemble(parse(output))
+        assert (parsed.text, parsed.reasoning) == ("Let me see.", "")
+        check_calls(parsed)
+
+
+@every_format
+def test_the_answer_itself_can_be_held_to_rules(tool: str, reasoning: str) -> None:
+    allowed = grammar(tool, reasoning, "auto", answer='answer: "yes" | "no"\n')
+    walks = walker(tool, reasoning)
+    assert walks.accepts(allowed, render_turn(Turn("yes", reasoning="Hm"), tool, reasoning))
+    assert walks.accepts(allowed, render_turn(Turn(calls=[("get_time", {})]), tool, reasoning))
+    assert not walks.begins(allowed, render_turn(Turn("maybe"), tool, reasoning))
 
 
 def test_calls_of_tools_that_are_not_strict_take_any_object() -> None:
