@@ -3,8 +3,8 @@
     python benchmarks/cpu_peers.py [--folder ~/.cache/quire-peers] [--engines quire llama.cpp ...] [--repeats 3]
 
 Every engine is loaded once, in an environment of its own, and stopped (SIGSTOP) while another one is measured. Prints
-a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/. The rows over HTTP
-are measured by benchmarks/server_peers.py's client, a server at a time; --no-http leaves them out.
+a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/. The rows over
+HTTP are measured by the client of benchmarks/server_peers.py, a server at a time; --no-http leaves them out.
 """
 
 from __future__ import annotations
