@@ -155,7 +155,9 @@ class AsyncEngine:
             self._mailboxes[request_id].put(last)
 
     async def prepare_structured_outputs(self) -> None:
-        """Let the engine get ready for grammars, once. The first request with one does it too, but waits for it."""
+        """Let the engine get ready for grammars, once. Else the first request with one does it, and others wait."""
+        if not self._inputs.takes_grammars:
+            return
         if self._vocabulary is None:
             self._vocabulary = asyncio.get_running_loop().create_task(self._send_vocabulary())
         await asyncio.shield(self._vocabulary)

@@ -79,6 +79,11 @@ class InputProcessor:
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
 
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether there is a tokenizer that grammars could be about, with a token that ends an output."""
+        return self._tokenizer is not None and bool(self._eos_token_ids)
+
     def vocabulary(self) -> Vocabulary:
         """What the tokens stand for, which the engine has to know before its first grammar. Takes a while."""
         tokenizer, size = self._tokenizer, self._info.vocab_size
@@ -124,7 +129,7 @@ class InputProcessor:
     def _make_grammar(self, params: SamplingParams) -> GrammarSource | None:
         if params.structured_outputs is None:
             return None
-        if not self._eos_token_ids or self._tokenizer is None:
+        if not self.takes_grammars:
             raise RequestError(
                 "structured_outputs needs a tokenizer with an end-of-sequence token, and there is none",
                 "structured_outputs",

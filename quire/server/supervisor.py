@@ -200,13 +200,22 @@ class EngineSupervisor:
         phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
         logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
         self._engine = AsyncEngine(client, self._text, observer=self._observer)
+        preparing = asyncio.create_task(self._prepare(self._engine))
         if self._status in ("starting", "restarting"):
             self._status, self._detail = "ready", "it takes requests"
         self._settled.set()
         death = await self._watch(client)
+        await preparing
         if self._status == "ready":
             self._status, self._detail = "restarting", str(death)
         return death
+
+    async def _prepare(self, engine: AsyncEngine) -> None:
+        """What would make others wait when it is first used is done now."""
+        try:
+            await engine.prepare_structured_outputs()
+        except EngineError as error:
+            logger.debug("the engine died before it knew its vocabulary: %s", error)
 
     async def _watch(self, client: ZmqClient) -> EngineError:
         """Look after a serving engine until it dies."""
