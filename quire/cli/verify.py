@@ -161,7 +161,10 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
     watched = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, WeightedLayer) or not list(module.children()) or "attn" in name or name.endswith(FIRST_LAYER)
+        if isinstance(module, WeightedLayer)
+        or not list(module.children())
+        or "attn" in name
+        or name.endswith(FIRST_LAYER)
     ]
     with ExitStack() as stack:
         for name, module in watched:

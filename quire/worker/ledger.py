@@ -139,7 +139,7 @@ def _does_not_fit(
     elif demand.weights < supply:
         fix = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or free some memory"
     else:
-        fix = "use a smaller model or --dtype bfloat16, or a machine with more memory"
+        fix = "use a smaller model, keep its weights smaller with --quantization, or use a machine with more memory"
     return MemoryPlanError(
         f"not enough memory: needed {format_bytes(demand.fixed + wanted)} (weights {format_bytes(demand.weights)}, "
         f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}); "

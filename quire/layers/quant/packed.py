@@ -68,7 +68,7 @@ class PackedLinear(LinearMethod):
         """What the kernels call the form in which weights of this format are kept."""
         if self._storage is None:
             return format if format in BLOCK_TYPES else _STORAGES.get(format, "float32")
-        if format not in _STORAGES:
+        if not format.startswith(("F", "BF")):  # F32, BF16, FLOAT64, ...: anything else is quantized
             raise ConfigError(
                 f"quantization is {self._storage!r} but the checkpoint holds {format} weights already; "
                 f"leave --quantization out to keep them"

@@ -74,6 +74,17 @@ def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str)
     assert layer.method.num_bytes == planned
 
 
+def test_other_float_types_are_kept_or_quantized_from_their_values() -> None:
+    weight, x = values(8).double(), values(2, seed=1)
+    for target, tolerance in ((AUTO, 2e-5), (INT8, 2e-2)):
+        layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE)
+        planned = layer.planned_bytes({("weight", None): float_format(weight.dtype)})
+        layer.load("weight", None, weight)
+        layer.finish()
+        assert layer.method.num_bytes == planned
+        torch.testing.assert_close(layer(x), x @ weight.float().t(), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("format", PACKED_TYPES)
 def test_quantized_weights_take_little_more_than_their_blocks(format: str) -> None:
     weight = make(format, 64)
