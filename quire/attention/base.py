@@ -90,6 +90,10 @@ class AttentionBackend(ABC):
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
 
+    def start(self) -> None:
+        """Prepare the process for its kernels. Called once per engine, after the platform has started."""
+        return None
+
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Types that the cache may have beside activations of `dtype`, the default first."""
         return (dtype,)

@@ -49,6 +49,9 @@ class NativeAttention(AttentionBackend):
     def refuses(cls, dtype: torch.dtype) -> str | None:
         return f"takes no {dtype}" if dtype != torch.float32 else library.unavailable()
 
+    def start(self) -> None:
+        library.take_threads()
+
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
 
@@ -61,7 +64,7 @@ class NativeAttention(AttentionBackend):
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
-        return torch.get_num_threads() * (1 << 20) + max_model_len * spec.num_heads * (spec.head_dim + 18) // 2
+        return library.num_threads() * (1 << 20) + max_model_len * spec.num_heads * (spec.head_dim + 18) // 2
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         blocks = cache[:, block_ids]

@@ -30,6 +30,11 @@ def cpu_instruction_set() -> str | None:
     return os.environ.get("QUIRE_CPU_ISA") or None
 
 
+def cpu_sanitizers() -> bool:
+    """QUIRE_CPU_SANITIZE=1 uses CPU kernels that check every memory access; tools/sanitize.py starts such a run."""
+    return os.environ.get("QUIRE_CPU_SANITIZE", "") not in ("", "0")
+
+
 def api_keys() -> tuple[str, ...]:
     """QUIRE_API_KEY: API keys of `quire serve`, separated by commas, besides those of its flags."""
     return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())

@@ -12,6 +12,9 @@ import torch
 from quire.platform.base import Event, NullEvent, Platform
 
 NO_LIMIT = 1 << 62
+_DEFAULT_THREADS = (
+    torch.get_num_threads()
+)  # read before an engine changes it: one per core, or as OMP_NUM_THREADS says
 
 
 class CpuPlatform(Platform):
@@ -28,8 +31,7 @@ class CpuPlatform(Platform):
     graph_sizes = ()
 
     def start(self, num_threads: int | None) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads or _DEFAULT_THREADS)
 
     def available_memory(self, utilization: float = 1.0) -> int:
         return min(_free_memory(), _cgroup_headroom())

@@ -73,6 +73,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     settings = resolve(config, _defaults(platform, _dtype(config, platform)))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
+    backend.start()
     kv_dtype = _kv_dtype(config, backend, dtype)
     length = config.model.max_model_len or description.max_position_embeddings
     with torch.device("meta"):

@@ -96,6 +96,8 @@ def test_events_and_host_tensors_are_plain() -> None:
 def test_start_sets_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(cpu, "_DEFAULT_THREADS", 5)
     CpuPlatform().start(None)
     CpuPlatform().start(3)
-    assert seen == [3]
+    CpuPlatform().start(None)  # what an engine before changed is undone
+    assert seen == [5, 3, 5]

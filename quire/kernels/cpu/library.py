@@ -85,16 +85,33 @@ def bound() -> SimpleNamespace:
     return library.kernels
 
 
+def take_threads() -> None:
+    """Give torch's threads to the kernels, which do the heavy work; what torch still does, it does with one.
+
+    Its threads spin for milliseconds after an op before they sleep, and would take the cores from the kernels.
+    """
+    library = load()
+    assert library is not None, "native kernels were chosen without a library"
+    library.set_threads(torch.get_num_threads())
+    torch.set_num_threads(1)
+
+
+def num_threads() -> int:
+    library = load()
+    return torch.get_num_threads() if library is None else library.num_threads
+
+
 def _find_or_build() -> Path:
     """The library for these sources: the installed one, else the cached one, compiled if it is not there."""
-    name = build.library_name()
+    extra_flags = build.SANITIZE if env.cpu_sanitizers() else ()
+    name = build.library_name(extra_flags)
     target = env.cache_dir() / "native" / name
     for path in (build.FOLDER / name, target):
         if path.exists():
             return path
     started = time.perf_counter()
     logger.info("building the CPU kernels, once for this machine ...")
-    build.build(target)
+    build.build(target, extra_flags)
     logger.info("built the CPU kernels in %.1f s", time.perf_counter() - started)
     return target
 

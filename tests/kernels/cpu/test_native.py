@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu import library, ops
+from quire.types.errors import ConfigError
+from tests.kernels.cpu.isa import INSTRUCTION_SETS, using
 
 needs_compiler = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
@@ -58,6 +63,60 @@ def test_extreme_values() -> None:
     torch.testing.assert_close(out, torch.nn.functional.silu(gate), atol=1e-30, rtol=1e-5)
     nan = ops.silu_and_mul(torch.tensor([[float("nan"), 1.0]]))
     assert nan.isnan().all()
+
+
+@needs_compiler
+def test_an_engine_gives_torchs_threads_to_the_kernels() -> None:
+    loaded = library.load()
+    assert loaded is not None
+    before = loaded.num_threads, torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        library.take_threads()
+        assert (library.num_threads(), torch.get_num_threads()) == (3, 1)
+    finally:
+        loaded.set_threads(before[0])
+        torch.set_num_threads(before[1])
+
+
+@needs_compiler
+def test_idle_threads_use_no_time() -> None:
+    with using(threads=4):
+        ops.first_max(torch.zeros(64, 20000))
+        # They spin for a tenth of a millisecond after work; then a second's wait must cost next to nothing.
+        started, wall = time.process_time(), time.monotonic()
+        threading.Event().wait(0.5)
+        assert time.process_time() - started < 0.1 * (time.monotonic() - wall)
+
+
+@needs_compiler
+def test_calls_from_several_threads_do_not_mix() -> None:
+    scores = torch.randn(40, 30000, generator=torch.Generator().manual_seed(0))
+    with using(threads=3), ThreadPoolExecutor(4) as pool:
+        expected = ops.first_max(scores)[0]
+        for ids, _ in pool.map(ops.first_max, [scores] * 24):
+            assert torch.equal(ids, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 576])
+def test_small_ops_have_the_same_bits_on_every_instruction_set(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(9, 2 * width, generator=generator), torch.randn(2 * width, generator=generator)
+    results = []
+    for isa in INSTRUCTION_SETS:
+        with using(isa):
+            results.append((ops.rms_norm(x, weight, 1e-6), ops.silu_and_mul(x), ops.gelu_tanh_and_mul(x)))
+    for result in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(result, results[0], strict=True))
+
+
+@needs_compiler
+def test_an_unknown_instruction_set_is_refused() -> None:
+    loaded = library.load()
+    assert loaded is not None
+    with pytest.raises(ConfigError, match=r"QUIRE_CPU_ISA=sse9.*portable"):
+        loaded.select("sse9")
 
 
 @needs_compiler
