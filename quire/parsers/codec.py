@@ -46,6 +46,11 @@ class Reader(ABC):
 class Codec(ABC):
     """One way to write a name and arguments."""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The strings that stand inside of a call and are none of its own words."""
+        return tuple(value for value in vars(self).values() if isinstance(value, str))
+
     @abstractmethod
     def begins(self, char: str) -> bool:
         """Whether a call can begin with this character."""

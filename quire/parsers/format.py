@@ -50,6 +50,11 @@ class ToolFormat:
     special: bool = False  # some markers are special tokens: detokenize with skip_special_tokens=False
     id_style: IdStyle = "openai"  # what ids of calls must look like for the model's template
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        around = (*self.begin, self.opening, self.end, self.call_begin, self.call_end, *self.ignored)
+        return around + self.codec.markers
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
@@ -62,6 +67,10 @@ class ReasoningFormat:
     answer: tuple[str, ...] = ()  # what may wrap the reply that follows the thinking
     lead: str = ""  # what stands between the end of the thinking and the reply
     special: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.begin, *self.end, *self.answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +90,7 @@ class ChannelFormat:
     namespace: str  # what recipients begin with that are the caller's functions
     special: bool = True
     id_style: IdStyle = "openai"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.start, self.channel, self.message, self.constrain, *self.ends)

@@ -27,10 +27,16 @@ def plain() -> OutputParser:
     return PlainParser()
 
 
-def needs_special_tokens(tool_format: str | None, reasoning_format: str | None) -> bool:
-    """Whether the output must be detokenized with skip_special_tokens=False to be parsed."""
-    chosen = (_tool_format(tool_format), _reasoning_format(reasoning_format))
-    return any(layout is not None and layout.special for layout in chosen)
+def needs_special_tokens(
+    tool_format: str | None, reasoning_format: str | None, special_tokens: Collection[str] = ()
+) -> bool:
+    """Whether the output must be detokenized with skip_special_tokens=False to be parsed.
+
+    Models of one family differ in which markers are special tokens; give the tokenizer's to be sure.
+    """
+    chosen = [layout for layout in (_tool_format(tool_format), _reasoning_format(reasoning_format)) if layout]
+    spelled = {marker.strip() for layout in chosen for marker in layout.markers}
+    return any(layout.special for layout in chosen) or not spelled.isdisjoint(special_tokens)
 
 
 def make_parser(
@@ -50,7 +56,7 @@ def make_parser(
     nothing to them are dropped. Without `parse_tools` calls stay in the text, and thinking without `parse_reasoning`.
     """
     tool, reasoning = _tool_format(tool_format), _reasoning_format(reasoning_format)
-    dropped = special_tokens if needs_special_tokens(tool_format, reasoning_format) else ()
+    dropped = special_tokens if needs_special_tokens(tool_format, reasoning_format, special_tokens) else ()
     known = {item.name: item for item in tools}
     channels = next((layout for layout in (tool, reasoning) if isinstance(layout, ChannelFormat)), None)
     if channels is not None:

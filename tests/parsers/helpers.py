@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.parsers.base import OutputParser
 from quire.parsers.events import CallArguments, CallEnd, Event, ReasoningDelta, TextDelta
-from quire.parsers.format import ChannelFormat, ReasoningFormat, Tool, ToolFormat
+from quire.parsers.format import ChannelFormat, Tool, ToolFormat
 from quire.parsers.generate import Turn
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from quire.parsers.stream import make_parser
@@ -51,13 +51,8 @@ def markers(tool_format: str, reasoning_format: str) -> list[str]:
     """Every string that means something to one of the two."""
     found: list[str] = []
     for layout in (TOOL_FORMATS.get(tool_format), REASONING_FORMATS.get(reasoning_format)):
-        if isinstance(layout, ToolFormat):
-            found += [*layout.begin, layout.opening, layout.end, layout.call_begin, layout.call_end, *layout.ignored]
-            found += [value for value in vars(layout.codec).values() if isinstance(value, str)]
-        elif isinstance(layout, ReasoningFormat):
-            found += [*layout.begin, *layout.end, *layout.answer]
-        else:
-            found += [layout.start, layout.channel, layout.message, layout.constrain, *layout.ends]
+        found += layout.markers
+        if isinstance(layout, ChannelFormat):
             found += ["analysis", "commentary", "final", " to=functions.get_weather", "assistant"]
     return list(dict.fromkeys(marker for marker in found if marker.strip()))
 

@@ -1,6 +1,6 @@
 """openai-harmony, the reference implementation, reads outputs as ours does.
 
-It needs its vocabulary, which it would download: the test runs where TIKTOKEN_ENCODINGS_BASE names a folder that has it.
+It needs its vocabulary, which it would download: this runs where TIKTOKEN_ENCODINGS_BASE names a folder that has it.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ def test_formats_say_whether_they_need_special_tokens() -> None:
     }
     assert {name for name in REASONING_FORMATS if needs_special_tokens(None, name)} == {"magistral", "harmony"}
     assert needs_special_tokens("hermes", "magistral")
+    assert needs_special_tokens("hermes", "qwen3", {"<s>", "</think>"})
+    assert not needs_special_tokens("hermes", "qwen3", {"<s>", "</s>"})
     assert not needs_special_tokens(None, None)
 
 

@@ -98,7 +98,8 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
     if grammar is not None:
         params = msgspec.structs.replace(params, structured_outputs=grammar.constraint)
     dropped: Collection[str] = ()
-    if params.skip_special_tokens and needs_special_tokens(formats.tool if may_call else None, formats.reasoning):
+    tool = formats.tool if may_call else None
+    if params.skip_special_tokens and needs_special_tokens(tool, formats.reasoning, formats.special_tokens):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
         dropped = formats.special_tokens
     return PreparedConversation(
