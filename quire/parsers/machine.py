@@ -57,6 +57,8 @@ class TagParser(OutputParser):
         self._thinking_begins = frozenset(begin.strip() for begin in begins)
         self._thinking_ends = frozenset(end.strip() for end in ends)
         self._thinking_scanner = scanner_for(frozenset({*self._thinking_begins, *self._thinking_ends, *dropped}))
+        begins_call = () if tool is None else (*tool.begin, tool.call_begin)
+        self._call_tokens = frozenset(mark.strip() for mark in begins_call) & frozenset(dropped)
         self._buffer = ""
         self._position = 0
         self._lane = _Lane.THINKING if thinking else _Lane.TEXT
@@ -182,7 +184,9 @@ class TagParser(OutputParser):
         if end == start:
             return False
         marker = self._buffer[start:end]
-        if marker in self._thinking_ends:
+        if marker in self._thinking_ends or marker in self._call_tokens:
+            # A token that begins calls is never a mere word: the model forgot to end its thinking.
+            self._position = end if marker in self._thinking_ends else start
             self._space = ""
             self._trims = True
             self._lane = _Lane.TEXT

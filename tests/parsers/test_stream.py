@@ -65,6 +65,14 @@ def test_calls_inside_of_thinking_are_thoughts() -> None:
     assert (parsed.reasoning, parsed.text, len(parsed.calls)) == (f"I could {CALL}", "", 1)
 
 
+def test_a_token_that_begins_calls_ends_thinking() -> None:
+    tokens = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|im_end|>")
+    call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    for begin in ("", "<|tool_calls_section_begin|>"):
+        parsed = parse(f"<think>Hm.\n{begin}{call}", "kimi_k2", "deepseek_r1", special_tokens=tokens)
+        assert (parsed.reasoning, parsed.text, [made.name for made in parsed.calls]) == ("Hm.", "", ["f"])
+
+
 def test_parts_can_be_switched_off() -> None:
     output = f"<think>a</think>b\n{CALL}"
     assert parse(output, "hermes", "qwen3", parse_tools=False) == ParsedOutput(f"b\n{CALL}", "a")
