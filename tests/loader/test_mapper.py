@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.layers.embedding import TiedProjection
+from quire.layers.linear import Linear
 from quire.layers.weights import Destination, WeightedLayer
 from quire.loader.checkpoint import Checkpoint, TensorInfo
-from quire.loader.mapper import LISTED, load_weights
+from quire.loader.mapper import LISTED, count_parameters, load_weights, planned_bytes
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ARCHITECTURES, model_class
 from quire.types.errors import WeightMismatchError
@@ -173,3 +174,40 @@ def test_every_parameter_of_every_architecture_has_a_checkpoint_name(architectur
                 for piece in module.pieces(parameter):
                     destination = Destination(path, parameter, piece)
                     assert model.weight_map.resolve(model.weight_map.checkpoint_name(destination)) == destination
+
+
+def test_a_layer_is_finished_once_with_its_last_piece_and_each_tensor_released_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    class Recording(DictCheckpoint):
+        def get(self, name: str) -> Tensor:
+            events.append(f"read {name}")
+            return super().get(name)
+
+        def release(self, name: str) -> None:
+            events.append(f"release {name}")
+
+        def release_all(self) -> None:
+            events.append("release all")
+
+    monkeypatch.setattr(Linear, "finish", lambda self: events.append("finish"))
+    load_weights(build(), Recording(SHAPES))
+    start = events.index("read model.layers.1.self_attn.q_proj.weight")
+    kinds = [event.removeprefix("model.layers.1.self_attn.").split()[0] for event in events[start : start + 7]]
+    assert kinds == ["read", "release"] * 3 + ["finish"]
+    assert events.count("finish") == 2 * 4 + 1
+    assert events[-1] == "release all"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_bytes_are_what_a_loaded_model_has(dtype: torch.dtype) -> None:
+    checkpoint, model = DictCheckpoint(SHAPES), build(dtype)
+    planned = planned_bytes(model, checkpoint.tensors())
+    assert planned == planned_bytes(model, None) == sum(parameter.nbytes for parameter in model.parameters())
+    assert count_parameters(model) == sum(tensor.numel() for tensor in checkpoint.data.values())
+    with pytest.raises(WeightMismatchError, match=r"missing \(1\): model\.norm\.weight"):
+        planned_bytes(
+            model, {name: info for name, info in checkpoint.tensors().items() if name != "model.norm.weight"}
+        )
