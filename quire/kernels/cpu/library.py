@@ -22,6 +22,8 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
+INSTALLED = build.FOLDER  # where the package's installation puts the library
+
 
 def unavailable() -> str | None:
     """Why the kernels cannot be used here; None if they can. Builds the library on first use."""
@@ -106,7 +108,7 @@ def _find_or_build() -> Path:
     extra_flags = build.SANITIZE if env.cpu_sanitizers() else ()
     name = build.library_name(extra_flags)
     target = env.cache_dir() / "native" / name
-    for path in (build.FOLDER / name, target):
+    for path in (INSTALLED / name, target):
         if path.exists():
             return path
     started = time.perf_counter()

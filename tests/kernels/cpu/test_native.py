@@ -132,6 +132,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "INSTALLED", tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     with caplog.at_level("WARNING"):

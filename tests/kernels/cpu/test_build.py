@@ -1,0 +1,131 @@
+"""Building the library: with the package, at first use, never on import, and not at all without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu import build, library
+from tests.kernels.cpu.isa import needs_library
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def source_tree(target: Path) -> Path:
+    """A copy of what an installation reads."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target / name)
+    skipped = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "quire", target / "quire", ignore=skipped)
+    return target
+
+
+def make_wheel(tree: Path, out: Path, path: str) -> tuple[zipfile.ZipFile, str]:
+    """(the wheel that pip makes of the tree with this PATH, what pip said)"""
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-index"]
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        [*command, "-w", str(out), str(tree)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = out.glob("*.whl")
+    return zipfile.ZipFile(wheel), done.stdout + done.stderr
+
+
+def test_without_a_compiler_the_package_installs_and_says_so(tmp_path: Path) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    tree.mkdir()
+    wheel, said = make_wheel(source_tree(tree), out, path=str(tmp_path))
+    names = wheel.namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert {"quire/kernels/cpu/attention.cpp", "quire/kernels/cpu/kernels.def", "quire/kernels/cpu/pool.h"} <= {
+        *names
+    }
+    assert "the CPU kernels are not compiled now (none of c++" in said
+    assert "none-any" in str(wheel.filename)
+
+
+@pytest.mark.nightly
+@needs_library
+def test_an_installation_brings_the_library(tmp_path: Path) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    tree.mkdir()
+    wheel, _ = make_wheel(source_tree(tree), out, path=os.environ["PATH"])
+    assert f"quire/kernels/cpu/{build.library_name()}" in wheel.namelist()
+    assert "py3-none-any" not in str(wheel.filename)
+
+
+def test_import_does_not_compile(tmp_path: Path) -> None:
+    for name in build.COMPILERS:
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    code = "import quire, quire.kernels.cpu.ops, quire.attention.cpu_native, quire.ops.registry"
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "QUIRE_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=ROOT)
+    assert not (tmp_path / "called").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_first_use_builds_once_into_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built: list[Path] = []
+
+    def build_one(target: Path, extra_flags: tuple[str, ...]) -> None:
+        built.append(target)
+        target.parent.mkdir(parents=True)
+        target.touch()
+
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.delenv("QUIRE_CPU_SANITIZE", raising=False)
+    monkeypatch.setattr(library, "INSTALLED", tmp_path / "nothing")
+    monkeypatch.setattr(build, "build", build_one)
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    with caplog.at_level("INFO"):
+        first, second = library._find_or_build(), library._find_or_build()
+    assert first == second == tmp_path / "native" / build.library_name()
+    assert built == [first]
+    assert "building the CPU kernels" in caplog.text
+
+
+def test_an_installed_library_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("QUIRE_CPU_SANITIZE", raising=False)
+    monkeypatch.setattr(library, "INSTALLED", tmp_path)
+    (tmp_path / build.library_name()).touch()
+    assert library._find_or_build() == tmp_path / build.library_name()
+
+
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'kernels.h:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(build.BuildError, match=r"c\+\+ failed: kernels.h:1: error: no such thing"):
+        build.build(tmp_path / "out" / "library.so")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.nightly
+@needs_library
+def test_no_instruction_set_leaks_into_another(tmp_path: Path) -> None:
+    """A weak symbol outside of a set's namespace exists once per set under one name; the linker keeps any of them."""
+    jobs = build._compilations(build.find_compiler(), (), tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(build._run, jobs.values()))
+    leaks = []
+    for output in jobs:
+        name = Path(output).stem.rpartition("-")[2]
+        if name not in build.instruction_sets():
+            continue
+        symbols = subprocess.run(["nm", "-C", output], check=True, capture_output=True, text=True).stdout
+        weak = [line for line in symbols.splitlines() if line[17:18] in ("W", "V", "u")]
+        leaks += [line for line in weak if f"quire::{name}::" not in line and "DW.ref." not in line]
+    assert not leaks
