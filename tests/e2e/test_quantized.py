@@ -37,7 +37,9 @@ def load(model: Path, **settings: Any) -> tuple[EnginePlan, CausalLM]:
 
 def logits(model: Path, **settings: Any) -> torch.Tensor:
     with torch.inference_mode():
-        return DirectModel(EngineConfig.from_flat(model=str(model), max_model_len=64, **settings)).logits(TOKENS)
+        # Keys and values in float32, because only the weights are compared.
+        settings = {"model": str(model), "max_model_len": 64, "kv_cache_dtype": "float32", **settings}
+        return DirectModel(EngineConfig.from_flat(**settings)).logits(TOKENS)
 
 
 def taken(model: CausalLM) -> int:
