@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -93,6 +94,9 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 extra_routers=[make_metrics_router(telemetry.prometheus)],
             )
             server = Server(uvicorn_config(app, settings))
+            # A full collection would walk over all that was made until now, and no stream would move meanwhile.
+            gc.collect()
+            gc.freeze()
             try:
                 await serve(server, supervisor, listener, address_of(settings, listener))
             finally:
