@@ -1,16 +1,22 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
-    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b] [--rows decode batch prefill throughput] [--out FILE]
+    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b] [--rows decode batch prefill throughput]
+                             [--modes fast fp8 deterministic start] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
-uniform, every repeat has fresh prompts, and the best of the repeats counts.
+uniform, every repeat has fresh prompts, and the best of the repeats counts. A start counts from the process to the
+first token of a request.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -57,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
     ("qwen3-0.6b", "decode batch 1, ms"): (1.598, 0.28, 0.85),
     ("llama-8b", "decode batch 1, ms"): (4.886, 3.49, 4.35),
+    ("llama-8b", "fp8 decode batch 1, ms"): (3.467, 1.87, 2.9),
     ("qwen3-0.6b", "decode batch 16, tok/s"): (7545, 20800, 10000),
     ("qwen3-0.6b", "decode batch 64, tok/s"): (16889, 28500, 19000),
     ("qwen3-0.6b", "decode batch 256, tok/s"): (23245, 31400, 25000),
@@ -75,13 +82,17 @@ TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
     ("llama-8b", "512 x (512 in, 256 out), tok/s"): (9717, None, 10500),
     ("qwen3-0.6b", "256 mixed, tok/s"): (24651, None, 29000),
     ("llama-8b", "256 mixed, tok/s"): (10368, None, 11300),
+    ("llama-8b", "start, warm caches, s"): (36, None, 12),
+    ("llama-8b", "start, empty caches, s"): (82, None, 25),
 }
+# How much slower deterministic mode may be than the fast one.
+ALLOWED = {"decode batch 1, ms": 1.5, "decode batch 16, tok/s": 1.5, "prefill": 1.4, "": 1.15}
 
 
 class Bench:
     """One engine on dummy weights, driven with token ids."""
 
-    def __init__(self, model: str, seed: int = 0) -> None:
+    def __init__(self, model: str, seed: int = 0, **settings: Any) -> None:
         self.model = model
         self.random = random.Random(seed)
         started = time.perf_counter()
@@ -89,7 +100,9 @@ class Bench:
         config = {"max_position_embeddings": 40960, "hidden_act": "silu", "eos_token_id": 2, **SHAPES[model]}
         (folder / "config.json").write_text(json.dumps(config))
         self.client = make_inproc_client(
-            EngineConfig.from_flat(model=str(folder), load_format="dummy", max_model_len=16384, max_num_seqs=256)
+            EngineConfig.from_flat(
+                model=str(folder), load_format="dummy", max_model_len=16384, max_num_seqs=256, **settings
+            )
         )
         self.ready = time.perf_counter() - started
         self._count = 0
@@ -177,36 +190,96 @@ def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
     return found
 
 
+def is_time(row: str) -> bool:
+    return row.endswith((" ms", " s"))
+
+
 def show(results: dict[str, dict[str, float]]) -> None:
     print(f"\n{'model':12} {'row':32} {'Quire':>10} {'vLLM':>10} {'ratio':>6} {'floor':>8} {'reach':>8}  reached")
     for (model, row), (vllm, floor, reach) in TABLE.items():
         value = results.get(model, {}).get(row)
         if value is None:
             continue
-        faster = vllm / value if row.endswith("ms") else value / vllm
-        reached = value <= reach if row.endswith("ms") else value >= reach
+        faster = vllm / value if is_time(row) else value / vllm
+        reached = value <= reach if is_time(row) else value >= reach
         print(
             f"{model:12} {row:32} {value:10.3f} {vllm:10.3f} {faster:6.2f} {floor or '-':>8} {reach:>8}  "
             f"{'yes' if reached else 'NO'}"
         )
+    for model, found in results.items():
+        for row, value in found.items():
+            fast = found.get(row.removeprefix("deterministic "))
+            if row.startswith("deterministic ") and fast is not None and not row.endswith("ready, s"):
+                slower = value / fast if is_time(row) else fast / value
+                allowed = next(limit for part, limit in ALLOWED.items() if part in row)
+                verdict = "yes" if slower <= allowed else "NO"
+                print(
+                    f"{model:12} {row:46} {value:10.3f}  {slower:5.2f} x the fast mode, at most {allowed}  {verdict}"
+                )
+
+
+def run_mode(model: str, mode: str, rows: list[str]) -> dict[str, float]:
+    """The rows of one model in one mode; names of other modes' rows begin with the mode."""
+    if mode == "start":
+        return measure_starts(model) if model == "llama-8b" else {}
+    if mode == "fp8":
+        if model != "llama-8b":
+            return {}
+        rows = ["decode"]
+    settings: dict[str, dict[str, Any]] = {
+        "fast": {},
+        "fp8": {"quantization": "fp8"},
+        "deterministic": {"deterministic": True},
+    }
+    bench = Bench(model, **settings[mode])
+    print(f"{model} {mode} ready in {bench.ready:.1f} s", flush=True)
+    found = {"ready, s": bench.ready, **measure(bench, rows)}
+    bench.client.shutdown()
+    return found if mode == "fast" else {f"{mode} {row}": value for row, value in found.items()}
+
+
+def measure_starts(model: str) -> dict[str, float]:
+    """Seconds from the start of a process to the first token of a request, with and without compiled kernels."""
+
+    def once(cache: str) -> float:
+        started = time.perf_counter()
+        command = [sys.executable, __file__, "--models", model, "--first-token"]
+        subprocess.run(command, check=True, env={**os.environ, "TRITON_CACHE_DIR": cache})
+        return time.perf_counter() - started
+
+    with tempfile.TemporaryDirectory() as cache:
+        empty = once(cache)
+        return {"start, empty caches, s": empty, "start, warm caches, s": min(once(cache) for _ in range(2))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", default=["decode", "prefill", "batch", "throughput"])
+    parser.add_argument("--modes", nargs="+", default=["fast", "fp8", "deterministic", "start"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--first-token", action="store_true", help="only start, and answer one request")
     args = parser.parse_args()
-    results: dict[str, dict[str, float]] = {}
+    if args.first_token:
+        bench = Bench(args.models[0])
+        bench.run([bench.prompt(32)], [1])
+        return
+    results: dict[str, dict[str, float]] = {model: {} for model in args.models}
     for model in args.models:
-        bench = Bench(model)
-        print(f"{model} ready in {bench.ready:.1f} s", flush=True)
-        results[model] = {"ready, s": bench.ready, **measure(bench, args.rows)}
-        bench.client.shutdown()
-        del bench
+        for mode in args.modes:
+            results[model] |= run_mode(model, mode, args.rows)
+            gc.collect()
+            free_memory()
     show(results)
     if args.out is not None:
         args.out.write_text(json.dumps({"environment": environment("torch", "triton"), "results": results}, indent=2))
+
+
+def free_memory() -> None:
+    """Give an engine's memory back to the device, so that the next one finds it."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

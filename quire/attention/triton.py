@@ -23,8 +23,8 @@ from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.platform.transfer import upload
 
-# From this many queries on torch's fused attention is faster by more than gathering the keys costs.
-_FUSED_QUERIES = 1024
+# From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
+_FUSED_QUERIES = 2048
 # Rows of up to this many queries, such as prefix hits, are one tile whose keys are split over programs.
 FEW_QUERIES = 16
 MAX_FEW_ROWS = 16  # in a step; more of them are tiles like any other
@@ -32,6 +32,7 @@ _FEW = Cut(tile=FEW_QUERIES, splits=16)
 # Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 32
+_EVENED_PROGRAMS = 1536
 
 
 @dataclass(slots=True)
@@ -55,6 +56,11 @@ class RecordedLists:
     singles: tuple[Tensor, Tensor]
     few: tuple[Tensor, Tensor]
     tiles: tuple[Tensor, Tensor]
+
+    def only(self, kinds: tuple[bool, ...]) -> RecordedLists:
+        """These lists, without entries where a kind is not wanted."""
+        lists = zip((self.singles, self.few, self.tiles), kinds, strict=True)
+        return RecordedLists(*(pair if wanted else (pair[0][:0], pair[1][:0]) for pair, wanted in lists))
 
 
 class TritonAttention(AttentionBackend):
@@ -146,10 +152,9 @@ class TritonAttention(AttentionBackend):
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
         if singles[0].shape[0]:
-            splits = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
-            decode_attention(
-                query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window, splits=splits
-            )
+            splits, keys, stages = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
+            given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
+            decode_attention(*given, splits=splits, keys=keys, num_stages=stages)
         if few[0].shape[0]:
             tile_attention(query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
         tiles = metadata.partial_tiles if plain else metadata.tiles
@@ -170,12 +175,18 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _choose_splits(programs: int, max_context: int) -> int:
-    """A power of two that fills the device, with at least two tiles of keys per split."""
+def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
+    """Programs that share a row's keys, keys at a time, and stages of the pipeline; measured on an H200.
+
+    Few rows are split until they fill the device, with at least two tiles of keys each. Up to 192 rows of eight KV
+    heads, two programs a row even out their different lengths; more rows do that by themselves.
+    """
     splits = 1
     while splits < _MAX_SPLITS and programs * splits * 2 <= _WANTED_PROGRAMS and max_context > 64 * splits:
         splits *= 2
-    return splits
+    if splits == 1 and programs <= _EVENED_PROGRAMS and max_context > 256:
+        return 2, 128, 2
+    return splits, 64, 3
 
 
 def _whole_prompt(spec: AttentionSpec, query: Tensor, metadata: TritonMetadata, start: int) -> Tensor:

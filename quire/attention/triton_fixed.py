@@ -43,8 +43,8 @@ class FixedTritonAttention(TritonAttention):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         slots = metadata.batch.slot_mapping
-        # One head a program for any number of tokens: the order of a norm's sum depends on it.
-        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, heads_per_program=1)
+        # So many heads a program for any number of tokens: the order of a norm's sum may depend on it.
+        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, heads_per_program=8)
 
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
@@ -54,7 +54,9 @@ class FixedTritonAttention(TritonAttention):
         scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         max_len = batch.tables.shape[1] * batch.block_size
         segment = segment_size(max_len - batch.block_size)  # without the spare block
-        split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16)
+        split = Cut(
+            tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=128, num_stages=2
+        )
         index = metadata.singles[0]
         if index.shape[0]:
             cut = replace(split, splits=_splits(index.shape[0] * spec.num_kv_heads))
@@ -64,7 +66,7 @@ class FixedTritonAttention(TritonAttention):
                 *given, *metadata.few, out, scale, cap, window, replace(split, tile=FEW_QUERIES, splits=_MAX_SPLITS)
             )
         if metadata.tiles[0].shape[0]:
-            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=128, num_warps=8, num_stages=2)
+            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=128, keys=128, num_warps=8, num_stages=2)
             tile_attention(*given, *metadata.tiles, out, scale, cap, window, cut)
         return out
 

@@ -46,8 +46,14 @@ class DecodeGraphs:
         self._loaded_size = 0
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether this is a step of single tokens that a recorded size can hold."""
-        return len(plan.rows) <= self._sizes[-1] and sum(plan.num_tokens) == len(plan.rows)
+        """Whether a recorded size can hold this step and every row computes its one last known token.
+
+        A single token may also be the end or the whole of a chunk, after which more of the prompt follows.
+        """
+        if len(plan.rows) > self._sizes[-1] or sum(plan.num_tokens) != len(plan.rows):
+            return False
+        computed, known = self._rows.host_num_computed, self._rows.host_num_tokens
+        return all(computed[row] + 1 == known[row] for row in plan.rows)
 
     def run(self, plan: StepPlan) -> Download:
         """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""

@@ -75,7 +75,8 @@ class MixedGraphs:
         assert isinstance(backend, TritonAttention)
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         self._max_model_len = max_model_len
-        self._graphs: dict[int, tuple[Callable[[], None], _Buffers, Tensor]] = {}
+        self._graphs: dict[tuple[int, tuple[bool, ...]], tuple[Callable[[], None], Tensor]] = {}
+        self._buffers: dict[int, _Buffers] = {}
         self._recorder = Recorder()
 
     def run(self, batch: InputBatch) -> Tensor | None:
@@ -85,21 +86,26 @@ class MixedGraphs:
             return None
         size = SIZES[bisect_left(SIZES, count)]
         metadata = [one for one in batch.forward.attention if isinstance(one, TritonMetadata)]
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size)
-        replay, buffers, hidden = self._graphs[size]
+        if size not in self._buffers:
+            device = self._tables.tables.device
+            self._buffers[size] = _Buffers(size, self._tables.num_groups, self._rows.scratch_row, device)
+        buffers = self._buffers[size]
         if batch.rows.shape[0] > buffers.max_rows or metadata[0].tiles[0].shape[0] > buffers.max_tiles:
             return None
+        # A recording leaves out the kernels for kinds of rows that are not there.
+        kinds = tuple(bool(pair[0].shape[0]) for pair in (metadata[0].singles, metadata[0].few, metadata[0].tiles))
+        # Filled first: recording runs the step once, which must write keys and values where they belong.
         buffers.fill(batch, metadata)
+        if (size, kinds) not in self._graphs:
+            self._graphs[size, kinds] = self._record(buffers, kinds)
+        replay, hidden = self._graphs[size, kinds]
         replay()
         return hidden
 
-    def _record(self, size: int) -> tuple[Callable[[], None], _Buffers, Tensor]:
-        buffers = _Buffers(size, self._tables.num_groups, self._rows.scratch_row, self._tables.tables.device)
-        replay, hidden = self._recorder.record(lambda: self._forward(buffers))
-        return replay, buffers, hidden
+    def _record(self, buffers: _Buffers, kinds: tuple[bool, ...]) -> tuple[Callable[[], None], Tensor]:
+        return self._recorder.record(lambda: self._forward(buffers, buffers.lists.only(kinds)))
 
-    def _forward(self, buffers: _Buffers) -> Tensor:
+    def _forward(self, buffers: _Buffers, lists: RecordedLists) -> Tensor:
         tables = self._tables
         attention = [
             self._backend.prepare_recorded(
@@ -113,7 +119,7 @@ class MixedGraphs:
                     slot_mapping=buffers.slots[group],
                     block_size=tables.block_size,
                 ),
-                buffers.lists,
+                lists,
                 self._max_model_len,
             )
             for group in range(tables.num_groups)

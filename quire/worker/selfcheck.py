@@ -38,8 +38,8 @@ def _probe(method: PlainLinear) -> Tensor:
 
 
 def coarse_ladder(max_rows: int) -> list[int]:
-    """Few sizes to pad to: beyond the smallest, each at most half above the one before, later an eighth."""
+    """Few sizes to pad to; large ones are multiples of 512, as budgets tend to be."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64]
     while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] + max(32, sizes[-1] // 8 // 64 * 64))
+        sizes.append(sizes[-1] + (32 if sizes[-1] < 256 else 128 if sizes[-1] < 1024 else 512))
     return sizes

@@ -21,7 +21,7 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     rows = x.shape[0]
     if rows > _ALWAYS_TILES and _library_agrees(rows, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
-    return matmul_tiles(x, weight, bias, shape=_shape(rows, weight.shape[0]))
+    return matmul_tiles(x, weight, bias, shape=_shape(rows, weight))
 
 
 def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -30,15 +30,17 @@ def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     if key not in _AGREES:
         generator = torch.Generator(weight.device).manual_seed(0)
         x = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-        expected = matmul_tiles(x, weight, bias, shape=_shape(rows, weight.shape[0]))
+        expected = matmul_tiles(x, weight, bias, shape=_shape(rows, weight))
         _AGREES[key] = torch.equal(torch.nn.functional.linear(x, weight, bias), expected)
     return _AGREES[key]
 
 
-def _shape(rows: int, n: int) -> TileShape:
+def _shape(rows: int, weight: Tensor) -> TileShape:
     """How to cut the product: it changes the speed, never the bits."""
+    if weight.element_size() > 2:
+        return TileShape(bt=16 if rows <= 16 else 64, bk=32)
     if rows <= 16:
-        return TileShape(bk=256) if n <= 1 << 16 else TileShape()
+        return TileShape(bk=256) if weight.shape[0] <= 1 << 16 else TileShape()
     if rows <= _ALWAYS_TILES:
         return TileShape()
     if rows <= 1024:

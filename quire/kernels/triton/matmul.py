@@ -103,7 +103,7 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     if rows == 1:
         few_outputs = n * k < 1 << 23 and n <= 2048
         return matmul_one_row(x, weight, bias, rows=1 if few_outputs or k > 8192 else 2)
-    if rows <= _MAX_FEW_ROWS and n <= _WIDE and k >= 1024 and k % _PIECE == 0:
+    if rows <= _MAX_FEW_ROWS and n <= _WIDE and k >= 1024 and k % _PIECE == 0 and x.element_size() == 2:
         return matmul_tiles(x, weight, bias, shape=few_rows_shape(rows, n), counters=arrival_counters(x.device))
     return torch.nn.functional.linear(x, weight, bias)
 

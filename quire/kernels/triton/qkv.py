@@ -105,7 +105,7 @@ def prepare_qkv(
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     total = num_heads + 2 * num_kv_heads
     # Few tokens: a program per head, for parallelism. Many: several heads each, so that launching does not cost.
-    heads = heads_per_program or (1 if tokens * total <= 4096 else 16)
+    heads = heads_per_program or (1 if tokens * total <= 4096 else 32)
     cos, sin = (qkv, qkv) if rotation is None else rotation
     _qkv_kernel[(tokens, triton.cdiv(total, heads))](
         qkv,

@@ -22,19 +22,21 @@ _FOLDED_AT_ONCE = 8
 
 
 @triton.jit
-def _walk(
+def _take_in(
     q,
     positions,
+    highest,
+    totals,
+    acc,
+    start,
+    end,
     cache_ptr,
     table_ptr,
     kv_head,
-    begin,
-    end,
     first_position,
     value_offset,
     scale,
     soft_cap,
-    LINES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -43,44 +45,41 @@ def _walk(
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """(weighted values, highest score, sum of weights) over keys [begin, end), in base-2 exponentials.
+    """The highest scores, sums of weights and weighted values with the keys [start, start + KEYS) before `end` added.
 
-    Weights are added up by a matrix product too: its order of sums is the same for tiles of all shapes.
+    Exponentials are in base 2. Weights are added up by a matrix product too: its order of sums is the same for
+    tiles of all shapes.
     """
-    ones = tl.full([KEYS, 16], 1.0, q.dtype)
     dims = tl.arange(0, DIM)
-    in_head = dims < HEAD_DIM
-    highest = tl.full([LINES], float("-inf"), tl.float32)
-    totals = tl.zeros([LINES, 16], tl.float32)
-    acc = tl.zeros([LINES, DIM], tl.float32)
-    for start in range(begin, end, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        exists = keys < end
-        if WINDOW > 0:
-            exists = exists & (keys > first_position - WINDOW)  # blocks that no query sees may hold anything
-        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
-        at = cell[:, None] + dims[None, :]
-        mask = exists[:, None] & in_head[None, :]
-        k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_CAP:
-            scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
+    keys = start + tl.arange(0, KEYS)
+    exists = keys < end
+    if WINDOW > 0:
+        exists = exists & (keys > first_position - WINDOW)  # blocks that no query sees may hold anything
+    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+    at = cell[:, None] + dims[None, :]
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
+    v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_CAP:
+        scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (scale * 2.0 / soft_cap)) + 1.0)
         scores = scores * 1.4426950408889634
-        visible = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # A tile may hold nothing that a query sees: exp(-inf - -inf) must not become NaN.
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
-        decay = tl.exp2(highest - shift)
-        totals = tl.dot(weights, ones, totals * decay[:, None], input_precision="ieee")
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
-        highest = new_highest
-    return acc, highest, tl.max(totals, axis=1)
+    else:
+        scores = scores * (scale * 1.4426950408889634)
+    if start + KEYS > first_position:
+        scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+    if WINDOW > 0:
+        scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    # A tile may hold nothing that a query sees: exp(-inf - -inf) must not become NaN.
+    shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
+    decay = tl.exp2(highest - shift)
+    ones = tl.full([KEYS, 16], 1.0, q.dtype)
+    totals = tl.dot(weights, ones, totals * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    return new_highest, totals, acc
 
 
 @triton.jit
@@ -162,34 +161,46 @@ def _tile_kernel(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    highest = tl.full([LINES], float("-inf"), tl.float32)
+    totals = tl.zeros([LINES, 16], tl.float32)
+    acc = tl.zeros([LINES, DIM], tl.float32)
     if SPLITS == 0:
         whole = tl.zeros([LINES, DIM], tl.float32)
         whole_highest = tl.full([LINES], float("-inf"), tl.float32)
         whole_total = tl.zeros([LINES], tl.float32)
-        for segment in range(lowest // segment_size, tl.cdiv(seen, segment_size)):
-            begin = tl.maximum(segment * segment_size, lowest)
-            end = tl.minimum(segment * segment_size + segment_size, seen)
-            acc, highest, total = _walk(
-                q, positions, cache_ptr, table, kv_head, begin, end, first_position, value_offset, scale, soft_cap,
-                LINES, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+        for start in range(lowest, seen, KEYS):
+            highest, totals, acc = _take_in(
+                q, positions, highest, totals, acc, start, seen, cache_ptr, table, kv_head, first_position,
+                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
             )  # fmt: skip
-            whole_highest, keep, add = _factors(whole_highest, highest)
-            whole = tl.fma(whole, keep[:, None] + tl.zeros_like(whole), acc * add[:, None])
-            whole_total = tl.fma(whole_total, keep, total * add)
+            if (start + KEYS) % segment_size == 0 or start + KEYS >= seen:
+                whole_highest, keep, add = _factors(whole_highest, highest)
+                whole = tl.fma(whole, keep[:, None] + tl.zeros_like(whole), acc * add[:, None])
+                whole_total = tl.fma(whole_total, keep, tl.max(totals, axis=1) * add)
+                highest = tl.full([LINES], float("-inf"), tl.float32)
+                totals = tl.zeros([LINES, 16], tl.float32)
+                acc = tl.zeros([LINES, DIM], tl.float32)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         number_at = (token * NUM_HEADS + head) * NUM_SEGMENTS
-        for segment in range(tl.program_id(2), tl.cdiv(seen, segment_size), SPLITS):
-            begin = tl.maximum(segment * segment_size, lowest)
-            end = tl.minimum(segment * segment_size + segment_size, seen)
-            acc, highest, total = _walk(
-                q, positions, cache_ptr, table, kv_head, begin, end, first_position, value_offset, scale, soft_cap,
-                LINES, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+        # Each program has a run of segments.
+        run = tl.cdiv(tl.cdiv(seen, segment_size), SPLITS) * segment_size
+        begin = tl.program_id(2) * run
+        end = tl.minimum(begin + run, seen)
+        for start in range(tl.maximum(begin, lowest), end, KEYS):
+            highest, totals, acc = _take_in(
+                q, positions, highest, totals, acc, start, end, cache_ptr, table, kv_head, first_position,
+                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
             )  # fmt: skip
-            tl.store(parts_ptr + (number_at + segment)[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
-            tl.store(numbers_ptr + number_at + segment, highest, mask=inside)
-            tl.store(numbers_ptr + number_offset + number_at + segment, total, mask=inside)
+            if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
+                at = number_at + start // segment_size
+                tl.store(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+                tl.store(numbers_ptr + at, highest, mask=inside)
+                tl.store(numbers_ptr + number_offset + at, tl.max(totals, axis=1), mask=inside)
+                highest = tl.full([LINES], float("-inf"), tl.float32)
+                totals = tl.zeros([LINES, 16], tl.float32)
+                acc = tl.zeros([LINES, DIM], tl.float32)
 
 
 @triton.jit
@@ -204,6 +215,7 @@ def _fold_kernel(
     number_offset,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -239,7 +251,10 @@ def _fold_kernel(
     whole_highest = tl.full([1], float("-inf"), tl.float32)
     whole_total = tl.zeros([1], tl.float32)
     one = tl.arange(0, 1)
-    for start in range(0, segments, AT_ONCE):
+    first = 0
+    if WINDOW > 0:  # earlier ones hold nothing that it sees either
+        first = tl.maximum(before + query - WINDOW + 1, 0) // segment_size
+    for start in range(first, segments, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
             segment = start + step + one
             exists = segment < segments
@@ -304,6 +319,7 @@ def tile_attention(
     shared = {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
+        "WINDOW": window or 0,
         "TILE": tile,
         "TOKENS": tokens,
         "SEGMENT": segment,
@@ -333,7 +349,6 @@ def tile_attention(
         soft_cap or 0.0,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         LINES=lines,
         num_warps=cut.num_warps,

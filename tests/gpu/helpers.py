@@ -1,0 +1,81 @@
+"""What tests of the whole engine on a GPU share: a tiny model, and random schedules to run it under."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.types.sampling import SamplingParams
+from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model
+from tests.kernels.device import NATIVE
+
+needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+
+# Products and heads of sizes that kernels have fast paths for, and few enough blocks that requests are preempted.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+SMALL_CACHE = 1 << 20
+ROOMY_CACHE = 64 << 20
+
+
+def tiny_model(folder: Path) -> Path:
+    return make_model(folder, "qwen3", **SIZES)
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    token_ids: list[int]
+    params: SamplingParams
+
+
+def make_jobs(count: int, seed: int = 0, longest: int = 400) -> list[Job]:
+    """Requests that share prefixes, some greedy and some drawn, most with log-probabilities."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(3, VOCAB) for _ in range(longest)]
+    jobs = []
+    for index in range(count):
+        own = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 60))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            seed=index,
+            max_tokens=rng.randint(1, 24),
+            logprobs=rng.choice([None, 2]),
+            ignore_eos=True,
+        )
+        jobs.append(Job(str(index), [*stem[: rng.choice([0, 0, 16, 100, longest])], *own], params))
+    return jobs
+
+
+def run_jobs(core: Any, jobs: Iterable[Job], seed: int, aborted: Iterable[str] = ()) -> dict[str, Answer]:
+    """Submit in a random order at random steps; those to be aborted are, some steps after they came."""
+    rng = random.Random(seed)
+    waiting, driver, doomed = list(jobs), Driver(core), set(aborted)
+    rng.shuffle(waiting)
+    while waiting or core.has_work():
+        for _ in range(rng.choice([0, 0, 1, 3, 20])):
+            if waiting:
+                job = waiting.pop()
+                driver.add(job.name, job.token_ids, job.params)
+        going = [name for name in doomed if name in driver.answers]
+        if going and rng.random() < 0.3:
+            doomed.remove(going[0])
+            core.abort([going[0]])
+        driver.step()
+    return driver.answers
+
+
+def engine(model: Path, **settings: Any) -> Any:
+    return make_engine(model, **{"device": "cuda", "max_model_len": 1024, **settings})

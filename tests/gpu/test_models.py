@@ -1,0 +1,50 @@
+"""Every architecture on the GPU gives the logits of the CPU, in float32 without TF32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.worker.direct import DirectModel
+from tests.gpu.helpers import needs_gpu
+from tests.models.zoo import ARCHITECTURES, LENGTH, Tiny
+
+pytestmark = needs_gpu
+TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
+TOLERANCE = 1e-3
+
+
+def logits_on(folder: Path, tiny: Tiny, device: str, **settings: Any) -> Tensor:
+    flat = {"dtype": "float32", "max_model_len": tiny.max_model_len, "kv_cache_memory": 1 << 22, **settings}
+    config = EngineConfig.from_flat(model=str(folder), device=device, **flat)
+    with torch.inference_mode():
+        return DirectModel(config).logits(TOKENS).float().cpu()
+
+
+@pytest.mark.parametrize("tiny", ARCHITECTURES, ids=lambda tiny: tiny.name)
+def test_logits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.make(tmp_path)
+    expected = logits_on(tmp_path, tiny, "cpu", attention_backend="torch_ref")
+    assert not torch.backends.cuda.matmul.allow_tf32
+    for deterministic in (False, True):
+        actual = logits_on(tmp_path, tiny, "cuda", deterministic=deterministic)
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+        best = expected.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 2 * TOLERANCE
+        assert torch.equal(actual.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])
+def test_fp8_stays_near(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Three bits of mantissa: a product is off by a few percent of its norm, and logits by some times as much."""
+    tiny = next(tiny for tiny in ARCHITECTURES if tiny.name.startswith("llama"))
+    tiny.make(tmp_path)
+    plain = logits_on(tmp_path, tiny, "cuda", dtype="bfloat16")
+    actual = logits_on(tmp_path, tiny, "cuda", **{"dtype": "bfloat16", **settings})
+    error = float((actual - plain).norm() / plain.norm())
+    assert 0.0 < error < 0.3

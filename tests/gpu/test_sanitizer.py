@@ -1,0 +1,30 @@
+"""The kernels under compute-sanitizer: no access outside of what they were given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.helpers import needs_gpu
+
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+pytestmark = [
+    needs_gpu,
+    pytest.mark.skipif(not os.path.exists(SANITIZER), reason="compute-sanitizer is not installed"),
+    pytest.mark.timeout(600),
+]
+
+
+def test_memcheck_finds_nothing() -> None:
+    tests = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/kernels/triton"]
+    command = [SANITIZER, "--tool", "memcheck", "--error-exitcode", "99", sys.executable, "-m", "pytest", *tests]
+    # The caching allocator would hide an access beyond a tensor but inside its pool.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in found.stdout
