@@ -125,7 +125,7 @@ class ChannelParser(OutputParser):
         else:
             self._space += text
             if text.strip():
-                self._complain("text outside of a message", text)
+                self._complain("text outside of a message")
                 self._lane = _Lane.TEXT
                 self._events.append(TextDelta(self._space))
 
@@ -176,7 +176,7 @@ class ChannelParser(OutputParser):
 
     def _header_is_text(self) -> None:
         if self._written:
-            self._complain("a message without a header", self._written)
+            self._complain("a message without a header")
             self._events.append(TextDelta(self._written))
         self._header = self._written = ""
         self._lane = _Lane.TEXT
@@ -227,7 +227,7 @@ class ChannelParser(OutputParser):
         self._started = True
 
     def _call_is_text(self, complete: bool) -> None:
-        self._complain(f"the arguments of {self._name!r} are no JSON object", self._body)
+        self._complain("the arguments of a call are no JSON object")
         if self._started:
             self._events.append(CallEnd(self._num_calls - 1, complete))
         self._events.append(TextDelta(self._body))
@@ -253,7 +253,8 @@ class ChannelParser(OutputParser):
         self._space = ""
         self._lane = _Lane.BETWEEN
 
-    def _complain(self, reason: str, text: str) -> None:
+    def _complain(self, reason: str) -> None:
+        """The log holds nothing of what the model said: that is the user's."""
         if not self._has_complained:
             self._has_complained = True
-            logger.warning("the output is malformed and stays text: %s at %r", reason, text[:80])
+            logger.warning("the output is malformed and stays text: %s", reason)

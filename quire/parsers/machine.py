@@ -239,17 +239,18 @@ class TagParser(OutputParser):
         assert self._open is not None
         begun = self._buffer[self._open : self._resume]
         if not self._is_bare or self._had_call:
-            self._complain(reason, self._buffer[self._open :])
+            self._complain(reason)
         self._position = self._resume
         self._open = None
         self._reader = None
         self._lane = _Lane.TEXT
         self._add_text(begun)
 
-    def _complain(self, reason: str, text: str) -> None:
+    def _complain(self, reason: str) -> None:
+        """The log holds nothing of what the model said: that is the user's."""
         if not self._has_complained:
             self._has_complained = True
-            logger.warning("a tool call is malformed and stays text: %s at %r", reason, text[:80])
+            logger.warning("a tool call is malformed and stays text: %s", reason)
 
     def _section(self, final: bool) -> bool:
         assert self._tool is not None
@@ -334,7 +335,7 @@ class TagParser(OutputParser):
             return True
         self._events.append(CallEnd(self._num_calls - 1, reader.complete))
         if reader.status is Status.BAD:
-            self._complain("the arguments go wrong", self._buffer[self._position :])
+            self._complain("the arguments go wrong")
             self._add_text(reader.unsaid)
         self._reader = None
         self._lane = _Lane.TEXT
@@ -353,7 +354,7 @@ class TagParser(OutputParser):
             elif found is Match.FULL:
                 self._position = begin + len(marker)
             else:
-                self._complain(f"{marker!r} is missing", self._buffer[self._position :])
+                self._complain(f"{marker!r} is missing")
         self._events.append(CallEnd(self._num_calls - 1))
         self._reader = None
         self._lane = _Lane.TEXT
