@@ -10,5 +10,6 @@ BACKENDS: Registry[type[Backend]] = Registry(
     "quire.structured",
     {
         "llguidance": "guidance:GuidanceBackend",
+        "xgrammar": "xgrammar_backend:XGrammarBackend",
     },
 )

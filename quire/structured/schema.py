@@ -90,6 +90,8 @@ class SchemaCheck:
                 found[keyword] = self._value(keyword, value, here, depth + 1)
             elif keyword in _CONSTRAINTS:
                 raise self._error(keyword, here, "is not supported; leave it out or say it with other keywords")
+        if "enum" in found and "type" in found:
+            found["enum"] = self._enum_of_type(found["enum"], found["type"], (*path, "enum"))
         self._check_object(found, path)
         return found
 
@@ -139,6 +141,14 @@ class SchemaCheck:
         elif keyword == "$ref":
             self._reference(value, path)
 
+    def _enum_of_type(self, values: list[Any], types: str | list[str], path: tuple[str, ...]) -> list[Any]:
+        """Those of the values that the type beside them lets through."""
+        names = [types] if isinstance(types, str) else types
+        fitting = [value for value in values if any(_is_of_type(value, name) for name in names)]
+        if not fitting:
+            raise self._wrong("enum", path, values, f"a list with a value of type {' or '.join(names)}")
+        return fitting
+
     def _pattern(self, keyword: str, value: Any, path: tuple[str, ...]) -> None:
         if not isinstance(value, str):
             raise self._wrong(keyword, path, value, "a regular expression")
@@ -165,6 +175,7 @@ class SchemaCheck:
                 raise self._error("$ref", path, f"is {value!r:.60}, which is not in the schema; define it there")
 
     def _check_object(self, found: dict[str, Any], path: tuple[str, ...]) -> None:
+        self._name_required(found)
         properties = found.get("properties")
         if properties is None:
             return
@@ -179,9 +190,34 @@ class SchemaCheck:
         if self._closes_objects and "additionalProperties" not in found and "patternProperties" not in found:
             found["additionalProperties"] = False
 
+    def _name_required(self, found: dict[str, Any]) -> None:
+        """List what is required among the properties too: not every backend looks for it elsewhere."""
+        others = found.get("additionalProperties", True)
+        missing = [name for name in found.get("required", ()) if name not in found.get("properties", {})]
+        if missing and others is not False and "patternProperties" not in found:
+            found["properties"] = {**found.get("properties", {}), **dict.fromkeys(missing, others)}
+
     def _wrong(self, keyword: str, path: tuple[str, ...], value: Any, allowed: str) -> GrammarError:
         return self._error(keyword, path, f"is {value!r:.60} but must be {allowed}")
 
     def _error(self, keyword: str, path: tuple[str, ...], message: str) -> GrammarError:
         pointer = "#/" + "/".join(part.replace("~", "~0").replace("/", "~1") for part in path) if path else "#"
         return GrammarError(f"{self._field}: {keyword} at {pointer} {message}", self._field, keyword, pointer)
+
+
+def _is_of_type(value: Any, name: str) -> bool:
+    match name:
+        case "null":
+            return value is None
+        case "boolean":
+            return isinstance(value, bool)
+        case "integer":
+            return type(value) is int or (type(value) is float and value.is_integer())
+        case "number":
+            return not isinstance(value, bool) and isinstance(value, (int, float))
+        case "string":
+            return isinstance(value, str)
+        case "array":
+            return isinstance(value, list)
+        case _:
+            return isinstance(value, dict)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.structured.guidance import GuidanceBackend
+from quire.structured.base import Backend
 from quire.structured.sources import make_source
-from quire.types.structured import StructuredOutputsParams, Vocabulary
+from quire.types.structured import GrammarLimits, StructuredOutputsParams, Vocabulary
 
 EOS, OTHER_EOS, TOOL = 256, 257, 258
 WORDS = [b'{"', b'":', b'", "', b"true", b"null", b" the", b"12", b"ab", "é".encode(), "😀".encode()]
@@ -31,13 +31,19 @@ class Said:
 
 def allowed(masks: np.ndarray, line: int = 0) -> list[int]:
     bits = np.unpackbits(masks[line].view(np.uint8), bitorder="little")
-    return [int(token) for token in np.flatnonzero(bits)]
+    return [int(token) for token in np.flatnonzero(bits[: len(VOCABULARY.pieces)])]
 
 
-def speak(backend: GuidanceBackend, params: StructuredOutputsParams, seed: int = 0, max_tokens: int = 400) -> Said:
+def speak(
+    backend: Backend,
+    params: StructuredOutputsParams,
+    seed: int = 0,
+    max_tokens: int = 400,
+    limits: GrammarLimits | None = None,
+) -> Said:
     """Random tokens among those allowed, until the grammar ends, an end token is drawn, or it is enough."""
     rng = random.Random(seed)
-    matcher = backend.compile(make_source(params)).matcher()
+    matcher = backend.compile(make_source(params, limits)).matcher()
     masks = np.zeros((1, NUM_WORDS), dtype=np.int32)
     said = b""
     for _ in range(max_tokens):

@@ -1,0 +1,71 @@
+"""The xgrammar backend: what it takes, it enforces; the rest is refused. Nightly: importing it takes seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.structured.base import Backend
+from quire.structured.registry import BACKENDS
+from quire.structured.sources import make_source
+from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
+from tests.structured.test_schema import ENFORCED
+from tests.structured.words import VOCABULARY, speak
+
+LIMITS = GrammarLimits("xgrammar")
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(scope="module")
+def xgrammar() -> Backend:
+    return BACKENDS.get("xgrammar")(VOCABULARY)
+
+
+def said(backend: Backend, seed: int = 0, **params: Any) -> str | None:
+    """What is said, None if it did not come to an end."""
+    one = speak(backend, StructuredOutputsParams(**params), seed, limits=LIMITS)
+    return one.text if one.is_finished else None
+
+
+def test_schemas_are_enforced_or_refused(xgrammar: Backend) -> None:
+    enforced = 0
+    for schema in ENFORCED.values():
+        try:
+            texts = [said(xgrammar, seed, json=schema) for seed in range(4)]
+        except GrammarError:
+            continue
+        enforced += 1
+        for text in texts:
+            assert text is None or jsonschema.validate(json.loads(text), schema) is None
+    assert enforced >= 25
+
+
+def test_the_other_kinds(xgrammar: Backend) -> None:
+    for seed in range(10):
+        assert re.fullmatch("[a-c]{2,4}x?", said(xgrammar, seed, regex="[a-c]{2,4}x?") or "")
+        assert said(xgrammar, seed, choice=["yes", "no"]) in ("yes", "no")
+        assert said(xgrammar, seed, grammar='root ::= "a" | "bc"') in ("a", "bc")
+
+
+def test_an_output_ends_where_nothing_may_follow(xgrammar: Backend) -> None:
+    matcher = xgrammar.compile(make_source(StructuredOutputsParams(regex="a[0-9]{1,2}"), LIMITS)).matcher()
+    seen = []
+    for character in b"a12":
+        assert matcher.accept([character])
+        seen.append(matcher.is_complete)
+    assert seen == [False, False, True]
+    assert not matcher.accept([ord("3")])
+    assert matcher.error
+
+
+def test_errors(xgrammar: Backend) -> None:
+    with pytest.raises(GrammarError, match="grammar cannot be compiled"):
+        said(xgrammar, grammar="root ::= nothing")
+    with pytest.raises(GrammarError, match="whitespace_pattern is not understood"):
+        said(xgrammar, json={"type": "null"}, whitespace_pattern="x")
+    with pytest.raises(GrammarError, match="oneOf at #/oneOf is not supported"):
+        said(xgrammar, json={"oneOf": [{"type": "null"}]})
