@@ -53,8 +53,9 @@ class Worker:
         ladders: tuple[list[int], list[int]] = ([], [])
         if self.platform.batch_invariant:
             ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
-        elif plan.deterministic:
-            ladders = coarse_ladder(settings.max_num_batched_tokens), coarse_ladder(settings.max_num_seqs)
+        else:  # the library loads a kernel when a shape first needs it, so few numbers of logits are asked for
+            tokens = coarse_ladder(settings.max_num_batched_tokens) if plan.deterministic else []
+            ladders = tokens, coarse_ladder(settings.max_num_seqs)
         checked = time.perf_counter()
         report("KV")
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
