@@ -17,6 +17,7 @@ constexpr int TILE_ROWS = 2, TILE_PANELS = 1, DIRECT_PANELS = 1, MOST_DIRECT_ROW
 constexpr int64_t FEW = 64, SHALLOW = 192, DEEP = 1024;
 constexpr int64_t CHUNK_ROWS = 252;  // rows of x that pass by a tile before it is given up
 
+constexpr int64_t NEIGHBOURS = 64;       // rows up to which a thread should go through neighbouring panels
 constexpr int64_t LEAST_WORK = 1 << 15;  // multiplications that are worth a thread's attention
 
 struct Segment {
@@ -35,19 +36,7 @@ struct Plan {
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// N vectors of columns, of which [0, width) are there.
-template <int N>
-inline void load_columns(Vec* v, const float* p, int64_t width) {
-    if (width >= N * LANES) {
-        unrolled<N>([&](auto i) __attribute__((always_inline)) { v[i.value] = load(p + i.value * LANES); });
-    } else {
-        unrolled<N>([&](auto i) __attribute__((always_inline)) {
-            const int64_t left = width - i.value * LANES;
-            v[i.value] = left > 0 ? get(p + i.value * LANES, (int)least(left, LANES)) : zero();
-        });
-    }
-}
-
+// N vectors of columns, of which [0, width) are wanted.
 template <int N>
 inline void store_columns(const Vec* v, float* p, int64_t width, const float* bias) {
     if (width >= N * LANES && !bias) {
@@ -62,19 +51,31 @@ inline void store_columns(const Vec* v, float* p, int64_t width, const float* bi
     }
 }
 
+// What will be read next from the place of step `j`, `PANELS` panels further on, once per cache line. The hardware does
+// not see that panels are read side by side; this was measured to take a third off the time of one row.
+template <int F, int PANELS>
+inline void prefetch(const uint8_t* codes, int64_t panel_stride, int j) {
+    constexpr int STEPS = STEP_BYTES<F> < 64 ? 64 / STEP_BYTES<F> : 1;  // in a line
+    if (j / LAYOUTS[F].step % STEPS != 0) return;
+    for (int p = 0; p < PANELS; ++p) __builtin_prefetch(codes + (PANELS + p) * panel_stride);
+}
+
 // Elements [from, from + depth) along k of one panel as float32 [depth][PANEL]; both are multiples of BLOCK.
 template <int F>
 void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, float* out) {
     constexpr Layout L = LAYOUTS[F];
+    const int64_t ahead = TILE_PANELS * L.panel_bytes(inner);
     const uint8_t* scale_at = panel + from / L.group * L.scales_per_group();
     const uint8_t* code_at = panel + L.codes_at(inner) + from / L.step * STEP_BYTES<F>;
     for (int64_t k = 0; k < depth; k += L.group) {
         Scales<F> scales;
         scales.load_group(scale_at);
+        __builtin_prefetch(scale_at + ahead);
         scale_at += L.scales_per_group();
         for (int j = 0; j < L.group; j += L.step) {
             Codes<F> codes;
             codes.load_step(code_at);
+            prefetch<F, 1>(code_at, ahead, j);
             code_at += STEP_BYTES<F>;
             unrolled<L.step>([&](auto index) __attribute__((always_inline)) {
                 constexpr int I = decltype(index)::value;
@@ -86,15 +87,6 @@ void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, fl
 }
 
 // ---- few rows: weights are made in registers and used at once
-// What the next call will read from the place of step `j`, once per cache line. The hardware does not see that panels
-// are read side by side, panel after panel; this was measured to take a third off the time of one row.
-template <int F>
-inline void prefetch(const uint8_t* codes, int64_t panel_stride, int j) {
-    constexpr int STEPS = STEP_BYTES<F> < 64 ? 64 / STEP_BYTES<F> : 1;  // in a line
-    if (j / LAYOUTS[F].step % STEPS != 0) return;
-    for (int p = 0; p < DIRECT_PANELS; ++p) __builtin_prefetch(codes + p * panel_stride);
-}
-
 // DIRECT_PANELS panels, `panel_stride` bytes apart, of which `width` columns are wanted.
 template <int F, int ROWS>
 void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_stride, float* out, int64_t stride,
@@ -114,7 +106,7 @@ void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_s
         for (int j = 0; j < L.group; j += L.step) {
             Codes<F> codes[PANELS];
             for (int p = 0; p < PANELS; ++p) codes[p].load_step(code_at + p * panel_stride);
-            prefetch<F>(code_at + PANELS * panel_stride, panel_stride, j);
+            prefetch<F, PANELS>(code_at, panel_stride, j);
             code_at += STEP_BYTES<F>;
             const float* at = x + k + j;
             unrolled<L.step>([&](auto index) __attribute__((always_inline)) {
@@ -169,24 +161,26 @@ using Expand = void (*)(const uint8_t* panel, int64_t inner, int64_t from, int64
 struct Tile {
     float* weights;  // TILE_PANELS x [depth][PANEL]
     int64_t depth, width;
-    bool first;         // start from zero instead of what `out` holds
-    const float* bias;  // added to the last
+    bool first, last;   // of the tiles along k: starts from zero, ends in `out`; others hand over sums
+    const float* bias;  // added by the last
     // Where `weights` are made as they are needed, FEW elements along k at a time; null if they are there.
     Expand expand;
     const uint8_t* panel;
     int64_t panel_stride, inner;
 };
 
+// `sums` [ROWS][TILE_PANELS * PANEL]. They have a place of their own because rows of `out` may be a multiple of 4 KiB
+// apart, which puts them all into one set of the first-level cache.
 template <int ROWS>
-void multiply(const Tile& tile, const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, float* out, int64_t out_stride) {
     constexpr int COLUMNS = TILE_PANELS * VECS;
     Vec acc[ROWS][COLUMNS];
     if (tile.first)
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < COLUMNS; ++v) acc[r][v] = zero();
     else
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-            load_columns<COLUMNS>(acc[r.value], out + r.value * out_stride, tile.width);
+        unrolled<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) {
+            acc[i.value / COLUMNS][i.value % COLUMNS] = load(sums + i.value * LANES);
         });
     const int64_t span = tile.expand ? FEW : tile.depth;
     // Rows are reached from three pointers, so that few registers hold addresses.
@@ -212,12 +206,17 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* out, in
             ++x0, ++x1, ++x2;
         }
     }
-    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-        store_columns<COLUMNS>(acc[r.value], out + r.value * out_stride, tile.width, tile.bias);
-    });
+    if (tile.last)
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+            store_columns<COLUMNS>(acc[r.value], out + r.value * out_stride, tile.width, tile.bias);
+        });
+    else
+        unrolled<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) {
+            store(sums + i.value * LANES, acc[i.value / COLUMNS][i.value % COLUMNS]);
+        });
 }
 
-using Multiply = void (*)(const Tile&, const float*, int64_t, float*, int64_t);
+using Multiply = void (*)(const Tile&, const float*, int64_t, float*, float*, int64_t);
 template <int... R>
 struct Multiplies {
     static constexpr Multiply table[] = {nullptr, multiply<R>...};
@@ -241,23 +240,24 @@ void tile_rows(const float* x, int64_t rows, int64_t inner, const Segment& segme
     const int64_t blocks = ceil_div(rows, TILE_ROWS);
     if (blocks == 1) {
         float* weights = (float*)scratch(0, TILE_PANELS * FEW * PANEL * sizeof(float));
-        const Tile tile{weights, inner, width, true, bias ? bias + column : nullptr, expand<F>, panels,
-                        count == TILE_PANELS ? panel_bytes : 0, inner};
-        return AllMultiplies::table[rows](tile, x, inner, out + column, out_stride);
+        const Tile tile{weights,   inner,  width, true, true, bias ? bias + column : nullptr,
+                        expand<F>, panels, count == TILE_PANELS ? panel_bytes : 0, inner};
+        return AllMultiplies::table[rows](tile, x, inner, nullptr, out + column, out_stride);
     }
     const int64_t most = blocks < 4 ? SHALLOW : DEEP;
     const int64_t depth = ceil_div(ceil_div(inner, ceil_div(inner, most)), BLOCK) * BLOCK;
     float* weights = (float*)scratch(0, TILE_PANELS * depth * PANEL * sizeof(float));
+    float* sums = (float*)scratch(1, TILE_PANELS * PANEL * rows * sizeof(float));
     for (int64_t k = 0; k < inner; k += depth) {
         const int64_t left = least(depth, inner - k);
         for (int64_t p = 0; p < count; ++p)
             expand<F>(panels + p * panel_bytes, inner, k, ceil_div(left, BLOCK) * BLOCK, weights + p * left * PANEL);
-        const Tile tile{weights, left, width, k == 0, bias && k + depth >= inner ? bias + column : nullptr, nullptr,
-                        nullptr, 0, 0};
+        const Tile tile{weights, left,    width,   k == 0, k + depth >= inner, bias ? bias + column : nullptr,
+                        nullptr, nullptr, 0,       0};
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-            AllMultiplies::table[end - begin](tile, x + begin * inner + k, inner, out + begin * out_stride + column,
-                                              out_stride);
+            AllMultiplies::table[end - begin](tile, x + begin * inner + k, inner, sums + begin * TILE_PANELS * PANEL,
+                                              out + begin * out_stride + column, out_stride);
         }
     }
 }
@@ -312,7 +312,9 @@ void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
 void many_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
     constexpr int64_t UNIT = PANEL * TILE_PANELS;
     const int64_t tiles = units(plan, UNIT), chunks = ceil_div(rows, CHUNK_ROWS);
-    parallel(tiles * chunks, 1 + LEAST_WORK / (plan.inner * UNIT * rows), [&](int64_t begin, int64_t end) {
+    int64_t grain = 1 + LEAST_WORK / (plan.inner * UNIT * rows);
+    if (rows <= NEIGHBOURS && tiles / (2 * num_threads()) > grain) grain = tiles / (2 * num_threads());
+    parallel(tiles * chunks, grain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t chunk = i / tiles, tile = i % tiles;
             const int64_t first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
