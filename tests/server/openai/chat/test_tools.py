@@ -246,6 +246,7 @@ async def test_malformed_calls_stay_text_with_one_line_in_the_log(caplog: pytest
     assert body["choices"][0]["finish_reason"] == "stop"
     lines = [record for record in caplog.records if "malformed" in record.getMessage()]
     assert len(lines) == 1
+    assert "name" not in lines[0].getMessage(), "what a model says is not for the log"
 
 
 async def test_thinking_is_kept_apart_from_the_answer() -> None:
