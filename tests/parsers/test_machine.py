@@ -32,6 +32,7 @@ from tests.parsers.helpers import (
 
 # Of each of so many outputs in each of 16 formats, SPLITS ways to cut it: 3,200 in CI and 102,400 at night.
 EXAMPLES = 20
+FEWER_EXAMPLES = 10
 NIGHTLY_EXAMPLES = 640
 SPLITS = 10
 TOOLS = [Tool(name) for name in NAMES]
@@ -92,7 +93,7 @@ def check_cuts(tool: str, reasoning: str, data: st.DataObject) -> None:
 
 
 @every_format
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=FEWER_EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_what_is_said_comes_back(tool: str, reasoning: str, data: st.DataObject) -> None:
     check_round_trip(tool, reasoning, data)
@@ -124,7 +125,7 @@ def test_many_cuts_do_not_matter(tool: str, reasoning: str, data: st.DataObject)
 
 
 @every_format
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=FEWER_EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_text_without_markers_is_never_changed(tool: str, reasoning: str, data: st.DataObject) -> None:
     if tool == "harmony":
@@ -200,10 +201,11 @@ def test_what_is_wrong_stays_text(tool: str, output: str, text: str, calls: list
         assert [(call.name, call.arguments, call.complete) for call in parsed.calls] == calls
 
 
-def test_one_line_in_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    feed(make_parser("hermes", None, prompt_text="", tools=TOOLS), ["<tool_call>a", "<tool_call>b", "<tool_call>c"])
+def test_one_line_in_the_log_says_so_and_nothing_of_the_text(caplog: pytest.LogCaptureFixture) -> None:
+    feed(make_parser("hermes", None, prompt_text="", tools=TOOLS), ["<tool_call>secret"] * 3)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "'<tool_call>a'" in caplog.text
+    assert "malformed" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_what_is_surely_text_is_not_held_back() -> None:
