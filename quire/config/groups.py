@@ -166,6 +166,20 @@ class ServerConfig:
         1000, "Most responses kept in memory for previous_response_id; the one used longest ago goes first."
     )
     max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses, e.g. 64MiB.", unit="bytes")
+    tool_server: tuple[str, ...] = setting(
+        (),
+        "An MCP server whose tools the Responses API may call: LABEL=http://HOST:PORT/mcp or"
+        " LABEL=stdio:COMMAND ARGS. Unset: none.",
+    )
+    tool_call_timeout: float = setting(60.0, "Seconds that a tool server gets to answer, for each call.")
+    max_tool_turns: int = setting(
+        16, "Most turns of one response that call tool servers; after them the model must answer without."
+    )
+    max_tool_result_bytes: int = setting(
+        64 << 10,
+        "Most of a tool server's result that the model reads, e.g. 64KiB; the rest is cut off.",
+        unit="bytes",
+    )
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")
     stats_interval: float = setting(

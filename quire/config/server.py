@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import env
 from quire.config.groups import ServerConfig
 from quire.types.errors import ConfigError
+
+_LABEL = re.compile(r"[A-Za-z0-9-]+(_[A-Za-z0-9-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolServerAddress:
+    """Where a tool server is: an address, or a command that talks over its standard input and output."""
+
+    label: str
+    url: str | None = None
+    command: tuple[str, ...] = ()
 
 
 def check_server(config: ServerConfig) -> None:
@@ -22,6 +36,9 @@ def check_server(config: ServerConfig) -> None:
         "drain_timeout": (config.drain_timeout, 0),
         "stall_timeout": (config.stall_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
+        "tool_call_timeout": (config.tool_call_timeout, 0),
+        "max_tool_turns": (config.max_tool_turns, 0),
+        "max_tool_result_bytes": (config.max_tool_result_bytes, 1),
     }
     for name, (value, minimum) in least.items():
         if not value >= minimum:
@@ -33,6 +50,36 @@ def check_server(config: ServerConfig) -> None:
     for name in ("served_model_name", "api_key", "allowed_origins"):
         if not all(getattr(config, name)):
             raise ConfigError(f"{name} is empty; give a text, or leave the flag out")
+    tool_server_addresses(config)
+
+
+def tool_server_addresses(config: ServerConfig) -> tuple[ToolServerAddress, ...]:
+    """The servers of the --tool-server flags, whose labels differ."""
+    addresses = tuple(_tool_server_address(text) for text in config.tool_server)
+    labels = [address.label for address in addresses]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"tool_server has the label {label!r} twice; give each server its own")
+    return addresses
+
+
+def _tool_server_address(text: str) -> ToolServerAddress:
+    label, equals, target = text.partition("=")
+    if not equals or _LABEL.fullmatch(label) is None:
+        raise ConfigError(
+            f"tool_server is {text!r} but must be LABEL=http://HOST:PORT/mcp or LABEL=stdio:COMMAND ARGS, with a"
+            " label of letters, digits, - and single _"
+        )
+    if target.startswith(("http://", "https://")):
+        return ToolServerAddress(label, url=target)
+    kind, _, command = target.partition(":")
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise ConfigError(f"tool_server {label!r} has a command that cannot be read: {error}") from error
+    if kind != "stdio" or not words:
+        raise ConfigError(f"tool_server {label!r} is at {target!r} but must be at http://, https:// or stdio:COMMAND")
+    return ToolServerAddress(label, command=words)
 
 
 def collect_api_keys(config: ServerConfig) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from quire.server.openai.completions.router import completions_router
 from quire.server.openai.models import models_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
+from quire.server.tool_servers import ToolServers, make_tool_servers
 
 ROUTERS = (
     chat_router,
@@ -44,10 +45,16 @@ def build_app(
     api_keys: Sequence[str] = (),
     observer: Observer = NULL_OBSERVER,
     extra_routers: Sequence[APIRouter] = (),
+    tool_servers: ToolServers | None = None,
 ) -> FastAPI:
-    """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext."""
+    """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext.
+
+    Whoever gives `tool_servers` closes them.
+    """
     formats = resolve_formats(text, settings)
-    context = ServerContext(provider, text, settings, tuple(model_names), Admission(settings.max_queue), formats)
+    servers = tool_servers or make_tool_servers(ServerConfig())
+    admission = Admission(settings.max_queue)
+    context = ServerContext(provider, text, settings, tuple(model_names), admission, formats, servers)
     app = FastAPI(
         title="Quire",
         version=quire.__version__,

@@ -14,6 +14,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
+from quire.server.tool_servers import ToolServers
 from quire.types.errors import EngineUnavailableError, RequestError
 from quire.utils.log import get_logger
 
@@ -54,6 +55,7 @@ class ServerContext:
     model_names: Sequence[str]
     admission: Admission
     formats: Formats
+    tool_servers: ToolServers
     created: int = field(default_factory=lambda: int(time.time()))
     _seen_fields: set[str] = field(default_factory=set)
 

@@ -70,6 +70,10 @@ class NotFoundError(RequestError):
     """The request names something that is not here, or not any more."""
 
 
+class ToolServerError(QuireError):
+    """A tool server that the operator named cannot be used."""
+
+
 class ClientDisconnectedError(QuireError):
     """The client went away before its answer was complete."""
 
@@ -81,6 +85,8 @@ def status_of(error: QuireError) -> int:
         return 404
     if isinstance(error, RequestError):
         return 400
+    if isinstance(error, ToolServerError):
+        return 502
     return 503 if isinstance(error, EngineUnavailableError) else 500
 
 

@@ -33,6 +33,7 @@ from quire.server.context import EngineProvider
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
 from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
+from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineError
 from quire.types.messages import StartupPhase
 from quire.utils.log import get_logger
@@ -65,6 +66,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         take_line = relay_engine_line if settings.log_format == "json" else print_line
         launch = partial(launch_client, take_line=take_line)
     api_keys = collect_api_keys(settings)
+    tool_servers = make_tool_servers(settings)
     model_names = settings.served_model_name or (config.model.model,)
     telemetry = make_telemetry(
         model_names[0],
@@ -92,6 +94,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 api_keys=api_keys,
                 observer=telemetry.observer,
                 extra_routers=[make_metrics_router(telemetry.prometheus)],
+                tool_servers=tool_servers,
             )
             server = Server(uvicorn_config(app, settings))
             # A full collection would walk over all that was made until now, and no stream would move meanwhile.
@@ -100,6 +103,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
             try:
                 await serve(server, supervisor, listener, address_of(settings, listener))
             finally:
+                await tool_servers.close()
                 telemetry.observer.close()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -26,7 +26,9 @@ def parsed(*flags: str) -> ServerConfig:
 
 @given(st.data())
 def test_any_settings_round_trip(data: st.DataObject) -> None:
-    settings = [s for s in args.server_settings() if s.name not in ("port", "root_path", "ssl_keyfile")]
+    settings = [
+        s for s in args.server_settings() if s.name not in ("port", "root_path", "ssl_keyfile", "tool_server")
+    ]
     values = {s.name: data.draw(values_of(s)) for s in settings if data.draw(st.booleans())}
     flags = [flag for s in settings if s.name in values for flag in as_flags(s, values[s.name])]
     expected = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
@@ -57,6 +59,16 @@ def test_the_defaults_are_safe() -> None:
         {"root_path": "llm"},
         {"api_key": ("",)},
         {"served_model_name": ("a", "")},
+        {"tool_call_timeout": -1.0},
+        {"max_tool_turns": -1},
+        {"max_tool_result_bytes": 0},
+        {"tool_server": ("",)},
+        {"tool_server": ("http://127.0.0.1:9/mcp",)},
+        {"tool_server": ("a__b=http://127.0.0.1:9/mcp",)},
+        {"tool_server": ("a=stdio:",)},
+        {"tool_server": ("a=stdio:'open",)},
+        {"tool_server": ("a=ftp://127.0.0.1",)},
+        {"tool_server": ("a=stdio:x", "a=stdio:y")},
     ],
 )
 def test_values_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:

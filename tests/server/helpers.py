@@ -19,6 +19,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.server.app import build_app
 from quire.server.launch import Server, uvicorn_config
+from quire.server.tool_servers import ToolServers
 from quire.types.errors import EngineUnavailableError
 from quire.types.messages import EngineInfo
 from tests.frontend.fake_client import VOCAB_SIZE, FakeClient, text_model
@@ -67,11 +68,17 @@ def make_app(
     *,
     provider: FakeProvider | None = None,
     api_keys: tuple[str, ...] = (),
+    tool_servers: ToolServers | None = None,
     **settings: Any,
 ) -> FastAPI:
     provider = provider or FakeProvider(client or FakeClient())
     return build_app(
-        provider, provider.text, ServerConfig(**settings), model_names=(MODEL, "alias/name"), api_keys=api_keys
+        provider,
+        provider.text,
+        ServerConfig(**settings),
+        model_names=(MODEL, "alias/name"),
+        api_keys=api_keys,
+        tool_servers=tool_servers,
     )
 
 

@@ -36,7 +36,8 @@ def test_no_request_crashes_or_hangs_the_server(case: schemathesis.Case, server:
     response = case.call(base_url=server.url, timeout=10)
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        names = {"message", "type"} if "/messages" in case.path else {"message", "type", "param", "code"}
+        assert set(response.json()["error"]) == names
 
 
 def test_schemas_are_without_references() -> None:

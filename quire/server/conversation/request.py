@@ -89,11 +89,16 @@ class Conversation:
         return () if self.tool_choice.mode == "none" else self.tools
 
 
+def is_tool_name(name: str) -> bool:
+    """Whether every format can carry it."""
+    return _TOOL_NAME.fullmatch(name) is not None
+
+
 def check_tools(tools: Sequence[Tool], choice: ToolChoice, choice_field: str = "tool_choice") -> None:
     """Refuse names that no format can carry, names that are given twice, and a choice that no tool fits."""
     seen: dict[str, Tool] = {}
     for tool in tools:
-        if _TOOL_NAME.fullmatch(tool.name) is None:
+        if not is_tool_name(tool.name):
             raise RequestError(
                 f"{tool.where} has the name {tool.name[:140]!r}; a tool's name has 1 to 128 letters, digits or any of"
                 " _ - .",

@@ -20,6 +20,7 @@ from quire.server.conversation.request import (
     check_tools,
 )
 from quire.server.openai.responses.items import Item, flat_name, messages_of
+from quire.server.openai.responses.mcp import Listing
 from quire.server.openai.responses.protocol import Response, ResponsesRequest
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
@@ -36,12 +37,22 @@ class Toolbox:
     tools: tuple[Tool, ...]
     namespaces: Mapping[str, tuple[str, str]]
     """Flat name -> (namespace, own name), for those that are in one."""
+    remote: Mapping[str, tuple[str, str]]
+    """Flat name -> (label of the tool server, own name), for those that the server calls itself."""
+    listings: Sequence[Listing] = ()
 
 
-def toolbox_of(definitions: Sequence[Mapping[str, Any]] | None) -> Toolbox:
-    """Functions, alone or in namespaces. A tool that only OpenAI runs is refused, unless it says it is optional."""
+def toolbox_of(
+    definitions: Sequence[Mapping[str, Any]] | None, listings: Mapping[int, Listing] | None = None
+) -> Toolbox:
+    """Functions, alone or in namespaces, and tools of tool servers, whose `listings` are by their place.
+
+    A tool that only OpenAI runs is refused, unless it says it is optional.
+    """
     tools: list[Tool] = []
     namespaces: dict[str, tuple[str, str]] = {}
+    remote: dict[str, tuple[str, str]] = {}
+    listings = listings or {}
     for index, definition in enumerate(definitions or ()):
         where = f"tools[{index}]"
         kind = definition.get("type")
@@ -53,13 +64,19 @@ def toolbox_of(definitions: Sequence[Mapping[str, Any]] | None) -> Toolbox:
                 tool = _function(member, space, f"{where}.tools[{position}]")
                 namespaces[tool.name] = (space, str(member["name"]))
                 tools.append(tool)
+        elif index in listings:
+            label = listings[index].label
+            for found in listings[index].tools:
+                name = flat_name(found.name, label)
+                remote[name] = (label, found.name)
+                tools.append(Tool(name, found.description, found.input_schema, where=where))
         elif not is_optional(definition):
             raise RequestError(
                 f"{where} is of type {str(kind)[:60]!r}, which this server does not run; give functions, or mark it"
                 ' with "optional": true to go on without it',
                 f"{where}.type",
             )
-    return Toolbox(tuple(tools), namespaces)
+    return Toolbox(tuple(tools), namespaces, remote, tuple(listings.values()))
 
 
 def is_optional(definition: Mapping[str, Any]) -> bool:
@@ -70,7 +87,7 @@ def is_optional(definition: Mapping[str, Any]) -> bool:
 def conversation_of(
     context: ServerContext, body: ResponsesRequest, items: Sequence[Item], toolbox: Toolbox
 ) -> Conversation:
-    choice, tools = tool_choice_of(body.tool_choice, list(toolbox.tools))
+    choice, tools = tool_choice_of(body.tool_choice, toolbox)
     check_tools(tools, choice)
     variables = body.chat_template_kwargs or {}
     check_template_options(context.settings, None, variables)
@@ -85,8 +102,9 @@ def conversation_of(
     )
 
 
-def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
+def tool_choice_of(value: str | dict[str, Any] | None, toolbox: Toolbox) -> tuple[ToolChoice, list[Tool]]:
     """Who decides about calls, and which tools may be called."""
+    tools = list(toolbox.tools)
     if value is None:
         return AUTO, tools
     if isinstance(value, str):
@@ -96,24 +114,46 @@ def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tup
                 "tool_choice",
             )
         return _CHOICES[value], tools
-    if value.get("type") == "function":
-        name = flat_name(_name(value, "tool_choice"), value.get("namespace"))
-        return ToolChoice("named", name), tools
-    if value.get("type") != "allowed_tools" or value.get("mode") not in ("auto", "required"):
+    kind = value.get("type")
+    if kind in ("function", "mcp"):
+        names = _chosen(value, toolbox, "tool_choice")
+        named = len(names) == 1 and (kind == "function" or value.get("name") is not None)
+        return (ToolChoice("named", names[0]), tools) if named else (REQUIRED, _only(tools, names))
+    if kind != "allowed_tools" or value.get("mode") not in ("auto", "required"):
         raise RequestError(
-            f"tool_choice is {str(value)[:80]!r} but must be of type 'function', or of type 'allowed_tools' with the"
-            " mode auto or required",
+            f"tool_choice is {str(value)[:80]!r} but must be of type 'function' or 'mcp', or of type 'allowed_tools'"
+            " with the mode auto or required",
             "tool_choice",
         )
     listed = value.get("tools")
-    names = {entry.get("name") for entry in listed if isinstance(entry, dict)} if isinstance(listed, list) else set()
-    missing = names - {tool.name for tool in tools}
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise RequestError("tool_choice.tools must be a list of tools", "tool_choice.tools")
+    allowed = [
+        name for index, entry in enumerate(listed) for name in _chosen(entry, toolbox, f"tool_choice.tools[{index}]")
+    ]
+    missing = set(allowed) - {tool.name for tool in tools}
     if missing:
+        raise RequestError(f"tool_choice allows {min(missing)[:140]!r}, which is not in tools", "tool_choice.tools")
+    return _CHOICES[value["mode"]], _only(tools, allowed)
+
+
+def _chosen(entry: Mapping[str, Any], toolbox: Toolbox, where: str) -> list[str]:
+    """The flat names of what a choice names: a function, a tool of a tool server, or all tools of one."""
+    label = entry.get("server_label")
+    if entry.get("type") != "mcp":
+        return [flat_name(_name(entry, where), entry.get("namespace"))]
+    own = entry.get("name")
+    names = [flat for flat, (of, name) in toolbox.remote.items() if of == label and own in (None, name)]
+    if not names:
         raise RequestError(
-            f"tool_choice allows {str(sorted(map(str, missing))[0])[:140]!r}, which is not in tools",
-            "tool_choice.tools",
+            f"{where} names {str(own or 'tools')[:60]!r} of the tool server {str(label)[:60]!r}, not in tools",
+            where,
         )
-    return _CHOICES[value["mode"]], [tool for tool in tools if tool.name in names]
+    return names
+
+
+def _only(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    return [tool for tool in tools if tool.name in names]
 
 
 def response_of(body: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
@@ -151,6 +191,8 @@ def response_of(body: ResponsesRequest, response_id: str, created: int, model: s
 def check_fields(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         raise RequestError("background is set but store is false, so nobody could ask for the answer", "store")
+    if body.background and body.stream:
+        raise RequestError("background is set and so is stream; ask for the answer later, by its id", "stream")
     if body.truncation not in (None, "auto", "disabled"):
         raise RequestError(f"truncation is {body.truncation[:40]!r} but must be auto or disabled", "truncation")
     if len(body.metadata or ()) > _MOST_METADATA:

@@ -16,6 +16,9 @@ from quire.server.openai.logprobs import ChatLogprob
 from quire.server.openai.responses.protocol import (
     FunctionCallItem,
     ItemStatus,
+    McpCallItem,
+    McpListToolsItem,
+    McpToolInfo,
     MessageItem,
     OutputItem,
     OutputText,
@@ -27,11 +30,14 @@ from quire.server.openai.responses.protocol import (
 
 Event = dict[str, Any]
 
+CUT_SHORT = "the answer ended within the call"
+
 
 class ResponseEvents:
     """Builds the events of one response and fills in its output on the way.
 
-    `namespaces` gives for a flattened tool's name its namespace and its own name.
+    `namespaces` gives for a flattened tool's name its namespace and its own name, `remote` the same for the tools of
+    tool servers, with the server's label. Calls of those wait, after their arguments, for `call_result`.
     """
 
     def __init__(
@@ -41,13 +47,19 @@ class ResponseEvents:
         as_summary: bool = False,
         with_encrypted: bool = False,
         namespaces: Mapping[str, tuple[str, str]] | None = None,
+        remote: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self.response = response
         self._as_summary = as_summary
         self._with_encrypted = with_encrypted
         self._namespaces = namespaces or {}
+        self._remote = remote or {}
         self._sequence = 0
         self._base = 0  # items of earlier turns
+
+    @property
+    def has_begun(self) -> bool:
+        return self._sequence > 0
 
     def begin(self) -> list[Event]:
         first = "response.queued" if self.response.status == "queued" else "response.created"
@@ -73,19 +85,33 @@ class ResponseEvents:
                 events += self._close(index, "completed" if block.complete else "incomplete")
         return events
 
-    def add_item(self, item: OutputItem) -> Event:
-        """An item that is there at once, or that others will complete."""
-        self.response.output.append(item)
-        return self._event(
-            "response.output_item.added", output_index=len(self.response.output) - 1, item=_plain(item)
-        )
+    def listing(self, label: str, tools: list[McpToolInfo]) -> list[Event]:
+        """The tools of a server, before the model's first word."""
+        index = len(self.response.output)
+        item = McpListToolsItem(self._item_id("mcpl", index), label, [])
+        events = [self._add(item), self._part("mcp_list_tools.in_progress", index)]
+        item.tools = tools
+        return [*events, self._part("mcp_list_tools.completed", index), self._done(index)]
 
-    def item_event(self, kind: str, index: int, **fields: Any) -> Event:
-        """An event about the item at `index` of the output."""
-        return self._event(kind, output_index=index, item_id=self.response.output[index].id, **fields)
+    def waiting_calls(self) -> list[tuple[int, McpCallItem]]:
+        """The calls of the last turn that have no result yet."""
+        return [
+            (index, item)
+            for index, item in enumerate(self.response.output)
+            if isinstance(item, McpCallItem) and item.status == "in_progress"
+        ]
 
-    def item_done(self, index: int) -> Event:
-        return self._event("response.output_item.done", output_index=index, item=_plain(self.response.output[index]))
+    def has_client_calls(self) -> bool:
+        """Whether the last turn calls functions that the client runs."""
+        return any(isinstance(item, FunctionCallItem) for item in self.response.output[self._base :])
+
+    def call_result(self, index: int, *, output: str | None = None, error: str | None = None) -> list[Event]:
+        """What came of a waiting call: its output, or why there is none."""
+        item = self.response.output[index]
+        assert isinstance(item, McpCallItem)
+        item.output, item.error = output, error
+        item.status = "completed" if error is None else "failed"
+        return [self._part(f"mcp_call.{item.status}", index), self._done(index)]
 
     def end(self) -> Event:
         """The last event; the response's status says which."""
@@ -93,7 +119,9 @@ class ResponseEvents:
 
     def _open(self, start: BlockStart, index: int) -> list[Event]:
         item = self._new_item(start, index)
-        events = [self.add_item(item)]
+        events = [self._add(item)]
+        if isinstance(item, McpCallItem):
+            return [*events, self._part("mcp_call.in_progress", index)]
         if isinstance(item, MessageItem):
             item.content.append(OutputText(""))
             return [*events, self._part("content_part.added", index, content_index=0, part=_plain(item.content[0]))]
@@ -102,17 +130,18 @@ class ResponseEvents:
         return events
 
     def _new_item(self, start: BlockStart, index: int) -> OutputItem:
-        suffix = f"{self.response.id.removeprefix('resp_')}_{index}"
         if start.kind == "text":
-            return MessageItem(f"msg_{suffix}", "in_progress", [])
+            return MessageItem(self._item_id("msg", index), "in_progress", [])
         if start.kind == "reasoning":
-            item = ReasoningItem(f"rs_{suffix}", "in_progress", [], [])
+            item = ReasoningItem(self._item_id("rs", index), "in_progress", [], [])
             if self._as_summary:
                 item.summary.append(SummaryText(""))
             else:
                 item.content.append(ReasoningText(""))
             return item
-        call = FunctionCallItem(f"fc_{suffix}", "in_progress", start.call_id, start.name, "")
+        if start.name in self._remote:
+            return McpCallItem(self._item_id("mcp", index), "in_progress", *self._remote[start.name], "")
+        call = FunctionCallItem(self._item_id("fc", index), "in_progress", start.call_id, start.name, "")
         if start.name in self._namespaces:
             call.namespace, call.name = self._namespaces[start.name]
         return call
@@ -128,6 +157,9 @@ class ResponseEvents:
         if isinstance(item, FunctionCallItem):
             item.arguments += text
             return [self._part("function_call_arguments.delta", index, delta=text)] if text else []
+        if isinstance(item, McpCallItem):
+            item.arguments += text
+            return [self._part("mcp_call_arguments.delta", index, delta=text)] if text else []
         assert isinstance(item, ReasoningItem)
         if self._as_summary:
             item.summary[0].text += text
@@ -137,6 +169,9 @@ class ResponseEvents:
 
     def _close(self, index: int, status: ItemStatus) -> list[Event]:
         item = self.response.output[index]
+        if isinstance(item, McpCallItem):
+            told = self._part("mcp_call_arguments.done", index, arguments=item.arguments)
+            return [told] if status == "completed" else [told, *self.call_result(index, error=CUT_SHORT)]
         assert isinstance(item, MessageItem | FunctionCallItem | ReasoningItem)
         item.status = status
         events: list[Event] = []
@@ -154,7 +189,7 @@ class ResponseEvents:
             events = [self._reasoning_done(index, item), self._reasoning_part("done", index, item)]
             if self._with_encrypted:
                 item.encrypted_content = encrypt(reasoning_text(item))
-        return [*events, self.item_done(index)]
+        return [*events, self._done(index)]
 
     def _reasoning_done(self, index: int, item: ReasoningItem) -> Event:
         if self._as_summary:
@@ -168,7 +203,20 @@ class ResponseEvents:
         return self._part(f"content_part.{what}", index, content_index=0, part=_plain(item.content[0]))
 
     def _part(self, kind: str, index: int, **fields: Any) -> Event:
-        return self.item_event(f"response.{kind}", index, **fields)
+        """An event about the item at `index` of the output."""
+        item_id = self.response.output[index].id
+        return self._event(f"response.{kind}", output_index=index, item_id=item_id, **fields)
+
+    def _add(self, item: OutputItem) -> Event:
+        self.response.output.append(item)
+        index = len(self.response.output) - 1
+        return self._event("response.output_item.added", output_index=index, item=_plain(item))
+
+    def _done(self, index: int) -> Event:
+        return self._event("response.output_item.done", output_index=index, item=_plain(self.response.output[index]))
+
+    def _item_id(self, prefix: str, index: int) -> str:
+        return f"{prefix}_{self.response.id.removeprefix('resp_')}_{index}"
 
     def _snapshot(self) -> Any:
         """The response as it is now."""

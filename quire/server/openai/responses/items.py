@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.openai.responses.events import decrypt
+from quire.server.openai.responses.events import CUT_SHORT, decrypt
 from quire.types.errors import RequestError
 
 Item = dict[str, Any]
@@ -20,6 +20,11 @@ SEPARATOR = "__"
 
 def flat_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
+
+
+def response_id_of(item_id: str) -> str:
+    """The response that an item of an output belongs to."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
 
 
 def items_of(value: str | Sequence[Item]) -> list[Item]:
@@ -54,7 +59,8 @@ class _Builder:
         elif kind == "reasoning":
             self._assistant()["reasoning_content"] = _reasoning(item)
         elif kind in ("function_call", "mcp_call"):
-            self._call(item, where)
+            if not _is_cut_short(item):
+                self._call(item, where)
         elif kind == "function_call_output":
             call_id = _text(item, "call_id", where)
             self._result(call_id, _output(item.get("output"), f"{where}.output"))
@@ -110,6 +116,13 @@ class _Builder:
     def _result(self, call_id: str, text: str) -> None:
         self.close()
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+
+def _is_cut_short(item: Item) -> bool:
+    """Whether an answer of ours ended within this call, so that nobody ran it."""
+    if item.get("status") in ("in_progress", "incomplete"):
+        return True
+    return item.get("type") == "mcp_call" and item.get("error") == CUT_SHORT
 
 
 def _output(value: Any, where: str) -> str:

@@ -10,7 +10,8 @@ from starlette.responses import Response as HttpResponse
 
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
-from quire.server.openai.responses.handler import MOST_ITEMS, ROUTE, Responses
+from quire.server.openai.responses.handler import MOST_ITEMS, Responses
+from quire.server.openai.responses.prepare import ROUTE
 from quire.server.openai.responses.protocol import Deleted, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.store import MemoryStore
 from quire.server.openapi import answers

@@ -1,20 +1,23 @@
-"""One response from its first event to its last: asks the engine, and tells what comes back as events."""
+"""One response from its first event to its last: asks the engine, calls tool servers, asks again, and tells all."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.conversation.answer import ChoicePiece
+from quire.server.conversation.answer import ChoicePiece, FinishReason
 from quire.server.conversation.blocks import BlockReader
-from quire.server.conversation.prepare import PreparedConversation
-from quire.server.openai.generation import Generation, run
+from quire.server.openai.generation import run
 from quire.server.openai.logprobs import ChatLogprob, LogprobsFormatter
-from quire.server.openai.responses.events import Event, ResponseEvents, reasoning_text
+from quire.server.openai.responses.events import CUT_SHORT, Event, ResponseEvents, reasoning_text
 from quire.server.openai.responses.items import Item
+from quire.server.openai.responses.mcp import run_calls
+from quire.server.openai.responses.prepare import Turn, TurnMaker
 from quire.server.openai.responses.protocol import (
     IncompleteDetails,
     InputTokensDetails,
@@ -24,89 +27,142 @@ from quire.server.openai.responses.protocol import (
     ResponseError,
     ResponseUsage,
 )
-from quire.types.errors import QuireError
-from quire.types.outputs import RequestOutput
+from quire.types.errors import QuireError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Plan:
     """A checked request, ready to be run."""
 
-    generation: Generation
-    prepared: PreparedConversation
+    maker: TurnMaker
+    first: Turn
     events: ResponseEvents
     previous: list[Item]
     """What was said in the responses before this one."""
     items: list[Item]
     formatter: LogprobsFormatter | None
+    max_tokens: int | None
+    """Of all turns together."""
 
     @property
     def response(self) -> Response:
         return self.events.response
 
 
-async def run_turn(context: ServerContext, turn: Turn) -> AsyncGenerator[list[Event], None]:
+@dataclass(slots=True)
+class Tally:
+    """What the turns so far have taken."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    calls: int = 0
+    finish: FinishReason | None = field(default=None)
+    """Why the last turn ended."""
+
+
+async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
     """The events of a response, as they come. What fails before the first is raised; what fails later is told."""
     begun = False
     try:
-        async with aclosing(_answer(context, turn)) as batches:
+        async with aclosing(_answer(context, plan)) as batches:
             async for events in batches:
                 begun = True
                 yield events
     except QuireError as error:
         if not begun:
             raise
-        turn.response.status = "failed"
-        turn.response.error = ResponseError("server_error", str(error))
-        yield [turn.events.end()]
+        plan.response.status = "failed"
+        plan.response.error = error_of(error)
+        yield [plan.events.end()]
 
 
-async def _answer(context: ServerContext, turn: Turn) -> AsyncGenerator[list[Event], None]:
+def error_of(error: QuireError) -> ResponseError:
+    return ResponseError("invalid_prompt" if isinstance(error, RequestError) else "server_error", str(error))
+
+
+async def _answer(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
+    """Turn after turn, as long as the model calls tool servers and nothing else."""
+    tally = Tally()
+    turn, number = plan.first, 0
+    while True:
+        async with aclosing(_run_turn(context, plan, turn, tally)) as batches:
+            async for events in batches:
+                yield events
+        waiting = plan.events.waiting_calls()
+        if tally.finish != "tool_calls" or not waiting:
+            if waiting:
+                yield [event for index, _ in waiting for event in plan.events.call_result(index, error=CUT_SHORT)]
+            break
+        most = plan.response.max_tool_calls
+        left = None if most is None else max(0, most - tally.calls)
+        async with aclosing(run_calls(context.tool_servers, plan.events, waiting, left)) as results:
+            async for events in results:
+                yield events
+        tally.calls += len(waiting)
+        number += 1
+        tokens_left = None if plan.max_tokens is None else plan.max_tokens - tally.output_tokens
+        if plan.events.has_client_calls():
+            break
+        if tokens_left is not None and tokens_left <= 0:
+            tally.finish = "length"
+            break
+        may_call = number < context.settings.max_tool_turns and (most is None or tally.calls < most)
+        said = msgspec.to_builtins(plan.response.output)
+        turn = await plan.maker.make(number, said, may_call=may_call, max_tokens=tokens_left)
+        plan.events.next_turn()
+    _finish(context, plan.response, tally)
+    yield [plan.events.end()]
+
+
+async def _run_turn(
+    context: ServerContext, plan: Plan, turn: Turn, tally: Tally
+) -> AsyncGenerator[list[Event], None]:
     reader, blocks = turn.prepared.reader(), BlockReader()
-    begun = False
-    output_tokens = 0
     async with aclosing(run(context, turn.generation)) as outputs:
         async for _, output in outputs:
-            events = [] if begun else turn.events.begin()
-            begun = True
+            events = [] if plan.events.has_begun else _begin(plan)
             for piece in reader.read(output):
-                output_tokens += len(piece.token_ids)
+                tally.output_tokens += len(piece.token_ids)
                 found = blocks.read(piece.events)
                 if piece.finish_reason is not None:
                     found += blocks.finish()
-                events += turn.events.blocks(found, _logprobs(turn, piece))
-                if piece.finish_reason is not None:
-                    turn.response.usage = _usage(context, turn.response, output, output_tokens)
-                    _finish(turn.response, piece)
-                    events.append(turn.events.end())
+                    tally.finish = piece.finish_reason
+                    tally.input_tokens += len(output.prompt_token_ids)
+                    tally.cached_tokens += output.num_cached_tokens or 0
+                events += plan.events.blocks(found, _logprobs(plan, turn, piece))
             if events:
                 yield events
 
 
-def _finish(response: Response, piece: ChoicePiece) -> None:
+def _begin(plan: Plan) -> list[Event]:
+    events = plan.events.begin()
+    for listing in plan.maker.toolbox.listings:
+        events += plan.events.listing(listing.label, listing.infos())
+    plan.events.next_turn()
+    return events
+
+
+def _finish(context: ServerContext, response: Response, tally: Tally) -> None:
     response.completed_at = int(time.time())
-    if piece.finish_reason == "length":
+    thinking = "".join(reasoning_text(item) for item in response.output if isinstance(item, ReasoningItem))
+    response.usage = ResponseUsage(
+        tally.input_tokens,
+        InputTokensDetails(tally.cached_tokens),
+        tally.output_tokens,
+        OutputTokensDetails(len(context.tokenizer().encode(thinking, False)) if thinking else 0),
+        tally.input_tokens + tally.output_tokens,
+    )
+    if tally.finish == "length":
         response.status = "incomplete"
         response.incomplete_details = IncompleteDetails("max_output_tokens")
-    elif piece.finish_reason == "abort":
+    elif tally.finish == "abort":
         response.status = "cancelled"
     else:
         response.status = "completed"
 
 
-def _logprobs(turn: Turn, piece: ChoicePiece) -> list[ChatLogprob] | None:
-    if turn.formatter is None or piece.logprobs is None:
+def _logprobs(plan: Plan, turn: Turn, piece: ChoicePiece) -> list[ChatLogprob] | None:
+    if plan.formatter is None or piece.logprobs is None:
         return None
-    return turn.formatter.chat(piece.logprobs, turn.generation.params.logprobs or 0).content
-
-
-def _usage(context: ServerContext, response: Response, output: RequestOutput, output_tokens: int) -> ResponseUsage:
-    thinking = "".join(reasoning_text(item) for item in response.output if isinstance(item, ReasoningItem))
-    prompt = len(output.prompt_token_ids)
-    return ResponseUsage(
-        prompt,
-        InputTokensDetails(output.num_cached_tokens or 0),
-        output_tokens,
-        OutputTokensDetails(len(context.tokenizer().encode(thinking, False)) if thinking else 0),
-        prompt + output_tokens,
-    )
+    return plan.formatter.chat(piece.logprobs, turn.generation.params.logprobs or 0).content

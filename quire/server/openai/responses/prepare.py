@@ -1,0 +1,106 @@
+"""Makes a Responses request ready to run: its checks, its conversation so far, and each turn of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.server.context import ServerContext
+from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
+from quire.server.conversation.request import AUTO, NONE
+from quire.server.openai.generation import Generation
+from quire.server.openai.responses.convert import Toolbox, conversation_of
+from quire.server.openai.responses.items import Item
+from quire.server.openai.responses.protocol import ResponsesRequest
+from quire.server.openai.responses.truncation import fitted
+from quire.types.errors import RequestError
+from quire.types.sampling import SamplingParams
+
+ROUTE = "/v1/responses"
+# What is understood and has no meaning here, or is only a hint.
+HINTS = frozenset({"stream_options", "prompt_cache_retention", "prompt_cache_options", "client_metadata"})
+UNSUPPORTED = {
+    "conversation": "send previous_response_id, or all items as input",
+    "prompt": "send the prompt's text as instructions and input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question to the engine, and how its answer is read."""
+
+    generation: Generation
+    prepared: PreparedConversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnMaker:
+    """Makes the turns of one response: the first, and those that follow the calls of tool servers."""
+
+    context: ServerContext
+    body: ResponsesRequest
+    response_id: str
+    model: str
+    toolbox: Toolbox
+    params: SamplingParams
+    items: Sequence[Item]
+    trace_headers: Mapping[str, str] | None
+    arrival_time: float
+
+    async def make(
+        self, number: int, said: Sequence[Item], *, may_call: bool = True, max_tokens: int | None = None
+    ) -> Turn:
+        """Turn `number`, after the items that were `said` in the turns before it."""
+        context, body = self.context, self.body
+        conversation = conversation_of(context, body, [*self.items, *said], self.toolbox)
+        if number > 0:  # what the client asked to be called has been called
+            conversation = dataclasses.replace(conversation, tool_choice=AUTO if may_call else NONE)
+        if body.truncation == "auto":
+            room = context.provider.engine.info.max_model_len - min(max_tokens or 1, 1 << 10)
+            conversation = await fitted(context, conversation, max(1, room))
+        params = self.params if max_tokens is None else msgspec.structs.replace(self.params, max_tokens=max_tokens)
+        prepared = await prepare_conversation(context, conversation, params)
+        prompt: dict[str, Any] = {"prompt": prepared.prompt}
+        if body.cache_salt is not None:
+            prompt["cache_salt"] = body.cache_salt
+        generation = Generation(
+            response_id=self.response_id,
+            engine_id=self.response_id if number == 0 else f"{self.response_id}-turn{number}",
+            model=self.model,
+            prompts=[prompt],
+            prompt_field="input",
+            format_field=prepared.format_field,
+            params=prepared.params,
+            priority=0,
+            add_special_tokens=False,
+            trace_headers=None if self.trace_headers is None else dict(self.trace_headers),
+            arrival_time=self.arrival_time,
+        )
+        return Turn(generation, prepared)
+
+
+def params_of(context: ServerContext, body: ResponsesRequest) -> SamplingParams:
+    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "output_kind": "delta"}
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        given["logprobs"] = body.top_logprobs or 0
+    named = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(context.text.chat_params(), **named)
+
+
+def max_tokens_of(context: ServerContext, body: ResponsesRequest) -> int | None:
+    """Most tokens of all turns together."""
+    if body.max_output_tokens is None:
+        return None
+    return min(body.max_output_tokens, context.provider.engine.info.max_model_len)
+
+
+def check_extra_fields(context: ServerContext, body: ResponsesRequest) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None:
+            raise RequestError(f"{name} is not supported by this server; {UNSUPPORTED[name]}", name)
+        if name not in HINTS and name not in UNSUPPORTED:
+            context.note_ignored_field(ROUTE, name)
