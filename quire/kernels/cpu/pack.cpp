@@ -262,28 +262,45 @@ inline float read_float(const uint8_t* row, int64_t source, int64_t k) {
     return source == FROM_BFLOAT16 ? from_bits((uint32_t)bits << 16) : half_to_float(bits);
 }
 
-void pack_plain(const uint8_t* weights, int64_t row_bytes, int64_t source, Format format, uint8_t* panels, int64_t rows,
-                int64_t inner) {
+// Elements [from, from + count) of a row.
+void read_floats(const uint8_t* row, int64_t source, int64_t from, int count, float* values) {
+    if (source == FROM_FLOAT32)
+        std::memcpy(values, row + from * 4, count * sizeof(float));
+    else if (source == FROM_BFLOAT16)
+        for (int i = 0; i < count; ++i) values[i] = read_float(row, FROM_BFLOAT16, from + i);
+    else
+        for (int i = 0; i < count; ++i) values[i] = read_float(row, FROM_FLOAT16, from + i);
+}
+
+// One BLOCK of all lanes, which starts at `codes`.
+void write_floats(Format format, const float values[PANEL][BLOCK], uint8_t* codes) {
+    for (int k = 0; k < BLOCK; ++k)
+        for (int lane = 0; lane < PANEL; ++lane) {
+            const float value = values[lane][k];
+            if (format == FLOAT32) {
+                std::memcpy(codes + (k * PANEL + lane) * 4, &value, 4);
+            } else {
+                const bool brain = format == BFLOAT16;
+                const uint16_t bits = brain ? to_bfloat(value) : to_half(value);
+                const int at = brain ? (k / 2 * PANEL + lane) * 2 + k % 2 : k * PANEL + lane;
+                std::memcpy(codes + at * 2, &bits, 2);
+            }
+        }
+}
+
+void pack_plain(const uint8_t* weights, int64_t row_bytes, int64_t source, Format format, uint8_t* panels,
+                int64_t rows, int64_t inner) {
     const Layout& layout = LAYOUTS[format];
     const int64_t panel_bytes = layout.panel_bytes(inner);
     parallel((rows + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; ++p) {
-            uint8_t* panel = panels + p * panel_bytes;
-            std::memset(panel, 0, panel_bytes);
-            const int64_t lanes = rows - p * PANEL < PANEL ? rows - p * PANEL : PANEL;
-            for (int64_t k = 0; k < inner; ++k)
-                for (int64_t lane = 0; lane < lanes; ++lane) {
-                    const float value = read_float(weights + (p * PANEL + lane) * row_bytes, source, k);
-                    if (format == FLOAT32) {
-                        std::memcpy(panel + (k * PANEL + lane) * 4, &value, 4);
-                    } else {
-                        const bool brain = format == BFLOAT16;
-                        const uint16_t bits = brain ? to_bfloat(value) : to_half(value);
-                        const int64_t at = brain ? (k / 2 * PANEL + lane) * 2 + k % 2 : k * PANEL + lane;
-                        std::memcpy(panel + at * 2, &bits, 2);
-                    }
-                }
-        }
+        for (int64_t p = begin; p < end; ++p)
+            for (int64_t k = 0; k < inner; k += BLOCK) {
+                float values[PANEL][BLOCK] = {};
+                const int count = inner - k < BLOCK ? (int)(inner - k) : BLOCK;
+                for (int lane = 0; lane < PANEL && p * PANEL + lane < rows; ++lane)
+                    read_floats(weights + (p * PANEL + lane) * row_bytes, source, k, count, values[lane]);
+                write_floats(format, values, panels + p * panel_bytes + k * layout.bits * PANEL / 8);
+            }
     });
 }
 
@@ -324,11 +341,10 @@ void pack_floats(const void* weights, int64_t row_bytes, int64_t source, int64_t
         return pack_plain((const uint8_t*)weights, row_bytes, source, (Format)format, panels, rows, inner);
     int64_t bad_row = -1;
     pack_panels((Format)format, panels, rows, inner, [&](int64_t row, int64_t index, Piece& piece) {
-        float values[BLOCK];
+        float values[BLOCK] = {};
         const int64_t left = inner - index * BLOCK;
         const int count = left < BLOCK ? (int)left : BLOCK;
-        for (int i = 0; i < count; ++i)
-            values[i] = read_float((const uint8_t*)weights + row * row_bytes, source, index * BLOCK + i);
+        read_floats((const uint8_t*)weights + row * row_bytes, source, index * BLOCK, count, values);
         const bool fits = format == CODE8 ? quantize8(values, count, piece) : quantize4(values, count, piece);
         if (!fits) __atomic_store_n(&bad_row, row, __ATOMIC_RELAXED);
     });

@@ -1,5 +1,6 @@
 // Products of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
-// first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the batch.
+// first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the
+// batch.
 #include "panels.h"
 
 namespace quire {
