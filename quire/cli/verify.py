@@ -91,6 +91,7 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     from quire.frontend.tokenizer import load_tokenizer
     from quire.loader.hub import resolve_model
     from quire.worker.direct import DirectModel
+    from quire.worker.planning import plan_engine
 
     source = resolve_model(config.model.model, config.model.revision)
     tokenizer = config.model.tokenizer
@@ -100,6 +101,10 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     if config.model.max_model_len is None:
         # Some RoPE variants depend on the longest context there may be; transformers takes the one at hand.
         config = replace(config, model=replace(config.model, max_model_len=len(token_ids)))
+    if config.cache.kv_cache_dtype == "auto":
+        # transformers keeps keys and values in the type it computes in.
+        dtype = str(plan_engine(config).dtype).removeprefix("torch.")
+        config = replace(config, cache=replace(config.cache, kv_cache_dtype=dtype))
     direct = DirectModel(config)
     token_ids = [token for token in token_ids if token < direct.vocab_size][: direct.max_model_len]
     reference = _load_reference(auto_model, source.path, direct.dtype)
