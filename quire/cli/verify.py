@@ -103,7 +103,7 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
         config = replace(config, model=replace(config.model, max_model_len=len(token_ids)))
     if config.cache.kv_cache_dtype == "auto":
         # transformers keeps keys and values in the type it computes in.
-        dtype = str(plan_engine(config).dtype).removeprefix("torch.")
+        dtype: Any = str(plan_engine(config).dtype).removeprefix("torch.")
         config = replace(config, cache=replace(config.cache, kv_cache_dtype=dtype))
     direct = DirectModel(config)
     token_ids = [token for token in token_ids if token < direct.vocab_size][: direct.max_model_len]
