@@ -10,6 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.engine.zmq_client import ZmqClient
@@ -143,7 +144,8 @@ def test_a_death_without_a_word_is_told_by_its_status() -> None:
 
 def test_bad_requests_fail_alone() -> None:
     client = started()
-    wrong = request("wrong", top_k=1.5)  # Python does not check types; the wire does
+    wrong = request("wrong")
+    msgspec.structs.force_setattr(wrong.params, "top_k", 1.5)  # as no caller can make it; the wire checks again
     requests = [request("a"), wrong, request("poison", [POISON]), request("long", [1] * 80), request("b")]
     outputs = finish(client, requests)
     errors = {output.request_id: output.error or "" for output in outputs if output.finish_reason == "error"}
