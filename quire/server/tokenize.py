@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.errors import json_response
@@ -60,7 +61,7 @@ class Text(msgspec.Struct):
 
 
 def tokenize_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], route_class=JsonRoute)
 
     @router.post("/tokenize", response_class=Response, responses=answers(Tokens))
     async def tokenize(body: TokenizeText | TokenizeChat) -> Response:

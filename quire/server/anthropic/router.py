@@ -8,13 +8,14 @@ from starlette.responses import Response
 
 from quire.server.anthropic.handler import ROUTE, count_tokens, create_message
 from quire.server.anthropic.protocol import CountTokensRequest, Message, MessagesRequest, StreamEvent, TokenCount
+from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import AnthropicErrorBody, json_response
 from quire.server.openapi import answers
 
 
 def messages_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 
     @router.post(ROUTE, response_class=Response, responses=answers(Message, StreamEvent, error=AnthropicErrorBody))
     async def messages(body: MessagesRequest, request: Request) -> Response:

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response as HttpResponse
 
+from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
 from quire.server.openai.responses.handler import MOST_ITEMS, Responses
@@ -21,7 +22,7 @@ def responses_router(context: ServerContext) -> APIRouter:
     settings = context.settings
     store = MemoryStore(settings.max_stored_responses, settings.max_stored_bytes)
     service = Responses(context, store)
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     one = f"{ROUTE}/{{response_id}}"
 
     @router.post(ROUTE, response_class=HttpResponse, responses=answers(Response, dict))
