@@ -37,7 +37,7 @@ X86 = {
         *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),
     ),
 }
-# Not all of "undefined": its checks of every pointer make intrinsics take minutes to compile, and address finds the same.
+# Not all of "undefined": its checks of every pointer take minutes to compile, and address finds the same.
 SANITIZE = (
     "-fsanitize=address,shift,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow,bool,enum",
     *("-fno-sanitize-recover=all", "-g", "-O1"),
