@@ -45,7 +45,7 @@ def section(title: str, language: str) -> str:
     return match[1]
 
 
-def pointed_at(code: str, server: LiveServer) -> str:
+def pointed_at(code: str, url: str, model: str = MODEL) -> str:
     """The page's code with the address and the model of a running server."""
     assert ADDRESS in code
-    return code.replace(ADDRESS, server.url).replace(SERVED, MODEL)
+    return code.replace(ADDRESS, url).replace(SERVED, model)

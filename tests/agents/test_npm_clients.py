@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,23 +29,35 @@ CLIENTS = [("npm openai", 2), ("@anthropic-ai/sdk", 2), ("Vercel AI SDK", 6)]
 
 @pytest.mark.parametrize(("title", "times"), CLIENTS, ids=[title for title, _ in CLIENTS])
 def test_the_client_works_as_printed(title: str, times: int, pytestconfig: pytest.Config) -> None:
-    folder = package_folder(pytestconfig, *PACKAGES, limit=INSTALL_LIMIT)
+    folder = npm_folder(pytestconfig)
     with scripted_server() as server:
-        script = folder / f"client-{times}-{os.getpid()}.mjs"  # node looks for packages beside the script
-        script.write_text(pointed_at(section(title, "javascript"), server), encoding="utf-8")
-        done = subprocess.run(["node", str(script)], capture_output=True, text=True, timeout=120)
-    script.unlink()
+        done = run_node(pointed_at(section(title, "javascript"), server.url), folder)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(ANSWER) == times, done.stdout
 
 
 def test_codex_completes_a_turn(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    folder = package_folder(pytestconfig, CODEX, limit=INSTALL_LIMIT)
+    folder = codex_folder(pytestconfig)
     with scripted_server() as server:
-        done = run_codex(pointed_at(section("codex exec", "bash"), server), folder, tmp_path)
+        done = run_codex(pointed_at(section("codex exec", "bash"), server.url), folder, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert ANSWER in done.stdout
     assert len(server.client.added) >= 2  # it called a tool and went on
+
+
+def npm_folder(config: pytest.Config) -> Path:
+    return package_folder(config, *PACKAGES, limit=INSTALL_LIMIT)
+
+
+def codex_folder(config: pytest.Config) -> Path:
+    return package_folder(config, CODEX, limit=INSTALL_LIMIT)
+
+
+def run_node(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".mjs", encoding="utf-8") as script:
+        script.write(code)  # node looks for packages beside the script
+        script.flush()
+        return subprocess.run(["node", script.name], capture_output=True, text=True, timeout=120)
 
 
 def run_codex(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:

@@ -23,11 +23,15 @@ CLIENTS = [
 
 @pytest.mark.parametrize(("title", "package", "times"), CLIENTS, ids=[client[1] for client in CLIENTS])
 def test_the_client_works_as_printed(title: str, package: str, times: int, tmp_path: Path) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}; pip install -e '.[agents]'")
     with scripted_server() as server:
-        script = tmp_path / "client.py"
-        script.write_text(pointed_at(section(title, "python"), server), encoding="utf-8")
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+        done = run_python(pointed_at(section(title, "python"), server.url), package, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(ANSWER) == times, done.stdout
+
+
+def run_python(code: str, package: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}; pip install -e '.[agents]'")
+    script = folder / "client.py"
+    script.write_text(code, encoding="utf-8")
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
