@@ -47,8 +47,8 @@ def test_rows_with_and_without_a_cached_prefix(
     window: int | None, cap: float | None, options: dict[str, int]
 ) -> None:
     """Blocks before the window belong to others by then: they are NaN here and must not be read."""
-    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
-    queries, contexts = [5, 20, 1, 7], [5, 70, 33, 113]
+    spec = AttentionSpec(2, 1, 32, 0.2, window, cap)
+    queries, contexts = [5, 18, 1], [5, 70, 33]
     paged = make_paged(spec, queries, contexts)
     out = run(spec, paged, tiles_of(queries), tile=16, lines=16, keys=16, **options)
     assert_close(out, paged.expected)
@@ -59,8 +59,8 @@ def test_rows_with_and_without_a_cached_prefix(
 )
 def test_shapes_of_heads(head_dim: int, heads: int, kv_heads: int) -> None:
     spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
-    paged = make_paged(spec, [18], [37])
-    assert_close(run(spec, paged, tiles_of([18]), tile=16, splits=2, lines=16, keys=16), paged.expected)
+    paged = make_paged(spec, [3], [37])
+    assert_close(run(spec, paged, tiles_of([3]), tile=16, splits=2, lines=16, keys=16), paged.expected)
 
 
 def test_padding_and_tokens_of_no_tile() -> None:
@@ -77,11 +77,11 @@ def test_padding_and_tokens_of_no_tile() -> None:
 @pytest.mark.parametrize("window", [None, 40])
 def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int | None) -> None:
     """All queries at once by folding programs, and the last ones alone by splits of several sizes."""
-    spec = AttentionSpec(4, 2, 64, 0.125, window)
+    spec = AttentionSpec(2, 1, 64, 0.125, window)
     paged = make_paged(spec, [90], [90])
     shape = {"segment": 32, "keys": 16}
     whole = run(spec, paged, tiles_of([90], 32), tile=32, splits=0, lines=64, num_warps=4, **shape)
-    for count in (1, 3, 16):
+    for count in (1, 16):
         part = Paged(
             query=paged.query[-count:],
             cache=paged.cache,
@@ -91,7 +91,7 @@ def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int |
             query_starts=int32([0, count]),
             expected=paged.expected[-count:],
         )
-        for splits in (1, 2, 3):
+        for splits in (1, 3):
             out = run(spec, part, [(0, 0)], tile=16, splits=splits, num_segments=4, lines=64, **shape)
             assert torch.equal(out, whole[-count:])
 
