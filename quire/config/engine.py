@@ -88,6 +88,9 @@ def check(config: EngineConfig) -> None:
     timeout = config.structured.structured_outputs_compile_timeout
     if not timeout > 0:
         raise ConfigError(f"structured_outputs_compile_timeout is {timeout} but must be above 0")
+    utilization = config.cache.gpu_memory_utilization
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {utilization} but must be above 0 and at most 1; 0.9 is usual")
     block_size = config.cache.block_size
     if block_size & (block_size - 1) or block_size > 128:
         raise ConfigError(f"block_size is {block_size} but must be a power of two up to 128; 16 is a good value")

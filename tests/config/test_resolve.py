@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,28 @@ def test_the_user_wins() -> None:
     assert (found.dtype, found.max_num_seqs, found.max_num_batched_tokens) == ("bfloat16", 3, 9)
     assert (found.steps_in_flight, found.attention_backend) == (2, "x")
     assert "max_num_seqs = 3 (set by the user)" in found.explain()
+
+
+@pytest.mark.parametrize(("mode", "budget", "seqs"), [("interactivity", 128, 64), ("throughput", 1024, 128)])
+def test_a_mode_changes_only_what_is_unset(mode: str, budget: int, seqs: int) -> None:
+    found = resolved(performance_mode=mode)
+    assert (found.max_num_batched_tokens, found.max_num_seqs) == (budget, seqs)
+    assert f"max_num_batched_tokens = {budget} (default on abacus, for {mode})" in found.explain()
+    explicit = resolved(performance_mode=mode, max_num_batched_tokens=200, max_num_seqs=7)
+    assert (explicit.max_num_batched_tokens, explicit.max_num_seqs) == (200, 7)
+
+
+def test_deterministic_takes_the_backend_that_is() -> None:
+    fixed = replace(DEFAULTS, deterministic_backend="stone")
+    assert resolve(EngineConfig.from_flat(deterministic=True), fixed).attention_backend == "stone"
+    assert resolve(EngineConfig.from_flat(), fixed).attention_backend == "wooden"
+    assert resolved(deterministic=True).attention_backend == "wooden", "where every backend is deterministic"
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.01])
+def test_a_part_of_memory_that_cannot_be(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization is .* at most 1"):
+        resolved(gpu_memory_utilization=value)
 
 
 def test_every_decision_is_explained() -> None:
