@@ -20,7 +20,9 @@ async def read(body: bytes) -> object:
     return await JsonRequest({"type": "http", "headers": []}, receive).json()
 
 
-@pytest.mark.parametrize("body", [b'{"a": [1, 2.5, null]}', b'"\\ud800"', b"[NaN]", b"123456789012345678901234567890"])
+@pytest.mark.parametrize(
+    "body", [b'{"a": [1, 2.5, null]}', b'"\\ud800"', b"[NaN]", b"123456789012345678901234567890"]
+)
 async def test_reads_what_the_standard_library_reads(body: bytes) -> None:
     assert repr(await read(body)) == repr(json.loads(body))
 

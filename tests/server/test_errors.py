@@ -43,7 +43,9 @@ def test_statuses_and_bodies(error: QuireError, status: int, kind: str, param: s
     assert status_of(error) == status
     body = json.loads(encode_error(error))
     assert body == {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
-    assert ("retry-after" in error_response({"type": "http", "path": "/v1/completions", "headers": []}, error).headers) == (status == 503)
+    assert (
+        "retry-after" in error_response({"type": "http", "path": "/v1/completions", "headers": []}, error).headers
+    ) == (status == 503)
 
 
 def test_lone_surrogates_do_not_break_the_answer() -> None:

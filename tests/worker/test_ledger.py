@@ -102,7 +102,10 @@ def test_too_long_a_context_for_the_memory() -> None:
         plan(make_demand(), 114 * MIB, length=2048)
 
 
-@pytest.mark.parametrize(("supply", "fix"), [(105, "--max-num-batched-tokens"), (99, "a smaller model, keep its weights smaller with --quantization")])
+@pytest.mark.parametrize(
+    ("supply", "fix"),
+    [(105, "--max-num-batched-tokens"), (99, "a smaller model, keep its weights smaller with --quantization")],
+)
 def test_no_room_for_any_context(supply: int, fix: str) -> None:
     with pytest.raises(MemoryPlanError, match=fix):
         plan(make_demand(), supply * MIB)
