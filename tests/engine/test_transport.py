@@ -46,7 +46,7 @@ def next_message(receiver: Receiver[ToEngine]) -> ToEngine | None:
 
 
 def engine_request(**params: object) -> EngineRequest:
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]  # wrong types are what one test is about
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]  # each test names what it needs
     return EngineRequest(request_id="r", token_ids=[1, 2, 3], params=sampling, cache_salt="é")
 
 
@@ -87,7 +87,9 @@ def test_a_stranger_is_not_heard(link: Link, caplog: pytest.LogCaptureFixture) -
 
 def test_a_message_of_the_wrong_shape_says_what_it_holds(link: Link) -> None:
     receiver = link.receiver
-    link.sender.send(engine_request(top_k=2.5))
+    wrong = engine_request()
+    msgspec.structs.force_setattr(wrong.params, "top_k", 2.5)  # as no caller can make it; the wire checks again
+    link.sender.send(wrong)
     link.sender.send(ResetPrefixCache())
     with pytest.raises(UndecodableError, match="top_k") as caught:
         next_message(receiver)
