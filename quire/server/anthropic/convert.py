@@ -75,7 +75,9 @@ def _user(blocks: Sequence[InputBlock], where: str) -> list[dict[str, Any]]:
         place = f"{where}[{index}]"
         if block.type == "tool_result":
             result = {"role": "tool", "tool_call_id": _field(block, "tool_use_id", place)}
-            messages.append(result | {"content": _result_text(block, place)})
+            text = _result_text(block, place)
+            failed = (block.model_extra or {}).get("is_error") is True
+            messages.append(result | {"content": f"Error: {text}" if failed else text})
         else:
             texts.append(_text(block, place))
     if texts or not messages:

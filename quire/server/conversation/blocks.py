@@ -78,6 +78,8 @@ class BlockReader:
         return out
 
     def _text(self, out: list[BlockEvent], kind: BlockKind, text: str) -> None:
+        if not text:
+            return
         if self._kind != kind:
             if self._kind is not None:
                 self._close(out)

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
+from quire.server.anthropic.events import usage_of
 from quire.types.request import EngineRequest
 from tests.frontend.fake_client import TOKENIZER, FakeClient
-from tests.server.helpers import LONG, MODEL, live_server, long_client, serving
+from tests.server.helpers import LONG, MODEL, http, live_server, long_client, serving
+from tests.server.openai.responses.test_responses import ANSWERS, PARSERS
+from tests.server.scripted import ScriptedClient, scripted_app
 
 URL = "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -42,7 +45,7 @@ def parse_stream(text: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] not in ("ping", "error"):
-            EVENT.validate_python(event, strict=False)
+            EVENT.validate_python(event, strict=True)
         events.append(event)
     return events
 
@@ -110,28 +113,23 @@ async def test_the_order_of_a_stream() -> None:
     assert events[0]["message"]["usage"]["output_tokens"] == 0
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            ["Hello ", "<think>", "</think>", CALL, "\n", "wörld", "<tool_", '{"a": [1, "</tool_call>"]}']
-        ),
-        max_size=8,
-    ),
-    st.integers(1, 7),
-)
-@settings(max_examples=25, deadline=None)
+@given(ANSWERS, st.integers(1, 7))
+@settings(max_examples=12, deadline=None)
 async def test_a_stream_adds_up_to_the_message(parts: list[str], chunk: int) -> None:
+    """Over HTTP; test_events.py has the builder alone, for many more answers."""
+    app, provider = scripted_app(**PARSERS)
     answers = []
     for stream in (False, True):
-        client = long_client("".join(parts), chunk=chunk)
-        reading = {"reasoning_parser": "deepseek_r1"}
-        answers.append(await ask(client, tools=[WEATHER], stream=stream, max_tokens=400, _settings=reading))
-    whole, streamed = answers[0], folded(answers[1])
-    for message in (whole, streamed):
+        provider.use(ScriptedClient("".join(parts), chunk=chunk))
+        body = {"messages": HELLO, "max_tokens": 400, "tools": [WEATHER], "stream": stream}
+        async with http(app) as session:
+            response = await session.post(URL, json=body)
+        answers.append(folded(parse_stream(response.text)) if stream else response.json())
+    for message in answers:
         message.pop("id")
         for block in message["content"]:
             block.pop("id", None)
-    assert streamed == whole
+    assert answers[0] == answers[1]
 
 
 async def test_calls_and_the_text_beside_them() -> None:
@@ -192,6 +190,37 @@ async def test_a_conversation_with_every_kind_of_block_reaches_the_template() ->
     for part in ("[system]Be brief.", "[user]Rain?", "Looking.", '"city":"Rome"', "sunny", "So?"):
         assert part in prompt, (part, prompt)
     assert prompt.endswith("[assistant]")
+
+
+async def test_what_the_model_thought_and_whether_a_tool_failed_reach_the_template() -> None:
+    app, provider = scripted_app(**PARSERS)
+    provider.use(client := ScriptedClient("ok"))
+    said = [
+        {"type": "thinking", "thinking": "I should look.", "signature": "quire"},
+        {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "no such city", "is_error": True}
+    messages = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    async with http(app) as session:
+        answer = await session.post(URL, json={"messages": messages, "max_tokens": 9, "tools": [WEATHER]})
+        counted = await session.post(f"{URL}/count_tokens", json={"messages": messages, "tools": [WEATHER]})
+    assert answer.json()["usage"]["input_tokens"] == counted.json()["input_tokens"]
+    (prompt,) = client.prompts
+    assert 'THOUGHT I should look. CALL weather {"city": "Rome"}' in prompt
+    assert "[tool]Error: no such city FOR t1" in prompt
+
+
+async def test_tokens_from_the_cache_are_counted_apart() -> None:
+    usage = usage_of(10, 4, 2)
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 2)
+
+
+@pytest.mark.parametrize("where", ["messages", "tool_result"])
+async def test_images_are_refused_by_name(where: str) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    block = image if where == "messages" else {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+    answer = await ask(FakeClient("x"), _status=400, messages=[{"role": "user", "content": [block]}])
+    assert "'image'" in answer["error"]["message"]
 
 
 async def test_a_message_of_the_assistant_at_the_end_is_continued() -> None:

@@ -17,7 +17,9 @@ from quire.server.openai.responses.protocol import (
     FunctionCallItem,
     ItemStatus,
     McpCallItem,
+    McpError,
     McpListToolsItem,
+    McpProtocolError,
     McpToolInfo,
     MessageItem,
     OutputItem,
@@ -105,7 +107,7 @@ class ResponseEvents:
         """Whether the last turn calls functions that the client runs."""
         return any(isinstance(item, FunctionCallItem) for item in self.response.output[self._base :])
 
-    def call_result(self, index: int, *, output: str | None = None, error: str | None = None) -> list[Event]:
+    def call_result(self, index: int, *, output: str | None = None, error: McpError | None = None) -> list[Event]:
         """What came of a waiting call: its output, or why there is none."""
         item = self.response.output[index]
         assert isinstance(item, McpCallItem)
@@ -116,6 +118,9 @@ class ResponseEvents:
     def end(self) -> Event:
         """The last event; the response's status says which."""
         return self._event(f"response.{self.response.status}", response=self._snapshot())
+
+    def call_cut_short(self, index: int) -> list[Event]:
+        return self.call_result(index, error=McpProtocolError(CUT_SHORT))
 
     def _open(self, start: BlockStart, index: int) -> list[Event]:
         item = self._new_item(start, index)
@@ -152,7 +157,7 @@ class ResponseEvents:
             part = item.content[0]
             part.text += text
             part.logprobs = [*part.logprobs, *(logprobs or ())]
-            told = msgspec.to_builtins(logprobs or [])
+            told = _event_logprobs(logprobs or [])
             return [self._part("output_text.delta", index, content_index=0, delta=text, logprobs=told)]
         if isinstance(item, FunctionCallItem):
             item.arguments += text
@@ -170,14 +175,14 @@ class ResponseEvents:
     def _close(self, index: int, status: ItemStatus) -> list[Event]:
         item = self.response.output[index]
         if isinstance(item, McpCallItem):
-            told = self._part("mcp_call_arguments.done", index, arguments=item.arguments)
-            return [told] if status == "completed" else [told, *self.call_result(index, error=CUT_SHORT)]
+            done = self._part("mcp_call_arguments.done", index, arguments=item.arguments)
+            return [done] if status == "completed" else [done, *self.call_cut_short(index)]
         assert isinstance(item, MessageItem | FunctionCallItem | ReasoningItem)
         item.status = status
         events: list[Event] = []
         if isinstance(item, MessageItem):
             part = item.content[0]
-            told = msgspec.to_builtins(part.logprobs)
+            told = _event_logprobs(part.logprobs)
             events = [
                 self._part("output_text.done", index, content_index=0, text=part.text, logprobs=told),
                 self._part("content_part.done", index, content_index=0, part=_plain(part)),
@@ -246,6 +251,18 @@ def decrypt(text: str) -> str:
         return base64.b64decode(text, validate=True).decode()
     except ValueError:
         return ""
+
+
+def _event_logprobs(logprobs: Sequence[ChatLogprob]) -> list[dict[str, Any]]:
+    """As events have them: without bytes, which only the whole text's have."""
+    return [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
+        }
+        for entry in logprobs
+    ]
 
 
 def _plain(struct: Any) -> Any:

@@ -111,7 +111,7 @@ class _Builder:
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
         self._assistant().setdefault("tool_calls", []).append(call)
         if item.get("type") == "mcp_call":
-            self._result(str(call_id), str(item.get("output") or item.get("error") or ""))
+            self._result(str(call_id), item["output"] if isinstance(item.get("output"), str) else _error_text(item))
 
     def _result(self, call_id: str, text: str) -> None:
         self.close()
@@ -122,7 +122,18 @@ def _is_cut_short(item: Item) -> bool:
     """Whether an answer of ours ended within this call, so that nobody ran it."""
     if item.get("status") in ("in_progress", "incomplete"):
         return True
-    return item.get("type") == "mcp_call" and item.get("error") == CUT_SHORT
+    return item.get("type") == "mcp_call" and _error_text(item) == CUT_SHORT
+
+
+def _error_text(item: Item) -> str:
+    """Why a call of a tool server has no output."""
+    error = item.get("error")
+    if not isinstance(error, dict):
+        return str(error or "")
+    content = error.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(error.get("message", ""))
 
 
 def _output(value: Any, where: str) -> str:

@@ -13,8 +13,14 @@ from quire.server.conversation.request import is_tool_name
 from quire.server.errors import ToolServerError
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import flat_name
-from quire.server.openai.responses.protocol import McpCallItem, McpToolInfo
-from quire.server.tool_servers import RemoteTool, ToolResult, ToolServers
+from quire.server.openai.responses.protocol import (
+    McpCallItem,
+    McpError,
+    McpExecutionError,
+    McpProtocolError,
+    McpToolInfo,
+)
+from quire.server.tool_servers import RemoteTool, ToolServers
 from quire.types.errors import RequestError
 from quire.utils.log import get_logger
 
@@ -88,7 +94,7 @@ def _listing(label: str, definition: Mapping[str, Any], tools: list[RemoteTool],
         if is_tool_name(flat_name(tool.name, label)):
             usable.append(tool)
         else:
-            logger.warning("leaving out the tool %r of %s: models cannot be told such a name", tool.name[:140], label)
+            logger.debug("leaving out the tool %r of %s: models cannot be told such a name", tool.name[:140], label)
     allowed = definition.get("allowed_tools")
     if isinstance(allowed, dict):
         if allowed.get("read_only") is True:
@@ -116,21 +122,24 @@ async def run_calls(
     try:
         for (index, _), task in zip(made, tasks, strict=True):
             result = await task
-            said = {"error": result.text} if result.is_error else {"output": result.text}
-            yield events.call_result(index, **said)
+            if isinstance(result, str):
+                yield events.call_result(index, output=result)
+            else:
+                yield events.call_result(index, error=result)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     for index, _ in calls[len(made) :]:
-        yield events.call_result(index, error=TOO_MANY)
+        yield events.call_result(index, error=McpProtocolError(TOO_MANY))
 
 
-async def _call(servers: ToolServers, item: McpCallItem) -> ToolResult:
+async def _call(servers: ToolServers, item: McpCallItem) -> str | McpError:
     try:
         arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
-        return await servers.call(item.server_label, item.name, arguments)
+        result = await servers.call(item.server_label, item.name, arguments)
     except msgspec.DecodeError as error:
-        return ToolResult(f"the arguments are not a JSON object: {error}", True)
+        return McpProtocolError(f"the arguments are not a JSON object: {error}")
     except ToolServerError as error:
-        return ToolResult(str(error), True)
+        return McpProtocolError(str(error))
+    return McpExecutionError([{"type": "text", "text": result.text}]) if result.is_error else result.text

@@ -113,6 +113,22 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
+class McpExecutionError(msgspec.Struct, tag_field="type", tag="mcp_tool_execution_error"):
+    """The tool itself said that it failed."""
+
+    content: list[dict[str, Any]]
+
+
+class McpProtocolError(msgspec.Struct, tag_field="type", tag="mcp_protocol_error"):
+    """The tool was not reached, or gave no answer."""
+
+    message: str
+    code: int = -32000  # the general one of JSON-RPC's codes for servers
+
+
+McpError = McpExecutionError | McpProtocolError
+
+
 class McpCallItem(msgspec.Struct, tag_field="type", tag="mcp_call"):
     """A call that the server made itself, with what came of it."""
 
@@ -122,7 +138,7 @@ class McpCallItem(msgspec.Struct, tag_field="type", tag="mcp_call"):
     name: str
     arguments: str
     output: str | None = None
-    error: str | None = None
+    error: McpError | None = None
     approval_request_id: str | None = None
 
 

@@ -14,7 +14,7 @@ from quire.server.conversation.answer import ChoicePiece, FinishReason
 from quire.server.conversation.blocks import BlockReader
 from quire.server.openai.generation import run
 from quire.server.openai.logprobs import ChatLogprob, LogprobsFormatter
-from quire.server.openai.responses.events import CUT_SHORT, Event, ResponseEvents, reasoning_text
+from quire.server.openai.responses.events import Event, ResponseEvents, reasoning_text
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.mcp import run_calls
 from quire.server.openai.responses.prepare import Turn, TurnMaker
@@ -92,7 +92,7 @@ async def _answer(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Eve
         waiting = plan.events.waiting_calls()
         if tally.finish != "tool_calls" or not waiting:
             if waiting:
-                yield [event for index, _ in waiting for event in plan.events.call_result(index, error=CUT_SHORT)]
+                yield [event for index, _ in waiting for event in plan.events.call_cut_short(index)]
             break
         most = plan.response.max_tool_calls
         left = None if most is None else max(0, most - tally.calls)

@@ -56,10 +56,16 @@ class MemoryStore(ResponseStore):
     def put(self, stored: StoredResponse) -> None:
         self.delete(stored.response.id)
         stored.num_bytes = _size(stored)
+        if stored.num_bytes > self._max_bytes:
+            return  # it would push out all others and then itself
         self._stored[stored.response.id] = stored
         self.num_bytes += stored.num_bytes
         while self._stored and (len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes):
             self.delete(next(iter(self._stored)))
+
+    def peek(self, response_id: str) -> StoredResponse | None:
+        """Like `get`, but does not count as a use."""
+        return self._stored.get(response_id)
 
     def get(self, response_id: str) -> StoredResponse | None:
         found = self._stored.get(response_id)

@@ -117,7 +117,7 @@ async def test_several_calls_of_a_turn_and_a_second_round(url: str) -> None:
         answer = await post(session)
     calls = [item for item in answer["output"] if item["type"] == "mcp_call"]
     assert [item["status"] for item in calls] == ["completed", "failed", "completed"]
-    assert "it is raining" in calls[1]["error"]
+    assert "it is raining" in calls[1]["error"]["content"][0]["text"]
     assert "it is raining" in client.prompts[1]
     assert "5 and 5 make 10" in client.prompts[2]
 
@@ -139,7 +139,7 @@ async def test_max_tool_calls(url: str) -> None:
     async with serving([ADD + ADD, "Enough"], url) as (session, client):
         answer = await post(session, max_tool_calls=1)
     assert [item.get("status") for item in answer["output"][1:]] == ["completed", "failed", "completed"]
-    assert "max_tool_calls" in answer["output"][2]["error"]
+    assert "max_tool_calls" in answer["output"][2]["error"]["message"]
     assert "TOOLS" not in client.prompts[-1]  # the model is offered none any more
 
 
@@ -216,7 +216,7 @@ async def test_a_slow_call_fails_and_the_model_hears_of_it(url: str) -> None:
     async with serving([call("loop__hang"), "Too slow"], url, tool_call_timeout=0.5) as (session, client):
         answer = await post(session)
     assert answer["output"][1]["status"] == "failed"
-    assert "within 0.5 s" in answer["output"][1]["error"]
+    assert "within 0.5 s" in answer["output"][1]["error"]["message"]
     assert "within 0.5 s" in client.prompts[1]
 
 

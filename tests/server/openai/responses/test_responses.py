@@ -13,7 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tests.frontend.fake_client import TOKENIZER, FakeClient
-from tests.server.helpers import MODEL, live_server, long_client, serving
+from tests.server.helpers import MODEL, http, live_server, long_client, serving
+from tests.server.scripted import ScriptedClient, scripted_app
 
 URL = "/v1/responses"
 WEATHER = {
@@ -25,6 +26,11 @@ WEATHER = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 THINKING = {"reasoning_parser": "deepseek_r1"}
+PARSERS = THINKING | {"tool_call_parser": "hermes"}
+ANSWERS = st.lists(
+    st.sampled_from(["Hello ", "<think>", "</think>", CALL, "\n", "wörld", "<tool_", '{"a": [1, "</tool_call>"]}']),
+    max_size=8,
+)
 
 
 async def ask(client: FakeClient, _status: int = 200, _settings: dict[str, Any] | None = None, **body: Any) -> Any:
@@ -42,7 +48,7 @@ def parse_stream(text: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
-        assert EVENT.validate_python(event).type == event["type"]
+        assert EVENT.validate_python(event, strict=True).type == event["type"]
         events.append(event)
     return events
 
@@ -111,21 +117,17 @@ async def test_thinking_as_a_summary() -> None:
     assert events[-1]["response"]["output"][0]["summary"] == [{"type": "summary_text", "text": "Hm"}]
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            ["Hello ", "<think>", "</think>", CALL, "\n", "wörld", "<tool_", '{"a": [1, "</tool_call>"]}']
-        ),
-        max_size=8,
-    ),
-    st.integers(1, 7),
-)
-@settings(max_examples=25, deadline=None)
+@given(ANSWERS, st.integers(1, 7))
+@settings(max_examples=12, deadline=None)
 async def test_a_stream_adds_up_to_the_response(parts: list[str], chunk: int) -> None:
+    """Over HTTP; test_events.py has the builder alone, for many more answers."""
+    app, provider = scripted_app(**PARSERS)
     answers = []
     for stream in (False, True):
-        client = long_client("".join(parts), chunk=chunk)
-        answers.append(await ask(client, tools=[WEATHER], stream=stream, _settings=THINKING))
+        provider.use(ScriptedClient("".join(parts), chunk=chunk))
+        async with http(app) as session:
+            response = await session.post(URL, json={"input": "Hello", "tools": [WEATHER], "stream": stream})
+        answers.append(parse_stream(response.text) if stream else response.json())
     whole, events = answers
     assert events[-1]["type"] == f"response.{whole['status']}"
     assert comparable(events[-1]["response"]) == comparable(whole)
