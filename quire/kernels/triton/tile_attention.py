@@ -83,6 +83,13 @@ def _take_in(
 
 
 @triton.jit
+def _nothing(LINES: tl.constexpr, DIM: tl.constexpr):
+    """Highest scores, sums of weights and weighted values before any key."""
+    highest = tl.full([LINES], float("-inf"), tl.float32)
+    return highest, tl.zeros([LINES, 16], tl.float32), tl.zeros([LINES, DIM], tl.float32)
+
+
+@triton.jit
 def _factors(highest, other):
     """The common highest score, and what each side is to be multiplied by."""
     both = tl.maximum(highest, other)
@@ -161,12 +168,9 @@ def _tile_kernel(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
-    highest = tl.full([LINES], float("-inf"), tl.float32)
-    totals = tl.zeros([LINES, 16], tl.float32)
-    acc = tl.zeros([LINES, DIM], tl.float32)
+    highest, totals, acc = _nothing(LINES, DIM)
     if SPLITS == 0:
-        whole = tl.zeros([LINES, DIM], tl.float32)
-        whole_highest = tl.full([LINES], float("-inf"), tl.float32)
+        whole_highest, _, whole = _nothing(LINES, DIM)
         whole_total = tl.zeros([LINES], tl.float32)
         for start in range(lowest, seen, KEYS):
             highest, totals, acc = _take_in(
@@ -177,9 +181,7 @@ def _tile_kernel(
                 whole_highest, keep, add = _factors(whole_highest, highest)
                 whole = tl.fma(whole, keep[:, None] + tl.zeros_like(whole), acc * add[:, None])
                 whole_total = tl.fma(whole_total, keep, tl.max(totals, axis=1) * add)
-                highest = tl.full([LINES], float("-inf"), tl.float32)
-                totals = tl.zeros([LINES, 16], tl.float32)
-                acc = tl.zeros([LINES, DIM], tl.float32)
+                highest, totals, acc = _nothing(LINES, DIM)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -198,9 +200,7 @@ def _tile_kernel(
                 tl.store(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
                 tl.store(numbers_ptr + at, highest, mask=inside)
                 tl.store(numbers_ptr + number_offset + at, tl.max(totals, axis=1), mask=inside)
-                highest = tl.full([LINES], float("-inf"), tl.float32)
-                totals = tl.zeros([LINES, 16], tl.float32)
-                acc = tl.zeros([LINES, DIM], tl.float32)
+                highest, totals, acc = _nothing(LINES, DIM)
 
 
 @triton.jit
