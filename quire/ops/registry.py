@@ -7,6 +7,7 @@ from typing import Any
 from quire.ops.activation import GELU_TANH_AND_MUL, SILU_AND_MUL
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
+from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 
@@ -15,6 +16,7 @@ OPS: tuple[Op[Any], ...] = (
     GELU_TANH_AND_MUL,
     LINEAR,
     LINEAR_TRANSPOSED,
+    LINEAR_FP8,
     RMS_NORM,
     ADD_RMS_NORM,
     FIRST_MAX,
