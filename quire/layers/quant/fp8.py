@@ -45,8 +45,9 @@ class Fp8(Quantization):
     name = "fp8"
 
     def refuses(self, target: Target) -> str | None:
-        if target.platform != "cuda":
-            return "it needs a GPU; set --quantization int8 on a CPU"
+        platforms = sorted({name for kernels in LINEAR_FP8.implementations for name in kernels.platforms})
+        if target.platform not in platforms:
+            return f"it runs on {', '.join(platforms)}, not on {target.platform}; set --quantization int8"
         return None
 
     def linear(self, spec: MatrixSpec) -> LinearMethod:
