@@ -148,19 +148,17 @@ def _tile_kernel(
     if first >= last:
         return
     context = tl.load(contexts_ptr + index)
-    row = tl.load(rows_ptr + index).to(tl.int64)
+    table = tables_ptr + tl.load(rows_ptr + index).to(tl.int64) * table_stride
     lines = tl.arange(0, LINES)
     dims = tl.arange(0, DIM)
     query = first + lines // GROUP
     head = kv_head * GROUP + lines % GROUP
     inside = query < last
-    first_position = context - count + first
-    positions = context - count + query
+    first_position, positions = context - count + first, context - count + query
     token = (query_start + query).to(tl.int64)
     q_at = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     q_mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
-    table = tables_ptr + row * table_stride
     seen = context - count + last  # keys that the last query sees
     segment_size = SEGMENT
     if SEGMENT == 0:
@@ -186,8 +184,7 @@ def _tile_kernel(
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         number_at = (token * NUM_HEADS + head) * NUM_SEGMENTS
-        # Each program has a run of segments.
-        run = tl.cdiv(tl.cdiv(seen, segment_size), SPLITS) * segment_size
+        run = tl.cdiv(tl.cdiv(seen, segment_size), SPLITS) * segment_size  # of segments, for each program
         begin = tl.program_id(2) * run
         end = tl.minimum(begin + run, seen)
         for start in range(tl.maximum(begin, lowest), end, KEYS):
