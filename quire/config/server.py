@@ -37,7 +37,7 @@ def check_server(config: ServerConfig) -> None:
         "stall_timeout": (config.stall_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
         "tool_call_timeout": (config.tool_call_timeout, 0),
-        "max_tool_turns": (config.max_tool_turns, 0),
+        "max_tool_turns": (config.max_tool_turns, 1),
         "max_tool_result_bytes": (config.max_tool_result_bytes, 1),
     }
     for name, (value, minimum) in least.items():

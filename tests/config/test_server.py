@@ -60,7 +60,7 @@ def test_the_defaults_are_safe() -> None:
         {"api_key": ("",)},
         {"served_model_name": ("a", "")},
         {"tool_call_timeout": -1.0},
-        {"max_tool_turns": -1},
+        {"max_tool_turns": 0},
         {"max_tool_result_bytes": 0},
         {"tool_server": ("",)},
         {"tool_server": ("http://127.0.0.1:9/mcp",)},

@@ -13,6 +13,7 @@ import pytest
 from quire.config.groups import ServerConfig
 from quire.server.errors import ToolServerError
 from quire.server.tool_servers import ToolServers, cut, explain, make_tool_servers
+from quire.types.errors import ConfigError
 from tests.server.mcp_loopback import LABEL, NUM_TOOLS, http_server
 
 STDIO = f"stdio:{sys.executable} -m tests.server.mcp_loopback"
@@ -112,6 +113,13 @@ async def test_a_server_that_came_back_is_found_again() -> None:
             assert len(await servers.list_tools(LABEL)) == NUM_TOOLS
     finally:
         await servers.close()
+
+
+def test_without_the_client_the_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"quire\[mcp\]"):
+        make_tool_servers(ServerConfig(tool_server=("a=stdio:x",)))
+    assert make_tool_servers(ServerConfig()).labels == ()
 
 
 def test_errors_are_taken_out_of_their_groups() -> None:

@@ -33,7 +33,7 @@ from quire.server.errors import encode_anthropic_error, json_response, status_of
 from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
 from quire.server.openai.generation import Generation, engine_id_of, finished_outputs, run
 from quire.server.sse import EventStream, named_event, while_connected
-from quire.types.errors import QuireError
+from quire.types.errors import QuireError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 
@@ -47,7 +47,6 @@ HINTS = frozenset(
         "context_management",
         "diagnostics",
         "inference_geo",
-        "mcp_servers",
         "metadata",
         "service_tier",
         "speed",
@@ -106,8 +105,12 @@ async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount
 
 
 def note_extra_fields(context: ServerContext, body: PromptFields) -> None:
-    for name in body.model_extra or {}:
-        if name not in HINTS:
+    for name, value in (body.model_extra or {}).items():
+        if name == "mcp_servers" and value:
+            raise RequestError(
+                "mcp_servers is not taken: in this server tool servers are called by the Responses API", name
+            )
+        if name not in HINTS and name != "mcp_servers":
             context.note_ignored_field(ROUTE, name)
 
 

@@ -257,6 +257,7 @@ async def test_why_a_message_ended(script: str, body: dict[str, Any], reason: st
         ({"thinking": {"type": "sometimes"}}, "sometimes"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type"),
         ({"temperature": -1}, "temperature"),
+        ({"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "x"}]}, "mcp_servers"),
     ],
 )
 async def test_what_is_refused_says_why(body: dict[str, Any], named: str) -> None:

@@ -64,8 +64,7 @@ class ResponseEvents:
         return self._sequence > 0
 
     def begin(self) -> list[Event]:
-        first = "response.queued" if self.response.status == "queued" else "response.created"
-        events = [self._event(first, response=self._snapshot())]
+        events = [self._event("response.created", response=self._snapshot())]
         self.response.status = "in_progress"
         return [*events, self._event("response.in_progress", response=self._snapshot())]
 

@@ -48,7 +48,9 @@ async def list_remote_tools(
 ) -> dict[int, Listing]:
     """A listing for each definition of type mcp, by its place among the tools. All servers are asked at once."""
     wanted = {
-        index: definition for index, definition in enumerate(definitions or ()) if definition.get("type") == "mcp"
+        index: definition
+        for index, definition in enumerate(definitions or ())
+        if definition.get("type") == "mcp" and not _can_be_left_out(definition, servers)
     }
     labels = [_label(definition, servers, f"tools[{index}]") for index, definition in wanted.items()]
     for position, (index, label) in enumerate(zip(wanted, labels, strict=True)):
@@ -63,6 +65,10 @@ async def list_remote_tools(
             raise tools
         listings[index] = _listing(label, definition, tools, f"tools[{index}]")
     return listings
+
+
+def _can_be_left_out(definition: Mapping[str, Any], servers: ToolServers) -> bool:
+    return definition.get("optional") is True and definition.get("server_label") not in servers.labels
 
 
 def _label(definition: Mapping[str, Any], servers: ToolServers, where: str) -> str:

@@ -192,6 +192,21 @@ async def test_what_is_refused(tool: dict[str, Any], field: str, url: str) -> No
         assert client.added == []
 
 
+async def test_what_is_optional_and_not_there_is_left_out(url: str) -> None:
+    async with serving("x", url) as (session, _):
+        answer = await post(session, tools=[{"type": "mcp", "server_label": "other", "optional": True}])
+    assert [item["type"] for item in answer["output"]] == ["message"]
+
+
+async def test_a_client_may_keep_the_conversation_itself(url: str) -> None:
+    async with serving([ADD + call("loop__fail"), "Three", "Still three"], url) as (session, client):
+        first = await post(session, store=False)
+        items = [{"role": "user", "content": "Add"}, *first["output"], {"role": "user", "content": "Sure?"}]
+        assert (await post(session, input=items, store=False))["status"] == "completed"
+    for part in ('CALL loop__add {"a": 1, "b": 2}', "1 and 2 make 3", "it is raining", "Three", "Sure?"):
+        assert part in client.prompts[-1]
+
+
 async def test_only_allowed_tools_are_offered(url: str) -> None:
     async with serving("x", url) as (session, client):
         answer = await post(session, tools=[MCP | {"allowed_tools": {"tool_names": ["fail"]}}])
