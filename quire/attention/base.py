@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.platform.recording import ForwardRecorder
+
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
 
 
@@ -84,6 +86,10 @@ class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; c
 class AttentionBackend(ABC):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
+
+    def recorder(self) -> ForwardRecorder | None:
+        """What records forward passes on the platform of this backend, if there is such a thing."""
+        return None
 
     @classmethod
     def refuses(cls, dtype: torch.dtype) -> str | None:

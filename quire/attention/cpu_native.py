@@ -20,6 +20,9 @@ from quire.attention.base import (
     Rotation,
 )
 from quire.kernels.cpu import library
+from quire.kernels.cpu.memory import empty
+from quire.kernels.cpu.recording import KernelRecorder
+from quire.platform.recording import ForwardRecorder
 
 # As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
 KV_TYPES = {torch.float16: 1, torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
@@ -51,6 +54,9 @@ class NativeAttention(AttentionBackend):
 
     def start(self) -> None:
         library.take_threads()
+
+    def recorder(self) -> ForwardRecorder:
+        return KernelRecorder()
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
@@ -100,7 +106,7 @@ class NativeAttention(AttentionBackend):
         assert isinstance(metadata, NativeMetadata)
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
-        q = torch.empty(tokens, spec.num_heads, spec.head_dim)
+        q = empty(tokens, spec.num_heads, spec.head_dim)
         q_weight = k_weight = cos = sin = None
         eps = offset = 0.0
         rotary = 0
@@ -135,7 +141,7 @@ class NativeAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, NativeMetadata)
         batch = metadata.batch
-        out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim)
+        out = empty(query.shape[0], spec.num_heads * spec.head_dim)
         if query.shape[0] > metadata.num_tokens:
             out[metadata.num_tokens :] = 0.0
         self._kernels.attention(

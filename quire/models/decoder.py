@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(rope, ctx.max_model_len, ctx.dtype) for rope in tables if rope is not None
+            RotaryEmbedding(rope, ctx.max_model_len, ctx.target) for rope in tables if rope is not None
         )
         self._rotary_of_layer = [tables[rope] for rope in config.rope]
 

@@ -10,6 +10,7 @@ from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
+from quire.ops.rope import GATHER_ROTATION
 
 OPS: tuple[Op[Any], ...] = (
     SILU_AND_MUL,
@@ -19,6 +20,7 @@ OPS: tuple[Op[Any], ...] = (
     LINEAR_FP8,
     RMS_NORM,
     ADD_RMS_NORM,
+    GATHER_ROTATION,
     FIRST_MAX,
     DRAW,
 )

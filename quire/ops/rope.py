@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from quire.ops.base import Op, native
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -35,3 +39,15 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.randint(0, 64, (rows,), generator=generator)
     cos, sin = gather_rotation(torch.cat((angles.cos(), angles.sin()), -1), positions, torch.float32)
     return torch.randn(rows, 6, head_dim, generator=generator), cos, sin
+
+
+def generate_positions(seed: int) -> tuple[Tensor, Tensor, torch.dtype]:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(32, 2 * (1 + seed % 33), generator=generator)
+    return table, torch.randint(0, 32, (1 + seed % 7,), generator=generator), torch.float32
+
+
+GatherRotation = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+GATHER_ROTATION: Op[GatherRotation] = Op(
+    "gather_rotation", gather_rotation, generate_positions, 0.0, (native("gather_rotation"),)
+)

@@ -1,11 +1,26 @@
-"""Recorded device work: kernels that are launched once, kept as a graph, and replayed with one call."""
+"""Recorded work: kernels that are called once, kept as a list or a graph, and replayed with one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class NotRecordableError(Exception):
+    """A step does something that cannot be recorded; the message names it."""
+
+
+class ForwardRecorder(Protocol):
+    """Keeps the work of a forward pass, to do it again without the host's part in it."""
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """(what replays `step`, where each replay leaves its result). Runs `step` once; may raise NotRecordableError.
+
+        A recording must be tried on other inputs before it is believed: what it cannot see it does not repeat.
+        """
 
 
 class Recorder:

@@ -22,7 +22,8 @@ class InputBatch:
     counts: Tensor  # [num_rows] int64, tokens of each row
     input_ids: Tensor  # [num_tokens_padded] int64
     positions: Tensor  # [num_tokens_padded] int64
-    forward: ForwardBatch
+    groups: list[AttentionBatch]  # what each KV group sees
+    forward: ForwardBatch  # the same, prepared by the backend
     starts: list[int]  # [num_rows] index of each row's first token
     sample_indices: list[int]  # index into the plan's rows of those that sample in this step
     sample_rows: list[int]  # [m] the rows themselves
@@ -76,18 +77,16 @@ class InputBuilder:
         padding = self.padded_size(total) - total
         pad = torch.nn.functional.pad
         contexts_32, starts_32 = context_tensor.to(torch.int32), query_starts.to(torch.int32)
-        attention = [
-            self._backend.prepare(
-                AttentionBatch(
-                    query_lens=plan.num_tokens,
-                    context_lens=contexts,
-                    tables=tables.tables[group],
-                    rows=rows,
-                    contexts=contexts_32,
-                    query_starts=starts_32,
-                    slot_mapping=pad(tables.slots(group, token_rows, positions), (0, padding)),
-                    block_size=tables.block_size,
-                )
+        groups = [
+            AttentionBatch(
+                query_lens=plan.num_tokens,
+                context_lens=contexts,
+                tables=tables.tables[group],
+                rows=rows,
+                contexts=contexts_32,
+                query_starts=starts_32,
+                slot_mapping=pad(tables.slots(group, token_rows, positions), (0, padding)),
+                block_size=tables.block_size,
             )
             for group in range(tables.num_groups)
         ]
@@ -96,7 +95,8 @@ class InputBuilder:
             counts=counts,
             input_ids=pad(state.token_ids[token_rows, positions].long(), (0, padding)),
             positions=pad(positions, (0, padding)),
-            forward=ForwardBatch(attention=attention),
+            groups=groups,
+            forward=ForwardBatch(attention=[self._backend.prepare(group) for group in groups]),
             starts=starts,
             sample_indices=sample_indices,
             sample_rows=sample_rows,

@@ -24,6 +24,7 @@ from quire.worker.input_batch import InputBuilder
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
 from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.recorded_decode import RecordedDecode
 from quire.worker.request_rows import RequestRows
 from quire.worker.runner import Finish, Runner
 from quire.worker.sampling.sampler import Sampler
@@ -120,6 +121,9 @@ def build_runner(
 def make_graphs(
     plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables
 ) -> tuple[StepGraphs, ForwardGraphs]:
+    recorder = plan.backend.recorder()
+    if recorder is not None:
+        return NoGraphs(), RecordedDecode(model, rows, tables, plan.backend, recorder)
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
     if not sizes or not plan.backend.records:
         return NoGraphs(), NoForwardGraphs()

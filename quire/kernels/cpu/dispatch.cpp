@@ -1,6 +1,8 @@
 // The library's C interface: which instruction sets this build and this processor share, and each one's kernels.
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "pool.h"
 
@@ -22,9 +24,39 @@ namespace avx512 {
 
 namespace {
 
+// A recorded call: each argument in 8 bytes, of which a float has the first four.
+template <class T>
+T argument(int64_t slot) {
+    if constexpr (std::is_same_v<T, float>) {
+        float value;
+        std::memcpy(&value, &slot, sizeof value);
+        return value;
+    } else if constexpr (std::is_pointer_v<T>) {
+        return reinterpret_cast<T>(slot);
+    } else {
+        return static_cast<T>(slot);
+    }
+}
+
+template <class... Types, size_t... Index>
+void call(void (*function)(Types...), const int64_t* slots, std::index_sequence<Index...>) {
+    function(argument<Types>(slots[Index])...);
+}
+
+template <class... Types>
+void spread(void (*function)(Types...), const int64_t* slots) {
+    call(function, slots, std::index_sequence_for<Types...>{});
+}
+
+template <auto FUNCTION>
+void invoke(const int64_t* slots) {
+    spread(FUNCTION, slots);
+}
+
 struct Kernel {
     const char* name;
     void* function;
+    void (*invoke)(const int64_t* slots);
 };
 
 struct InstructionSet {
@@ -33,22 +65,22 @@ struct InstructionSet {
     bool (*runs_here)();
 };
 
-#define KERNEL(name, ...) {#name, (void*)&QUIRE_SET::name},
+#define KERNEL(name, ...) {#name, (void*)&QUIRE_SET::name, &invoke<&QUIRE_SET::name>},
 #define QUIRE_SET quire::portable
 const Kernel portable_kernels[] = {
 #include "kernels.def"
-    {nullptr, nullptr}};
+    {nullptr, nullptr, nullptr}};
 #undef QUIRE_SET
 #ifdef QUIRE_X86
 #define QUIRE_SET quire::avx2
 const Kernel avx2_kernels[] = {
 #include "kernels.def"
-    {nullptr, nullptr}};
+    {nullptr, nullptr, nullptr}};
 #undef QUIRE_SET
 #define QUIRE_SET quire::avx512
 const Kernel avx512_kernels[] = {
 #include "kernels.def"
-    {nullptr, nullptr}};
+    {nullptr, nullptr, nullptr}};
 #undef QUIRE_SET
 
 bool has_avx2() {
@@ -71,6 +103,15 @@ const InstructionSet sets[] = {
 };
 constexpr int NUM_SETS = sizeof(sets) / sizeof(sets[0]);
 
+const Kernel* find(const char* instruction_set, const char* name) {
+    for (int i = 0; i < NUM_SETS; ++i) {
+        if (std::strcmp(sets[i].name, instruction_set) != 0 || !sets[i].runs_here()) continue;
+        for (const Kernel* kernel = sets[i].kernels; kernel->name; ++kernel)
+            if (std::strcmp(kernel->name, name) == 0) return kernel;
+    }
+    return nullptr;
+}
+
 }  // namespace
 
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -84,12 +125,23 @@ QUIRE_EXPORT const char* quire_instruction_set(int index) {
 
 // The address of a kernel; null if there is none of that name.
 QUIRE_EXPORT void* quire_kernel(const char* instruction_set, const char* name) {
-    for (int i = 0; i < NUM_SETS; ++i) {
-        if (std::strcmp(sets[i].name, instruction_set) != 0 || !sets[i].runs_here()) continue;
-        for (const Kernel* kernel = sets[i].kernels; kernel->name; ++kernel)
-            if (std::strcmp(kernel->name, name) == 0) return kernel->function;
+    const Kernel* kernel = find(instruction_set, name);
+    return kernel ? kernel->function : nullptr;
+}
+
+// The address of what calls a kernel with recorded arguments, for quire_replay.
+QUIRE_EXPORT void* quire_invoker(const char* instruction_set, const char* name) {
+    const Kernel* kernel = find(instruction_set, name);
+    return kernel ? (void*)kernel->invoke : nullptr;
+}
+
+// Recorded calls in their order, each an invoker, the number of its arguments, and these.
+QUIRE_EXPORT void quire_replay(const int64_t* program, int64_t num_calls) {
+    for (int64_t i = 0; i < num_calls; ++i) {
+        const auto invoker = reinterpret_cast<void (*)(const int64_t*)>(program[0]);
+        invoker(program + 2);
+        program += 2 + program[1];
     }
-    return nullptr;
 }
 
 QUIRE_EXPORT void quire_set_threads(int count) { quire::set_threads(count); }

@@ -39,6 +39,9 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
         self._functions.quire_instruction_set.restype = ctypes.c_char_p
         self._functions.quire_kernel.restype = ctypes.c_void_p
+        self._functions.quire_invoker.restype = ctypes.c_void_p
+        self.replay = self._functions.quire_replay
+        self.replay.argtypes, self.replay.restype = [ctypes.c_void_p, ctypes.c_int64], None
         self.instruction_sets = self._instruction_sets()  # those that run here, the best first
         self.set_threads(torch.get_num_threads())
         self.select(env.cpu_instruction_set() or self.instruction_sets[0])
@@ -49,9 +52,14 @@ class Library:
                 f"QUIRE_CPU_ISA={instruction_set} does not run here; use one of {', '.join(self.instruction_sets)}"
             )
         self.instruction_set = instruction_set
-        for name, prototype in _prototypes().items():
+        for name, types in parameters().items():
             address = self._functions.quire_kernel(instruction_set.encode(), name.encode())
-            setattr(self.kernels, name, prototype(address))
+            setattr(self.kernels, name, ctypes.CFUNCTYPE(None, *types)(address))
+
+    def invoker(self, name: str) -> int:
+        """The address of what calls a kernel with recorded arguments."""
+        address: int = self._functions.quire_invoker(self.instruction_set.encode(), name.encode())
+        return address
 
     def set_threads(self, count: int) -> None:
         self._functions.quire_set_threads(ctypes.c_int(count))
@@ -122,12 +130,12 @@ _TYPES: dict[str, type] = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "floa
 
 
 @cache
-def _prototypes() -> dict[str, type]:
-    """The C types of every kernel, from the list that the library itself is made from."""
+def parameters() -> dict[str, tuple[type, ...]]:
+    """The C types of every kernel's parameters, from the list that the library itself is made from."""
     text = re.sub(r"//.*", "", (build.FOLDER / "kernels.def").read_text())
     return {
-        name: ctypes.CFUNCTYPE(None, *(_c_type(parameter) for parameter in parameters.split(",")))
-        for name, parameters in re.findall(r"KERNEL\((\w+),([^)]*)\)", text)
+        name: tuple(_c_type(parameter.strip()) for parameter in listed.split(","))
+        for name, listed in re.findall(r"KERNEL\((\w+),([^)]*)\)", text)
     }
 
 

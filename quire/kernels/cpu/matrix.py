@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
+from quire.kernels.cpu.memory import empty
 from quire.types.errors import CheckpointError, ConfigError
 
 PANEL = 16  # outputs that lie side by side in memory
@@ -167,7 +168,7 @@ class PackedMatrix:
         """ids [n] int64, all below `rows` -> those rows [n, inner] as float32."""
         ids = ids.contiguous()
         if out is None:
-            out = torch.empty(ids.shape[0], self.inner)
+            out = empty(ids.shape[0], self.inner)
         bound().unpack_rows(
             self.panels.data_ptr(),
             FORMATS.index(self.format),
@@ -194,12 +195,12 @@ class Product:
         numbers += [number for segment in segments for number in segment]
         self._plan = (ctypes.c_int64 * len(numbers))(*numbers)
         self._address = ctypes.addressof(self._plan)
-        self._product = bound().product
+        self._kernels = bound()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, inner] float32 -> [n, outputs]."""
         x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty(rows, self.outputs)
-        self._product(self._address, x.data_ptr(), out.data_ptr(), rows)
+        out = empty(rows, self.outputs)
+        self._kernels.product(self._address, x.data_ptr(), out.data_ptr(), rows)
         return out

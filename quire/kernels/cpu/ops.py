@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
+from quire.kernels.cpu.memory import empty
 
 
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:
@@ -13,7 +14,7 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     x = x.contiguous()
     rows, inner = x.shape
     n = weight.shape[0]
-    out = torch.empty(rows, n)
+    out = empty(rows, n)
     bound().linear(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, inner
     )
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     flat = x.reshape(-1, x.shape[-1])
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    out = torch.empty(flat.shape)
+    out = empty(*flat.shape)
     bound().add_rms_norm(
         flat.data_ptr(),
         None,
@@ -43,7 +44,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
-    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    out, total = empty(*x.shape), empty(*x.shape)
     bound().add_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
@@ -69,7 +70,7 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width)
+    out = empty(rows, width)
     bound().gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
     return out
 
@@ -78,7 +79,7 @@ def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.stride(-1) != 1:
         scores = scores.contiguous()
     rows, size = scores.shape
-    ids, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    ids, best = empty(rows, dtype=torch.int64), empty(rows)
     bound().first_max(scores.data_ptr(), rows, size, scores.stride(0), ids.data_ptr(), best.data_ptr())
     return ids, best
 
@@ -87,8 +88,17 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, size = logits.shape
-    seeds, positions, ids = seeds.contiguous(), positions.contiguous(), torch.empty(rows, dtype=torch.int64)
+    seeds, positions, ids = seeds.contiguous(), positions.contiguous(), empty(rows, dtype=torch.int64)
     bound().draw(
         logits.data_ptr(), seeds.data_ptr(), positions.data_ptr(), rows, size, logits.stride(0), ids.data_ptr()
     )
     return ids
+
+
+def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    tokens, rotary = positions.shape[0], cos_sin.shape[1]
+    cos, sin = empty(tokens, 1, rotary), empty(tokens, 1, rotary)
+    bound().gather_rotation(
+        cos_sin.data_ptr(), positions.contiguous().data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, rotary
+    )
+    return cos, sin

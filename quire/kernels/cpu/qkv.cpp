@@ -71,5 +71,18 @@ void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight,
     });
 }
 
+void gather_rotation(const float* table, const int64_t* positions, float* cos, float* sin, int64_t tokens,
+                     int64_t rotary) {
+    const int64_t half = rotary / 2;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const float* line = table + positions[t] * rotary;
+        for (int64_t i = 0; i < half; ++i) {
+            cos[t * rotary + i] = cos[t * rotary + half + i] = line[i];
+            sin[t * rotary + i] = -line[half + i];
+            sin[t * rotary + half + i] = line[half + i];
+        }
+    }
+}
+
 }  // namespace QUIRE_NS
 }  // namespace quire

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.rope.registry import ROPE_TYPES
-from quire.ops.rope import gather_rotation
+from quire.ops.base import Target
+from quire.ops.rope import GATHER_ROTATION
 from quire.platform.host import HOST
 
 
@@ -16,7 +17,7 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin: Tensor  # [max_model_len, rotary_dim] float32: cosines, then sines
 
-    def __init__(self, rope: RopeParameters, max_model_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, rope: RopeParameters, max_model_len: int, target: Target) -> None:
         super().__init__()
         device = torch.get_default_device()
         with HOST:
@@ -24,8 +25,9 @@ class RotaryEmbedding(nn.Module):
             angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)
-        self._dtype = dtype
+        self._dtype = target.dtype
+        self._gather = GATHER_ROTATION.bind(target)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of one step, for `apply_rope`; positions: [n]."""
-        return gather_rotation(self.cos_sin, positions, self._dtype)
+        return self._gather(self.cos_sin, positions, self._dtype)

@@ -4,12 +4,13 @@ import torch
 
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
+from quire.ops.base import Target
 
 ROPE = RopeParameters(rotary_dim=16, theta=1e4, max_position_embeddings=64)
 
 
 def test_table_covers_every_position_and_is_not_a_weight() -> None:
-    rotary = RotaryEmbedding(ROPE, 100, torch.bfloat16)
+    rotary = RotaryEmbedding(ROPE, 100, Target(dtype=torch.bfloat16))
     assert rotary.cos_sin.shape == (100, 16)
     assert rotary.cos_sin.dtype == torch.float32, "only the gathered rows take the model's dtype"
     assert rotary.state_dict() == {}
@@ -20,4 +21,4 @@ def test_table_covers_every_position_and_is_not_a_weight() -> None:
 
 def test_builds_on_meta() -> None:
     with torch.device("meta"):
-        assert RotaryEmbedding(ROPE, 8, torch.float32).cos_sin.is_meta
+        assert RotaryEmbedding(ROPE, 8, Target()).cos_sin.is_meta
