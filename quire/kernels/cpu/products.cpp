@@ -14,9 +14,13 @@ constexpr int TILE_ROWS = 6, TILE_PANELS = 1, DIRECT_PANELS = 2, MOST_DIRECT_ROW
 #else
 constexpr int TILE_ROWS = 2, TILE_PANELS = 1, DIRECT_PANELS = 1, MOST_DIRECT_ROWS = 1;
 #endif
-// Elements along k that a tile of weights holds: at a time in one block of rows, for a few blocks, for many.
-constexpr int64_t FEW = 64, SHALLOW = 192, DEEP = 1024;
+constexpr int TILE_WIDTH = TILE_PANELS * PANEL;
+// Elements along k that a tile of weights holds: in one block of rows, and for several. The latter leaves room for a
+// block of x beside it in the first-level cache.
+constexpr int64_t FEW = 64, DEPTH = 192;
 constexpr int64_t CHUNK_ROWS = 252;  // rows of x that pass by a tile before it is given up
+constexpr int64_t LEAST_PACKED = 4;  // blocks of rows from which on x is packed
+constexpr int64_t MOST_PACKED = 4 << 20;  // elements of x that are packed at a time, so that memory stays bounded
 
 constexpr int64_t NEIGHBOURS = 64;       // rows up to which a thread should go through neighbouring panels
 constexpr int64_t LEAST_WORK = 1 << 15;  // multiplications that are worth a thread's attention
@@ -61,7 +65,8 @@ inline void prefetch(const uint8_t* codes, int64_t panel_stride, int j) {
     for (int p = 0; p < PANELS; ++p) __builtin_prefetch(codes + (PANELS + p) * panel_stride);
 }
 
-// Elements [from, from + depth) along k of one panel as float32 [depth][PANEL]; both are multiples of BLOCK.
+// Elements [from, from + depth) along k of one panel as float32 [depth][PANEL], TILE_WIDTH apart; both are multiples of
+// BLOCK.
 template <int F>
 void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, float* out) {
     constexpr Layout L = LAYOUTS[F];
@@ -81,7 +86,7 @@ void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, fl
             unrolled<L.step>([&](auto index) __attribute__((always_inline)) {
                 constexpr int I = decltype(index)::value;
                 for (int v = 0; v < VECS; ++v) store(out + v * LANES, codes.template weight<I>(scales, v));
-                out += PANEL;
+                out += TILE_WIDTH;
             });
         }
     }
@@ -123,14 +128,15 @@ void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_s
         }
     }
     if (k < inner) {
-        float weights[BLOCK * PANEL];
+        float weights[BLOCK * TILE_WIDTH];
         for (int p = 0; p < PANELS; ++p) {
             expand<F>(panel + p * panel_stride, inner, k / BLOCK * BLOCK, BLOCK, weights);
             for (int64_t i = k; i < inner; ++i)
                 for (int v = 0; v < VECS; ++v)
                     for (int r = 0; r < ROWS; ++r)
-                        acc[r][p * VECS + v] = fma(set(x[r * inner + i]), load(weights + i % BLOCK * PANEL + v * LANES),
-                                                   acc[r][p * VECS + v]);
+                        acc[r][p * VECS + v] =
+                            fma(set(x[r * inner + i]), load(weights + i % BLOCK * TILE_WIDTH + v * LANES),
+                                acc[r][p * VECS + v]);
         }
     }
     unrolled<ROWS>([&](auto r) { store_columns<PANELS * VECS>(acc[r.value], out + r.value * stride, width, bias); });
@@ -160,7 +166,7 @@ void direct_panels(const float* x, int64_t rows, int64_t inner, const Segment& s
 using Expand = void (*)(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, float* out);
 
 struct Tile {
-    float* weights;  // TILE_PANELS x [depth][PANEL]
+    float* weights;  // [depth][TILE_WIDTH]
     int64_t depth, width;
     bool first, last;   // of the tiles along k: starts from zero, ends in `out`; others hand over sums
     const float* bias;  // added by the last
@@ -170,9 +176,10 @@ struct Tile {
     int64_t panel_stride, inner;
 };
 
-// `sums` [ROWS][TILE_PANELS * PANEL]. They have a place of their own because rows of `out` may be a multiple of 4 KiB
-// apart, which puts them all into one set of the first-level cache.
-template <int ROWS>
+// x is [ROWS][x_stride], or where PACKED [depth][ROWS], which reads one line after the other. `sums` [ROWS][TILE_WIDTH]
+// have a place of their own because rows of `out` may be a multiple of 4 KiB apart, which puts them all into one set of
+// the first-level cache.
+template <int ROWS, bool PACKED>
 void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, float* out, int64_t out_stride) {
     constexpr int COLUMNS = TILE_PANELS * VECS;
     Vec acc[ROWS][COLUMNS];
@@ -183,28 +190,32 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, f
         unrolled<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) {
             acc[i.value / COLUMNS][i.value % COLUMNS] = load(sums + i.value * LANES);
         });
+    // The lines of `out` are fetched while the sums are made: stores that wait for them were a tenth of the time.
+    if (PACKED && tile.last)
+        for (int r = 0; r < ROWS; ++r)
+            for (int p = 0; p < TILE_PANELS; ++p) __builtin_prefetch(out + r * out_stride + p * PANEL, 1);
     const int64_t span = tile.expand ? FEW : tile.depth;
     // Rows are reached from three pointers, so that few registers hold addresses.
     constexpr int REACH = 5;
     const float *x0 = x, *x1 = x + REACH * x_stride, *x2 = x + 2 * REACH * x_stride;
     for (int64_t from = 0; from < tile.depth; from += span) {
-        if (tile.expand)
+        if (!PACKED && tile.expand)
             for (int p = 0; p < TILE_PANELS; ++p)
                 tile.expand(tile.panel + p * tile.panel_stride, tile.inner, from,
-                            least(FEW, ceil_div(tile.depth - from, BLOCK) * BLOCK), tile.weights + p * span * PANEL);
-        const float *w = tile.weights, *end = w + least(span, tile.depth - from) * PANEL;
-        const int64_t second = span * PANEL;
-        for (; w != end; w += PANEL) {
+                            least(FEW, ceil_div(tile.depth - from, BLOCK) * BLOCK), tile.weights + p * PANEL);
+        const float *w = tile.weights, *end = w + least(span, tile.depth - from) * TILE_WIDTH;
+        for (; w != end; w += TILE_WIDTH) {
             Vec ws[COLUMNS];
-            for (int v = 0; v < VECS; ++v) ws[v] = load(w + v * LANES);
-            if constexpr (TILE_PANELS == 2)
-                for (int v = 0; v < VECS; ++v) ws[VECS + v] = load(w + second + v * LANES);
+            for (int v = 0; v < COLUMNS; ++v) ws[v] = load(w + v * LANES);
             for (int r = 0; r < ROWS; ++r) {
                 const float* base = r < REACH ? x0 : r < 2 * REACH ? x1 : x2;
-                const Vec xs = set(base[(r % REACH) * x_stride]);
+                const Vec xs = set(PACKED ? x[r] : base[(r % REACH) * x_stride]);
                 for (int v = 0; v < COLUMNS; ++v) acc[r][v] = fma(xs, ws[v], acc[r][v]);
             }
-            ++x0, ++x1, ++x2;
+            if constexpr (PACKED)
+                x += ROWS;
+            else
+                ++x0, ++x1, ++x2;
         }
     }
     if (tile.last)
@@ -217,55 +228,84 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, f
         });
 }
 
-using Multiply = void (*)(const Tile&, const float*, int64_t, float*, float*, int64_t);
+// x [ROWS][stride] -> out [depth][ROWS]
+template <int ROWS>
+void pack(const float* x, int64_t stride, int64_t depth, float* out) {
+    for (int64_t k = 0; k < depth; ++k, out += ROWS)
+        for (int r = 0; r < ROWS; ++r) out[r] = x[r * stride + k];
+}
+
+// What is compiled for each number of rows.
+struct Block {
+    void (*multiply)(const Tile&, const float*, int64_t, float*, float*, int64_t);
+    void (*multiply_packed)(const Tile&, const float*, int64_t, float*, float*, int64_t);
+    void (*pack)(const float*, int64_t, int64_t, float*);
+};
 template <int... R>
-struct Multiplies {
-    static constexpr Multiply table[] = {nullptr, multiply<R>...};
+struct BlocksOf {
+    static constexpr Block table[] = {{}, {multiply<R, false>, multiply<R, true>, pack<R>}...};
 };
 #if defined(__AVX512F__)
-using AllMultiplies = Multiplies<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>;
+using BlockOf = BlocksOf<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>;
 #elif defined(__AVX2__) && defined(__FMA__)
-using AllMultiplies = Multiplies<1, 2, 3, 4, 5, 6>;
+using BlockOf = BlocksOf<1, 2, 3, 4, 5, 6>;
 #else
-using AllMultiplies = Multiplies<1, 2>;
+using BlockOf = BlocksOf<1, 2>;
 #endif
 
-// One tile of TILE_PANELS panels for all given rows.
+// The elements along k are divided evenly among tiles of at most DEPTH.
+inline int64_t depth_of_tiles(int64_t inner) {
+    return ceil_div(ceil_div(inner, ceil_div(inner, DEPTH)), BLOCK) * BLOCK;
+}
+
+// Rows of x in blocks of at most TILE_ROWS, as even as can be; `packed` [tiles along k][count][depth][rows of a block]
+// where there are enough of them to be worth it, or null.
+struct Rows {
+    const float *x, *packed;
+    int64_t rows, inner, count, depth;
+
+    int64_t start(int64_t block) const { return rows * block / count; }
+    int64_t size(int64_t block) const { return start(block + 1) - start(block); }
+    int64_t packed_at(int64_t k, int64_t block) const { return (k / depth * count + block) * depth * TILE_ROWS; }
+};
+
+// One tile of TILE_PANELS panels for the blocks [begin, end) of rows.
 template <int F>
-void tile_rows(const float* x, int64_t rows, int64_t inner, const Segment& segment, int64_t panel, float* out,
+void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment, int64_t panel, float* out,
                int64_t out_stride, const float* bias) {
-    const int64_t panel_bytes = LAYOUTS[F].panel_bytes(inner), column = panel * PANEL;
+    const int64_t inner = x.inner, panel_bytes = LAYOUTS[F].panel_bytes(inner), column = panel * PANEL;
     const int64_t count = least(TILE_PANELS, ceil_div(segment.outputs, PANEL) - panel);
     const int64_t width = segment.outputs - column;
     const uint8_t* panels = segment.panels + panel * panel_bytes;
-    const int64_t blocks = ceil_div(rows, TILE_ROWS);
-    if (blocks == 1) {
-        float* weights = (float*)scratch(0, TILE_PANELS * FEW * PANEL * sizeof(float));
+    if (x.count == 1) {
+        float* weights = (float*)scratch(0, FEW * TILE_WIDTH * sizeof(float));
         const Tile tile{weights,   inner,  width, true, true, bias ? bias + column : nullptr,
                         expand<F>, panels, count == TILE_PANELS ? panel_bytes : 0, inner};
-        return AllMultiplies::table[rows](tile, x, inner, nullptr, out + column, out_stride);
+        return BlockOf::table[x.rows].multiply(tile, x.x, inner, nullptr, out + column, out_stride);
     }
-    const int64_t most = blocks < 4 ? SHALLOW : DEEP;
-    const int64_t depth = ceil_div(ceil_div(inner, ceil_div(inner, most)), BLOCK) * BLOCK;
-    float* weights = (float*)scratch(0, TILE_PANELS * depth * PANEL * sizeof(float));
-    float* sums = (float*)scratch(1, TILE_PANELS * PANEL * rows * sizeof(float));
-    for (int64_t k = 0; k < inner; k += depth) {
-        const int64_t left = least(depth, inner - k);
+    float* weights = (float*)scratch(0, TILE_WIDTH * x.depth * sizeof(float));
+    float* sums = (float*)scratch(1, TILE_WIDTH * TILE_ROWS * (end - begin) * sizeof(float));
+    for (int64_t k = 0; k < inner; k += x.depth) {
+        const int64_t left = least(x.depth, inner - k);
         for (int64_t p = 0; p < count; ++p)
-            expand<F>(panels + p * panel_bytes, inner, k, ceil_div(left, BLOCK) * BLOCK, weights + p * left * PANEL);
-        const Tile tile{weights, left,    width,   k == 0, k + depth >= inner, bias ? bias + column : nullptr,
-                        nullptr, nullptr, 0,       0};
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-            AllMultiplies::table[end - begin](tile, x + begin * inner + k, inner, sums + begin * TILE_PANELS * PANEL,
-                                              out + begin * out_stride + column, out_stride);
+            expand<F>(panels + p * panel_bytes, inner, k, ceil_div(left, BLOCK) * BLOCK, weights + p * PANEL);
+        const Tile tile{weights, left, width, k == 0, k + x.depth >= inner, bias ? bias + column : nullptr,
+                        nullptr, nullptr, 0, 0};
+        for (int64_t b = begin; b < end; ++b) {
+            const Block& block = BlockOf::table[x.size(b)];
+            float* sum = sums + (b - begin) * TILE_WIDTH * TILE_ROWS;
+            float* to = out + x.start(b) * out_stride + column;
+            if (x.packed)
+                block.multiply_packed(tile, x.packed + x.packed_at(k, b), 0, sum, to, out_stride);
+            else
+                block.multiply(tile, x.x + x.start(b) * inner + k, inner, sum, to, out_stride);
         }
     }
 }
 
 struct Kernels {
     void (*direct)(const float*, int64_t, int64_t, const Segment&, int64_t, int64_t, float*, int64_t, const float*);
-    void (*tile)(const float*, int64_t, int64_t, const Segment&, int64_t, float*, int64_t, const float*);
+    void (*tile)(const Rows&, int64_t, int64_t, const Segment&, int64_t, float*, int64_t, const float*);
 };
 template <int... F>
 struct ByFormat {
@@ -310,18 +350,31 @@ void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
     });
 }
 
-void many_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
-    constexpr int64_t UNIT = PANEL * TILE_PANELS;
-    const int64_t tiles = units(plan, UNIT), chunks = ceil_div(rows, CHUNK_ROWS);
-    int64_t grain = 1 + LEAST_WORK / (plan.inner * UNIT * rows);
-    if (rows <= NEIGHBOURS && tiles / (2 * num_threads()) > grain) grain = tiles / (2 * num_threads());
+void pack_rows(const Rows& x, float* packed) {
+    parallel(x.count, 1 + LEAST_WORK / (x.inner * TILE_ROWS), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b)
+            for (int64_t k = 0; k < x.inner; k += x.depth)
+                BlockOf::table[x.size(b)].pack(x.x + x.start(b) * x.inner + k, x.inner, least(x.depth, x.inner - k),
+                                               packed + x.packed_at(k, b));
+    });
+}
+
+void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows) {
+    Rows x{from, nullptr, num_rows, plan.inner, ceil_div(num_rows, TILE_ROWS), depth_of_tiles(plan.inner)};
+    if (x.count >= LEAST_PACKED) {
+        float* packed = (float*)scratch(2, x.packed_at(ceil_div(x.inner, x.depth) * x.depth, 0) * sizeof(float));
+        pack_rows(x, packed);
+        x.packed = packed;
+    }
+    const int64_t tiles = units(plan, TILE_WIDTH), chunks = ceil_div(num_rows, CHUNK_ROWS);
+    int64_t grain = 1 + LEAST_WORK / (plan.inner * TILE_WIDTH * num_rows);
+    if (num_rows <= NEIGHBOURS && tiles / (2 * num_threads()) > grain) grain = tiles / (2 * num_threads());
     parallel(tiles * chunks, grain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t chunk = i / tiles, tile = i % tiles;
-            const int64_t first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
-            split(plan, UNIT, tile, tile + 1, [&](const Segment& segment, int64_t from, int64_t, int64_t column) {
-                AllKernels::table[segment.format].tile(x + first * plan.inner, count, plan.inner, segment,
-                                                       from * TILE_PANELS, out + first * plan.outputs + column,
+            const int64_t first = x.count * chunk / chunks, last = x.count * (chunk + 1) / chunks;
+            split(plan, TILE_WIDTH, tile, tile + 1, [&](const Segment& segment, int64_t at, int64_t, int64_t column) {
+                AllKernels::table[segment.format].tile(x, first, last, segment, at * TILE_PANELS, out + column,
                                                        plan.outputs, plan.bias ? plan.bias + column : nullptr);
             });
         }
@@ -333,10 +386,15 @@ void many_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
 void product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
     if (rows <= 0) return;
-    if (rows <= MOST_DIRECT_ROWS)
+    if (rows <= MOST_DIRECT_ROWS) {
         few_rows(plan, x, out, rows);
-    else
-        many_rows(plan, x, out, rows);
+    } else {
+        const int64_t fit = MOST_PACKED / plan.inner, parts = ceil_div(rows, fit > CHUNK_ROWS ? fit : CHUNK_ROWS);
+        for (int64_t i = 0; i < parts; ++i) {
+            const int64_t begin = rows * i / parts, end = rows * (i + 1) / parts;
+            many_rows(plan, x + begin * plan.inner, out + begin * plan.outputs, end - begin);
+        }
+    }
 }
 
 }  // namespace QUIRE_NS

@@ -208,6 +208,15 @@ def test_every_batch_size_to_64_gives_the_same_bits(kind: str) -> None:
         assert torch.equal(product(x[-rows:]), whole[-rows:])
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(600, 200), (470, 9001)], ids=["chunks", "parts"])
+def test_many_rows_give_the_same_bits_as_few(rows: int, inner: int) -> None:
+    product = Product([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35))
+    x = torch.randn(rows, inner)
+    whole = product(x)
+    for start, end in ((0, 1), (rows - 1, rows), (rows // 2 - 3, rows // 2 + 3), (rows // 2 - 50, rows // 2 + 20)):
+        assert torch.equal(product(x[start:end]), whole[start:end])
+
+
 def test_each_element_is_summed_from_the_first_to_the_last() -> None:
     """The order is part of the meaning: it is what makes every path, and every processor, agree."""
     x, weight = torch.randn(9, 700), torch.randn(40, 700)
@@ -264,12 +273,12 @@ def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
     assert loaded is not None
     before, results = loaded.instruction_set, []
     inner = inner_size(kind, 576)
-    x = torch.randn(20, inner)
+    x = torch.randn(61, inner)  # packed for all of them
     try:
         for name in loaded.instruction_sets:
             loaded.select(name)
             matrix = make(kind, 90, inner, seed=4)
-            results.append(torch.cat([Product([matrix])(x), Product([matrix])(x[:1])]))
+            results.append(torch.cat([Product([matrix])(x[:rows]) for rows in (61, 20, 1)]))
     finally:
         loaded.select(before)
     assert all(torch.equal(result, results[0]) for result in results)
