@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
@@ -22,6 +23,14 @@ def package_folder(config: pytest.Config, *packages: str, limit: float = 60) -> 
     assert config.cache is not None
     name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
     folder = config.cache.mkdir(f"npm-{name}")
+    # Another worker may need the same packages at the same time.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install(folder, packages, limit)
+    return folder
+
+
+def _install(folder: Path, packages: tuple[str, ...], limit: float) -> None:
     done_mark = folder / "installed"
     if not done_mark.is_file():
         options = ["--no-audit", "--no-fund", "--fetch-retries=0", "--prefix", str(folder)]
@@ -34,7 +43,6 @@ def package_folder(config: pytest.Config, *packages: str, limit: float = 60) -> 
         if done.returncode != 0:
             pytest.skip(f"npm cannot install {packages} here, which needs the network: {done.stderr[-200:]}")
         done_mark.touch()
-    return folder
 
 
 def talk(config: pytest.Config, url: str) -> dict[str, Any]:
