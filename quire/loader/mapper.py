@@ -89,14 +89,17 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 
-def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None) -> int:
-    """Bytes that the weights take once they are loaded from these tensors (None: made up, in float32).
+def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Format = F32) -> int:
+    """Bytes that the weights take once they are loaded from these tensors (None: all would be `otherwise`).
 
     Checks what `load_weights` checks; on any device.
     """
     formats: dict[WeightedLayer, dict[tuple[str, str | None], Format]] = {}
     if tensors is None:
-        formats = {layer: {(name, None): F32 for name in layer.weight_names()} for _, layer in weighted_layers(model)}
+        formats = {
+            layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
+            for _, layer in weighted_layers(model)
+        }
     else:
         plan = _make_plan(model, tensors)
         plan.check()

@@ -13,3 +13,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.kind == "gguf":
         return GgufCheckpoint(source.path)
     return SafetensorsCheckpoint(source.path)
+
+
+def has_weights(source: ModelSource) -> bool:
+    """Whether there is anything to open, be it of a wrong kind; a folder may hold a config alone."""
+    return source.kind == "gguf" or any(any(source.path.glob(f"*.{kind}*")) for kind in ("safetensors", "bin"))

@@ -6,6 +6,7 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,12 @@ from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
 from quire.layers.linear import Linear
 from quire.layers.quant.registry import choose_method
+from quire.layers.weights import F32, Format, float_format
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
-from quire.loader.open import open_checkpoint
+from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
 from quire.ops.base import Target
@@ -62,12 +64,15 @@ class EnginePlan:
         return replace(self, checkpoint=None)
 
 
-def plan_engine(config: EngineConfig) -> EnginePlan:
+def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePlan:
+    """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names."""
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = resolve_model(config.model.model, config.model.revision)
     _check_format(config.model.load_format, source)
-    checkpoint = None if config.model.load_format == "dummy" else open_checkpoint(source)
+    made_up = config.model.load_format == "dummy"
+    reads = not made_up and (needs_weights or has_weights(source))
+    checkpoint = open_checkpoint(source) if reads else None
     model_config = load_config(source) if checkpoint is None else checkpoint.config
     description = describe(model_config)
     settings = resolve(config, _defaults(platform, _dtype(config, platform)))
@@ -80,7 +85,10 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         model = model_class(model_config).from_config(
             model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
         )
-    weights = planned_bytes(model, None if checkpoint is None else checkpoint.tensors())
+    if checkpoint is not None:
+        weights = planned_bytes(model, checkpoint.tensors())
+    else:
+        weights = planned_bytes(model, None, F32 if made_up else _named_format(model_config))
     demand = _demand(config, model, weights, description, settings, kv_dtype, backend, length)
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)
@@ -106,7 +114,13 @@ def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supp
 
 
 def plan_memory(config: EngineConfig) -> MemoryLedger:
-    return plan_engine(config).ledger
+    return plan_engine(config, needs_weights=False).ledger
+
+
+def _named_format(model_config: Mapping[str, Any]) -> Format:
+    """What a config says of its weights."""
+    named = str(model_config.get("dtype") or model_config.get("torch_dtype"))
+    return float_format({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
 
 
 def _check_format(load_format: str, source: ModelSource) -> None:
