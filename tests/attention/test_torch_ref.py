@@ -110,7 +110,7 @@ def test_matches_dense_attention(spec: AttentionSpec) -> None:
         torch.testing.assert_close(sequences.out[row].double(), expected, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), spec=st.sampled_from(SPECS))
 def test_any_schedule_gives_the_same_bits(data: st.DataObject, spec: AttentionSpec) -> None:
     lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
