@@ -231,7 +231,15 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, f
 // x [ROWS][stride] -> out [depth][ROWS]
 template <int ROWS>
 void pack(const float* x, int64_t stride, int64_t depth, float* out) {
-    for (int64_t k = 0; k < depth; ++k, out += ROWS)
+    static_assert(ROWS <= LANES, "rows are transposed in one go");
+    int64_t k = 0;
+    for (; k + LANES <= depth; k += LANES, out += LANES * ROWS) {
+        Vec v[LANES];
+        for (int r = 0; r < LANES; ++r) v[r] = r < ROWS ? load(x + r * stride + k) : zero();
+        transpose(v);
+        for (int i = 0; i < LANES; ++i) put(out + i * ROWS, v[i], ROWS);
+    }
+    for (; k < depth; ++k, out += ROWS)
         for (int r = 0; r < ROWS; ++r) out[r] = x[r * stride + k];
 }
 

@@ -44,6 +44,23 @@ static inline Vec load_int8(const int8_t* p) {
 static inline Vec scale_by_power(Vec v, Vec n) {  // v * 2^n for integral n
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
 }
+static inline void transpose(Vec* v) {  // [LANES][LANES]: within quarters of four rows, then the quarters
+    Vec part[4][4];
+    for (int g = 0; g < 4; ++g) {
+        const Vec* p = v + 4 * g;
+        const Vec a = _mm512_unpacklo_ps(p[0], p[1]), b = _mm512_unpackhi_ps(p[0], p[1]);
+        const Vec c = _mm512_unpacklo_ps(p[2], p[3]), d = _mm512_unpackhi_ps(p[2], p[3]);
+        part[g][0] = _mm512_shuffle_ps(a, c, 0x44), part[g][1] = _mm512_shuffle_ps(a, c, 0xEE);
+        part[g][2] = _mm512_shuffle_ps(b, d, 0x44), part[g][3] = _mm512_shuffle_ps(b, d, 0xEE);
+    }
+    for (int i = 0; i < 4; ++i) {
+        const Vec p = part[0][i], q = part[1][i], r = part[2][i], s = part[3][i];
+        const Vec a = _mm512_shuffle_f32x4(p, q, 0x44), b = _mm512_shuffle_f32x4(p, q, 0xEE);
+        const Vec c = _mm512_shuffle_f32x4(r, s, 0x44), d = _mm512_shuffle_f32x4(r, s, 0xEE);
+        v[i] = _mm512_shuffle_f32x4(a, c, 0x88), v[4 + i] = _mm512_shuffle_f32x4(a, c, 0xDD);
+        v[8 + i] = _mm512_shuffle_f32x4(b, d, 0x88), v[12 + i] = _mm512_shuffle_f32x4(b, d, 0xDD);
+    }
+}
 }  // namespace QUIRE_NS
 }  // namespace quire
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -96,6 +113,20 @@ static inline Vec load_int8(const int8_t* p) {
 }
 static inline Vec scale_by_power(Vec v, Vec n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+static inline void transpose(Vec* v) {
+    Vec part[2][4];
+    for (int g = 0; g < 2; ++g) {
+        const Vec* p = v + 4 * g;
+        const Vec a = _mm256_unpacklo_ps(p[0], p[1]), b = _mm256_unpackhi_ps(p[0], p[1]);
+        const Vec c = _mm256_unpacklo_ps(p[2], p[3]), d = _mm256_unpackhi_ps(p[2], p[3]);
+        part[g][0] = _mm256_shuffle_ps(a, c, 0x44), part[g][1] = _mm256_shuffle_ps(a, c, 0xEE);
+        part[g][2] = _mm256_shuffle_ps(b, d, 0x44), part[g][3] = _mm256_shuffle_ps(b, d, 0xEE);
+    }
+    for (int i = 0; i < 4; ++i) {
+        v[i] = _mm256_permute2f128_ps(part[0][i], part[1][i], 0x20);
+        v[4 + i] = _mm256_permute2f128_ps(part[0][i], part[1][i], 0x31);
+    }
 }
 }  // namespace QUIRE_NS
 }  // namespace quire
@@ -172,6 +203,13 @@ static inline void store_half(uint16_t* p, Vec v) {
 static inline Vec load_brain(const uint16_t* p) { return each([&](int i) { return lane_from((uint32_t)p[i] << 16); }); }
 static inline Vec load_int8(const int8_t* p) { return each([&](int i) { return (float)p[i]; }); }
 static inline Vec scale_by_power(Vec v, Vec n) { return each([&](int i) { return std::ldexp(v.x[i], (int)n.x[i]); }); }
+static inline void transpose(Vec* v) {
+    for (int i = 0; i < LANES; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = v[i].x[j];
+            v[i].x[j] = v[j].x[i], v[j].x[i] = kept;
+        }
+}
 }  // namespace QUIRE_NS
 }  // namespace quire
 #endif
