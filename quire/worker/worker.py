@@ -12,6 +12,7 @@ from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
+from quire.platform.host import return_free_memory
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
@@ -90,6 +91,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
         fill_dummy(model, config.model.seed, plan.platform.device)
     else:
         load_weights(model, plan.checkpoint, progress)
+    return_free_memory()  # of weights before they were packed, which no plan has
     return model.eval()
 
 
