@@ -4,7 +4,7 @@
 
 Every engine is loaded once, in an environment of its own, and stopped (SIGSTOP) while another one is measured. Prints
 a table with each row's aim and whether it is reached, and writes JSON and a picture to results/cpu/. The rows over
-HTTP are measured by the client of benchmarks/server_peers.py, a server at a time; --no-http leaves them out.
+HTTP are measured by the client of benchmarks/server_peers.py, a server at a time.
 """
 
 from __future__ import annotations
@@ -163,8 +163,10 @@ def measure(probes: list[Probe], repeats: int) -> dict[str, dict[str, float]]:
                 pick = min if row in lower_is_better else max
                 best[probe.name] = pick(best.get(probe.name, value), value)
         results[row] = best
+        if row == "decode":
+            results["memory"] = {probe.name: probe.peak_mb for probe in probes}
         print(row, {name: round(value, 1) for name, value in best.items()})
-    results["memory"] = {probe.name: probe.peak_mb for probe in probes}
+    results["memory_peak"] = {probe.name: probe.peak_mb for probe in probes}
     results["ready"] = {probe.name: probe.ready_s for probe in probes}
     return results
 
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-http", action="store_true")
+    parser.add_argument("--http-repeats", type=int, default=2, help="rounds over HTTP; 0 leaves them out")
     parser.add_argument("--name", default="peers", help="the files written are NAME.json and NAME.svg")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -232,8 +234,8 @@ def main() -> None:
     with ExitStack() as stack:
         probes = [stack.enter_context(loaded(name, args.folder, args.threads)) for name in args.engines]
         results = measure(probes, args.repeats)
-    if not args.no_http:
-        results |= measure_http(args.engines, args.folder, args.repeats)
+    if args.http_repeats:
+        results |= measure_http(args.engines, args.folder, args.http_repeats)
     versions = {name: version(name, args.folder) for name in args.engines if name in PEERS}
     described = environment("torch", "transformers", "quire") | {"peers": versions, "limits": measured_limits}
     path = write_report(RESULTS / "cpu" / f"{args.name}.json", described, results)
