@@ -20,7 +20,8 @@ constexpr int TILE_WIDTH = TILE_PANELS * PANEL;
 constexpr int64_t FEW = 64, DEPTH = 192;
 constexpr int64_t CHUNK_ROWS = 252;  // rows of x that pass by a tile before it is given up
 constexpr int64_t LEAST_PACKED = 4;  // blocks of rows from which on x is packed
-constexpr int64_t MOST_PACKED = 4 << 20;  // elements of x that are packed at a time, so that memory stays bounded
+// Elements of x that are packed at a time: they should still be in the caches when they are read.
+constexpr int64_t MOST_PACKED = 1 << 19;
 
 constexpr int64_t NEIGHBOURS = 64;       // rows up to which a thread should go through neighbouring panels
 constexpr int64_t LEAST_WORK = 1 << 15;  // multiplications that are worth a thread's attention
