@@ -35,7 +35,7 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockEnd:
-    """The block that was open is done. `complete` is false for a call that the answer ended within."""
+    """The block that was open is done. `complete` is false for one that the answer ended within."""
 
     position: int
     kind: BlockKind
@@ -71,10 +71,10 @@ class BlockReader:
                 self._text(out, "reasoning" if isinstance(event, ReasoningDelta) else "text", event.text)
         return out
 
-    def finish(self) -> list[BlockEvent]:
-        """Close what is open."""
+    def finish(self, cut_short: bool = False) -> list[BlockEvent]:
+        """Close what is open. A call that is still open is never complete, anything else unless it was cut short."""
         out: list[BlockEvent] = []
-        self._close(out, self._kind != "call")
+        self._close(out, self._kind != "call" and not cut_short)
         return out
 
     def _text(self, out: list[BlockEvent], kind: BlockKind, text: str) -> None:

@@ -126,7 +126,7 @@ async def _run_turn(
                 tally.output_tokens += len(piece.token_ids)
                 found = blocks.read(piece.events)
                 if piece.finish_reason is not None:
-                    found += blocks.finish()
+                    found += blocks.finish(cut_short=piece.finish_reason == "length")
                     tally.finish = piece.finish_reason
                     tally.input_tokens += len(output.prompt_token_ids)
                     tally.cached_tokens += output.num_cached_tokens or 0

@@ -247,6 +247,7 @@ async def test_running_out_of_tokens_is_incomplete() -> None:
     answer = await ask(FakeClient("Hello"), max_output_tokens=2)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
 
 
 async def test_an_error_in_the_middle_fails_the_response() -> None:
