@@ -89,7 +89,7 @@ def test_first_use_builds_once_into_the_cache(
     monkeypatch.setattr(library, "INSTALLED", tmp_path / "nothing")
     monkeypatch.setattr(build, "build", build_one)
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="quire"):
         first, second = library._find_or_build(), library._find_or_build()
     assert first == second == tmp_path / "native" / build.library_name()
     assert built == [first]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response as SdkResponse
 from openai.types.responses import ResponseStreamEvent
+from openai.types.responses.response_output_item import McpCall
 from pydantic import TypeAdapter
 
 from quire.server.conversation.blocks import BlockReader
@@ -124,6 +125,18 @@ def follows(kinds: Sequence[str], steps: Sequence[str]) -> bool:
     return position == len(kinds)
 
 
+def as_the_sdk_knows_it(value: Any) -> Any:
+    """Before its version 3 the SDK took the error of a remote call for text; there it is left out."""
+    if str not in get_args(McpCall.model_fields["error"].annotation):
+        return value
+    if isinstance(value, list):
+        return [as_the_sdk_knows_it(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    plain = {name: as_the_sdk_knows_it(item) for name, item in value.items()}
+    return plain | {"error": None} if value.get("type") == "mcp_call" else plain
+
+
 @given(TURNS, CUTS, st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_event_and_object_has_the_published_shape(
@@ -131,10 +144,10 @@ def test_every_event_and_object_has_the_published_shape(
 ) -> None:
     response, made = build(turns, cuts, as_summary)
     for event in made:
-        valid = EVENT.validate_python(event, strict=True)
+        valid = EVENT.validate_python(as_the_sdk_knows_it(event), strict=True)
         assert valid.type == event["type"]
         assert unknown_fields(valid) <= NOT_IN_THE_SDK
-    whole = SdkResponse.model_validate(msgspec.to_builtins(response), strict=True)
+    whole = SdkResponse.model_validate(as_the_sdk_knows_it(msgspec.to_builtins(response)), strict=True)
     assert unknown_fields(whole) <= NOT_IN_THE_SDK
 
 
