@@ -197,15 +197,14 @@ def resident_mb(session: int) -> float:
     return total / 1024
 
 
-def limits(threads: int, repeats: int = 5) -> dict[str, float]:
+def limits(threads: int, repeats: int = 30) -> dict[str, float]:
     """What the cores can do, measured now: reading memory, and a float32 product of torch's library."""
     torch.set_num_threads(threads)
     memory, a, b = torch.ones(1 << 28), torch.randn(1536, 1536), torch.randn(1536, 1536)
     read = min(_seconds(memory.sum) for _ in range(repeats))
     product = min(_seconds(lambda: a @ b) for _ in range(repeats))
-    imports = min(
-        _seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True)) for _ in range(repeats)
-    )
+    start = [sys.executable, "-c", "import torch"]
+    imports = min(_seconds(lambda: subprocess.run(start, check=True)) for _ in range(5))
     return {
         "memory_gb_s": memory.numel() * 4 / read / 1e9,
         "gemm_gflop_s": 2 * 1536**3 / product / 1e9,
