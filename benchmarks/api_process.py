@@ -26,6 +26,7 @@ from rich.table import Table
 
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
+from quire.engine.constraints import Constraints
 from quire.engine.process import serve
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.types.errors import EngineDeadError
@@ -51,6 +52,7 @@ class FakeCore:
         self._next = 0.0
         self._left: dict[str, int] = {}
         self._random = random.Random(0)
+        self.constraints = Constraints()
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         self._left[request.request_id] = request.max_tokens
@@ -62,6 +64,9 @@ class FakeCore:
 
     def has_work(self) -> bool:
         return bool(self._left)
+
+    def has_unfinished(self) -> bool:
+        return self.has_work()
 
     def step(self) -> EngineOutputs:
         now = time.monotonic()
