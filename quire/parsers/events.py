@@ -81,3 +81,19 @@ def assemble(events: Iterable[Event]) -> ParsedOutput:
         for start, parts in zip(starts, arguments, strict=True)
     )
     return ParsedOutput("".join(text), "".join(reasoning), calls)
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same events, neighbours of one kind as one: all that may depend on how the output was cut."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            result[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            result[-1] = CallArguments(event.index, last.json_fragment + event.json_fragment)
+        else:
+            result.append(event)
+    return result

@@ -75,22 +75,6 @@ def cuts(text: str, seed: int, count: int) -> Iterator[list[str]]:
         yield pieces
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
-    """Neighbouring events of one kind put together: all that may depend on how the text was cut."""
-    result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            result[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
-            result[-1] = CallArguments(event.index, last.json_fragment + event.json_fragment)
-        else:
-            result.append(event)
-    return result
-
-
 def raw_text(events: Iterable[Event]) -> str:
     """Everything that the events say, calls included."""
     parts = []

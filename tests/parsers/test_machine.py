@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, TextDelta, assemble
+from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, TextDelta, assemble, joined
 from quire.parsers.format import ReasoningFormat, Tool
 from quire.parsers.generate import render_turn
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
@@ -21,7 +21,6 @@ from tests.parsers.helpers import (
     cuts,
     feed,
     markers,
-    merged,
     parser_for,
     plain_texts,
     raw_text,
@@ -88,7 +87,7 @@ def check_cuts(tool: str, reasoning: str, data: st.DataObject) -> None:
     whole = feed(parser_for(tool, reasoning, tools, is_open), [output])
     for pieces in cuts(output, data.draw(SEEDS), SPLITS):
         events = feed(parser_for(tool, reasoning, tools, is_open), pieces)
-        assert merged(events) == merged(whole)
+        assert joined(events) == joined(whole)
     check_arguments(events)
 
 

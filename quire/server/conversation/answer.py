@@ -5,11 +5,11 @@ Knows outputs and parsers; what an event looks like in JSON is decided by the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
+from quire.parsers.events import CallEnd, CallStart, Event, ReasoningDelta, TextDelta, joined
 from quire.parsers.stream import OutputParser
 from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 
@@ -85,53 +85,3 @@ class AnswerReader:
                 reader = self._readers[completion.index] = self._make_reader()
             pieces.append(reader.read(completion))
         return pieces
-
-
-@dataclass(slots=True)
-class Call:
-    id: str
-    name: str
-    arguments: str
-    """JSON text; only the beginning of it if the answer was cut short inside the call."""
-
-
-@dataclass(slots=True)
-class Message:
-    """A whole answer: the events of a choice put together."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Message:
-        message = cls()
-        text: list[str] = []
-        reasoning: list[str] = []
-        for event in events:
-            if isinstance(event, TextDelta):
-                text.append(event.text)
-            elif isinstance(event, ReasoningDelta):
-                reasoning.append(event.text)
-            elif isinstance(event, CallStart):
-                message.calls.append(Call(event.id or "", event.name, ""))
-            elif isinstance(event, CallArguments):
-                message.calls[event.index].arguments += event.json_fragment
-        message.text, message.reasoning = "".join(text), "".join(reasoning)
-        return message
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    """The same events, neighbours of one kind as one: a slow client's chunks are few and large."""
-    result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            result[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            result[-1] = CallArguments(event.index, last.json_fragment + event.json_fragment)
-        else:
-            result.append(event)
-    return result

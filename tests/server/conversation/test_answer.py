@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta, assemble
+from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta, assemble, joined
 from quire.parsers.format import Tool
 from quire.parsers.stream import OutputParser, make_parser
-from quire.server.conversation.answer import AnswerReader, ChoiceReader, Message, joined
+from quire.server.conversation.answer import AnswerReader, ChoiceReader
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.request import FinishReason
 
@@ -77,7 +77,7 @@ def test_choices_do_not_get_into_each_others_way() -> None:
         for piece in answer.read(RequestOutput("r", None, [], outputs, last)):
             events[piece.index] += piece.events
     for index in (0, 1):
-        assert Message.of(events[index]).calls[0].arguments == '{"a": 1}'
+        assert assemble(events[index]).calls[0].arguments == '{"a": 1}'
 
 
 EVENTS = st.one_of(
@@ -105,7 +105,3 @@ def test_joining_changes_nothing_but_the_number_of_events(drawn: list[Event | No
     together = joined(events)
     assert assemble(together) == assemble(events)
     assert all(type(one) is not type(two) for one, two in itertools.pairwise(together))
-    message = Message.of(together)
-    expected = assemble(events)
-    assert (message.text, message.reasoning) == (expected.text, expected.reasoning)
-    assert [call.arguments for call in message.calls] == [call.arguments for call in expected.calls]

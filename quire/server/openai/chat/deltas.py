@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.parsers.events import CallArguments, CallStart, Event, ReasoningDelta, TextDelta
-from quire.server.conversation.answer import Message
+from quire.parsers.events import CallArguments, CallStart, Event, ParsedOutput, ReasoningDelta, TextDelta
 from quire.server.openai.chat.protocol import (
     Delta,
     FunctionCall,
@@ -28,12 +27,14 @@ def delta_of(event: Event) -> Delta:
     return Delta()
 
 
-def response_message(message: Message, prefix: str, may_call: bool, include_reasoning: bool) -> ResponseMessage:
+def response_message(message: ParsedOutput, prefix: str, may_call: bool, include_reasoning: bool) -> ResponseMessage:
     """The whole message; `prefix` is the text that it goes on with. An answer of calls alone has a null content."""
     text = prefix + message.text
     answer = ResponseMessage("assistant", None if may_call and not text else text)
     if message.reasoning and include_reasoning:
         answer.reasoning = answer.reasoning_content = message.reasoning
     if message.calls:
-        answer.tool_calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in message.calls]
+        answer.tool_calls = [
+            ToolCall(call.id or "", FunctionCall(call.name, call.arguments)) for call in message.calls
+        ]
     return answer

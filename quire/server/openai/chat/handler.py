@@ -10,9 +10,9 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.parsers.events import CallEnd, Event, ReasoningDelta
+from quire.parsers.events import CallEnd, Event, ReasoningDelta, assemble
 from quire.server.context import ServerContext
-from quire.server.conversation.answer import ChoicePiece, Message
+from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
 from quire.server.middleware import arrival_time_of, trace_headers_of
@@ -142,7 +142,7 @@ class ChatAnswer:
     def _choice(self, piece: ChoicePiece) -> ChatChoice:
         return ChatChoice(
             piece.index,
-            response_message(Message.of(piece.events), self._prefix, self._may_call, self._include_reasoning),
+            response_message(assemble(piece.events), self._prefix, self._may_call, self._include_reasoning),
             self._logprobs(piece),
             piece.finish_reason,
             piece.stop_reason,
