@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Tokens whose hidden states are asked for; of the others the last layer computes only keys and values."""
+
+    tokens: Tensor  # [m] int64
+    attention: list[AttentionMetadata]  # of these tokens' queries alone, one per KV group
+    finite: Tensor  # [num_tokens_padded] bool, set by the last layer: whether a token's keys and values are finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +24,7 @@ class ForwardBatch:
     """What the layers read about one step beside its tokens."""
 
     attention: list[AttentionMetadata]  # one per KV group
+    wanted: WantedTokens | None = None  # None: all of them
 
 
 class Attention(nn.Module):
@@ -38,8 +49,21 @@ class Attention(nn.Module):
         """Let go of the cache, until the next `bind`."""
         self.cache = self.cache[:0].clone()
 
-    def forward(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n, num_heads * head_dim]."""
+    def forward(
+        self,
+        qkv: Tensor,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        wanted: WantedTokens | None = None,
+    ) -> Tensor:
+        """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n or wanted, num_heads * head_dim]."""
         metadata = batch.attention[self.group]
         q = self.backend.write(self.spec, qkv, head_norm, rotation, self.cache, metadata)
-        return self.backend.attend(self.spec, q, self.cache, metadata)
+        if wanted is None:
+            return self.backend.attend(self.spec, q, self.cache, metadata)
+        # A sum is finite only if all that it adds is.
+        keys_and_values = qkv[:, self.spec.num_heads * self.spec.head_dim :]
+        wanted.finite.copy_(keys_and_values.sum(-1, dtype=torch.float32).isfinite())
+        q = q.index_select(0, wanted.tokens)
+        return self.backend.attend(self.spec, q, self.cache, wanted.attention[self.group])

@@ -48,6 +48,8 @@ class CausalLM(MappedModule):
     ) -> Tensor:
         """input_ids, positions: [n] -> hidden states after the final norm [n, hidden]. Writes the KV cache.
 
+        With `batch.wanted` they are of those tokens alone.
+
         `inputs_embeds` [n, hidden] replaces the (scaled) token embeddings; it is not written to.
         """
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation
-from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.attention import Attention, ForwardBatch, WantedTokens
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
@@ -52,9 +52,11 @@ class AttentionBlock(nn.Module):
             layer,
         )
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
+    ) -> Tensor:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
-        out: Tensor = self.o_proj(self.attention(qkv, head_norm, rotation, batch))
+        out: Tensor = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
         return out
 
 
@@ -150,11 +152,21 @@ class DecoderLayer(nn.Module):
         self._multiplier = config.residual_multiplier
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, batch: ForwardBatch
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        wanted: WantedTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` is what the layer before added last; it is merged into `residual` here."""
+        """`hidden` is what the layer before added last; it is merged into `residual` here.
+
+        With `wanted` both results are of those tokens alone.
+        """
         normed, residual = self.attn_norm.merge(hidden, residual)
-        hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch)))
+        hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch, wanted)))
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.tokens)
         normed, residual = self.mlp_norm.merge(hidden, residual)
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         """Run layers [first, last) and return (hidden, residual, captured).
 
         captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
-        stream that leaves this part of the stack.
+        stream that leaves this part of the stack. The last layer of all computes the batch's wanted tokens alone.
         """
         last = len(self.layers) if last is None else last
         rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
@@ -87,7 +87,8 @@ class Decoder(nn.Module):
             if index in capture:
                 captured[index] = merge_residual(hidden, residual)
             rotation = rotations[self._rotary_of_layer[index]]
-            hidden, residual = self.layers[index](hidden, residual, rotation, batch)
+            wanted = batch.wanted if index == len(self.layers) - 1 else None
+            hidden, residual = self.layers[index](hidden, residual, rotation, batch, wanted)
         if last in capture:
             captured[last] = merge_residual(hidden, residual)
         return hidden, residual, captured

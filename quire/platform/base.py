@@ -42,6 +42,7 @@ class Platform(ABC):
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch
     graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed
+    narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from
 
     @abstractmethod
     def start(self, num_threads: int | None) -> None:

@@ -42,12 +42,15 @@ class Containment:
     def find(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> BrokenRows:
         """Which rows have a token that is not finite. Does not sync.
 
-        Where each row has one token and samples, the sampler finds it out from the logits.
+        Where each row has one token and samples, the sampler finds it out from the logits; so it does for what
+        breaks after the last layer's keys and values.
         """
         total = sum(plan.num_tokens)
         if total == len(batch.sample_indices):
             return BrokenRows(None, [])
-        return BrokenRows(Download(hidden[:total].isfinite().all(-1)), plan.num_tokens)
+        wanted = batch.forward.wanted
+        finite = hidden[:total].isfinite().all(-1) if wanted is None else wanted.finite[:total]
+        return BrokenRows(Download(finite), plan.num_tokens)
 
     def heal(self, row: int, num_computed_tokens: int) -> None:
         """Replace what is not finite in the blocks of a row by zeros; blocks shared with others are finite."""

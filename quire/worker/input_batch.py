@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.layers.attention import ForwardBatch
+from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.platform.transfer import upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
@@ -30,6 +30,21 @@ class InputBatch:
     sample_rows_tensor: Tensor  # [m] int64
     last_tokens: Tensor  # [m] int64, each one's last token in the step
 
+    @property
+    def hidden_indices(self) -> Tensor:
+        """[m] int64: where the hidden states of the rows that sample are."""
+        if self.forward.wanted is None:
+            return self.last_tokens
+        return torch.arange(len(self.sample_rows), device=self.last_tokens.device)
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """When the last layer of a step computes only the tokens that are sampled from."""
+
+    above: int  # tokens of a step
+    ladder: list[int]  # sizes that the number of wanted tokens is padded to
+
 
 class InputBuilder:
     """Turns a plan into an InputBatch. Tokens are padded up to the next size of the ladder."""
@@ -41,14 +56,16 @@ class InputBuilder:
         backend: AttentionBackend,
         ladder: list[int],
         device: torch.device,
+        narrowing: Narrowing | None = None,
     ) -> None:
         self._rows, self._tables, self._backend, self._ladder = rows, tables, backend, ladder
-        self._device = device
+        self._device, self._narrowing = device, narrowing
 
     def padded_size(self, num_tokens: int) -> int:
         return self._ladder[bisect_left(self._ladder, num_tokens)] if self._ladder else num_tokens
 
-    def build(self, plan: StepPlan) -> InputBatch:
+    def build(self, plan: StepPlan, every_token: bool = False) -> InputBatch:
+        """With `every_token` the hidden states of all tokens are wanted, not only of those sampled from."""
         state, tables = self._rows, self._tables
         computed, known = state.host_num_computed, state.host_num_tokens
         contexts = [computed[row] + count for row, count in zip(plan.rows, plan.num_tokens, strict=True)]
@@ -90,16 +107,52 @@ class InputBuilder:
             )
             for group in range(tables.num_groups)
         ]
+        wanted = None
+        if self._narrowing is not None and total > self._narrowing.above and not every_token:
+            ends = [start + count - 1 for start, count in zip(starts, plan.num_tokens, strict=True)]
+            wanted = self._wanted(sample_indices, plan.rows, ends, contexts, total + padding)
         return InputBatch(
             rows=rows,
             counts=counts,
             input_ids=pad(state.token_ids[token_rows, positions].long(), (0, padding)),
             positions=pad(positions, (0, padding)),
             groups=groups,
-            forward=ForwardBatch(attention=[self._backend.prepare(group) for group in groups]),
+            forward=ForwardBatch([self._backend.prepare(group) for group in groups], wanted),
             starts=starts,
             sample_indices=sample_indices,
             sample_rows=sample_rows,
             sample_rows_tensor=sampled,
             last_tokens=last_tokens,
         )
+
+    def _wanted(
+        self, indices: list[int], rows: list[int], ends: list[int], contexts: list[int], num_tokens: int
+    ) -> WantedTokens:
+        """The last tokens of these rows, padded with the last one; some token if there are none."""
+        assert self._narrowing is not None
+        ladder = self._narrowing.ladder
+        chosen = indices or [len(rows) - 1]
+        chosen = [*chosen, *chosen[-1:] * (ladder[bisect_left(ladder, len(chosen))] - len(chosen))]
+        count = len(chosen)
+        context_lens = [contexts[index] for index in chosen]
+        columns = ([ends[index] for index in chosen], [rows[index] for index in chosen], context_lens)
+        packed = upload([*(x for column in columns for x in column), *range(count + 1)], self._device, torch.int64)
+        tokens, row_tensor, context_tensor, query_starts = packed.split([count, count, count, count + 1])
+        contexts_32, starts_32 = context_tensor.to(torch.int32), query_starts.to(torch.int32)
+        attention = [
+            self._backend.prepare(
+                AttentionBatch(
+                    query_lens=[1] * count,
+                    context_lens=context_lens,
+                    tables=self._tables.tables[group],
+                    rows=row_tensor,
+                    contexts=contexts_32,
+                    query_starts=starts_32,
+                    slot_mapping=tokens[:0],  # nothing is written
+                    block_size=self._tables.block_size,
+                )
+            )
+            for group in range(self._tables.num_groups)
+        ]
+        finite = torch.empty(num_tokens, dtype=torch.bool, device=self._device)
+        return WantedTokens(tokens, attention, finite)

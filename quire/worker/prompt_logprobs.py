@@ -26,9 +26,13 @@ class PromptLogprobs:
     def remove_request(self, row: int) -> None:
         self._wanted.pop(row, None)
 
+    def wants(self, rows: list[int]) -> bool:
+        """Whether one of these rows asks for them."""
+        return bool(self._wanted) and not self._wanted.keys().isdisjoint(rows)
+
     def compute(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """For each wanting row, entries of the prompt tokens that follow the positions of this step."""
-        if not self._wanted:
+        if not self.wants(plan.rows):
             return {}
         results: dict[int, list[TokenLogprobs]] = {}
         for index, row in enumerate(plan.rows):

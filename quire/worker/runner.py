@@ -70,8 +70,8 @@ class Runner:
         self._apply(plan)
         if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
             return self._replay(plan)
-        batch = self.inputs.build(plan)
-        hidden = self.mixed_graphs.run(batch)
+        batch = self.inputs.build(plan, every_token=self.prompt_logprobs.wants(plan.rows))
+        hidden = self.mixed_graphs.run(batch) if batch.forward.wanted is None else None
         if hidden is None:
             hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)
@@ -139,7 +139,7 @@ class Runner:
     def _sample(self, batch: InputBatch, hidden: Tensor) -> SampleOutput:
         longest = max(self.rows.host_num_tokens[row] for row in batch.sample_rows)
         rows = SampleRows(batch.sample_rows_tensor, batch.sample_rows, longest)
-        output = self.sampler.sample(self.head(hidden, batch.last_tokens), rows, self.rows)
+        output = self.sampler.sample(self.head(hidden, batch.hidden_indices), rows, self.rows)
         self.rows.append(rows.rows, output.token_ids, batch.sample_rows)
         output.send()
         return output

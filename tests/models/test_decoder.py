@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from quire.attention.base import make_batch
+from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.loader.dummy import fill_dummy
 from quire.models.decoder import DecoderLM
 from quire.models.registry import ARCHITECTURES
-from tests.models.harness import PagedSequence, build
+from tests.models.harness import BACKEND, BLOCK_SIZE, PagedSequence, build
 from tests.models.zoo import SIZES
 
 TOKENS = [5, 250, 17, 33, 90, 2, 41]
@@ -43,6 +45,25 @@ def test_two_halves_of_the_stack_give_the_whole(architecture: str) -> None:
     assert torch.equal(early[0], model.model.embed(ids))
     assert torch.equal(early[2], late[2]), "the stream that leaves one part enters the next"
     assert torch.equal(model.model.norm(late[4]), expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_wanted_tokens_are_what_the_whole_gives_there(torch_kernels: None, architecture: str) -> None:
+    model = make(architecture)
+    sequence = PagedSequence(model, 16)
+    ids, positions, batch = sequence.inputs(TOKENS)
+    expected = model(ids, positions, batch)
+    caches = [layer.cache.clone() for layer in model.attention_layers()]
+    for layer in model.attention_layers():
+        layer.cache.zero_()
+    tokens = torch.tensor([2, 6])
+    alone = make_batch([1, 1], [3, 7], sequence.table.expand(2, -1), tokens[:0], BLOCK_SIZE)
+    wanted = WantedTokens(tokens, [BACKEND.prepare(alone)], torch.zeros(len(ids), dtype=torch.bool))
+    hidden = model(ids, positions, ForwardBatch(batch.attention, wanted))
+    assert torch.allclose(hidden, expected[tokens], atol=1e-5)
+    assert wanted.finite.all()
+    for layer, cache in zip(model.attention_layers(), caches, strict=True):
+        assert torch.equal(layer.cache, cache)
 
 
 def test_inputs_embeds_replace_the_tokens_and_are_not_written() -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.core import EngineCore
+from quire.platform.cpu import CpuPlatform
 from quire.types.sampling import SamplingParams
 from quire.worker.containment import MESSAGE
 from quire.worker.inproc import InProcExecutor
@@ -62,7 +63,16 @@ def assert_finite(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("chunk", [512, 8])
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
-def test_only_the_broken_request_fails(model: Path, expected: Answer, chunk: int, steps_in_flight: int) -> None:
+@pytest.mark.parametrize("narrow_above", [None, 4])
+def test_only_the_broken_request_fails(
+    model: Path,
+    expected: Answer,
+    chunk: int,
+    steps_in_flight: int,
+    narrow_above: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "narrow_above", narrow_above)
     core = make_broken(model, max_num_batched_tokens=chunk, max_num_seqs=4, steps_in_flight=steps_in_flight)
     driver = Driver(core)
     for index in range(4):

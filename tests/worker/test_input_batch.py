@@ -13,7 +13,7 @@ from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import InputBuilder
+from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.request_rows import RequestRows
 
 CPU = torch.device("cpu")
@@ -98,6 +98,37 @@ def test_against_plain_python(seed: int, decode_only: bool) -> None:
         slots = [int(table[row, position // BLOCK]) * BLOCK + position % BLOCK for row, position in tokens]
         assert attention.slot_mapping.tolist() == slots + zeros
     assert (batch.input_ids.dtype, batch.positions.dtype) == (torch.int64, torch.int64)
+
+
+@given(seed=st.integers(0, 1 << 32), above=st.integers(0, 40), every_token=st.booleans())
+def test_wanted_tokens(seed: int, above: int, every_token: bool) -> None:
+    rng = random.Random(seed)
+    state, tables = make_state(rng)
+    chosen = rng.sample(range(ROWS), rng.randint(1, ROWS))
+    counts = [rng.randint(1, state.host_num_tokens[row] - state.host_num_computed[row]) for row in chosen]
+    ladder = [1, 4, ROWS]
+    builder = InputBuilder(state, tables, RecordingBackend(), LADDER, CPU, Narrowing(above, ladder))
+    batch = builder.build(StepPlan(0, chosen, counts), every_token)
+    wanted = batch.forward.wanted
+    if every_token or sum(counts) <= above:
+        assert wanted is None
+        assert batch.hidden_indices is batch.last_tokens
+        return
+    assert wanted is not None
+    num_samples = len(batch.sample_indices)
+    indices = batch.sample_indices or [len(chosen) - 1]
+    indices += indices[-1:] * (next(size for size in ladder if size >= len(indices)) - len(indices))
+    assert batch.hidden_indices.tolist() == list(range(num_samples))
+    assert wanted.tokens.tolist() == [batch.starts[index] + counts[index] - 1 for index in indices]
+    assert wanted.finite.shape == batch.input_ids.shape
+    contexts = [state.host_num_computed[chosen[index]] + counts[index] for index in indices]
+    for group, attention in enumerate(wanted.attention):
+        assert isinstance(attention, AttentionBatch)
+        assert (attention.query_lens, attention.context_lens) == ([1] * len(indices), contexts)
+        assert torch.equal(attention.tables, tables.tables[group])
+        assert attention.rows.tolist() == [chosen[index] for index in indices]
+        assert attention.contexts.tolist() == contexts
+        assert attention.query_starts.tolist() == list(range(len(indices) + 1))
 
 
 @given(st.integers(1, 384))
