@@ -21,7 +21,7 @@ from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.block_tables import BlockTables
 from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, StepGraphs
-from quire.worker.input_batch import InputBuilder
+from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -106,12 +106,14 @@ def build_runner(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
     head = LogitsHead(model, sample_ladder)
+    above = platform.narrow_above
+    narrowing = None if above is None else Narrowing(above, coarse_ladder(settings.max_num_seqs))
     graphs, mixed_graphs = make_graphs(plan, model, rows, tables)
     return Runner(
         model=model,
         rows=rows,
         tables=tables,
-        inputs=InputBuilder(rows, tables, plan.backend, token_ladder, platform.device),
+        inputs=InputBuilder(rows, tables, plan.backend, token_ladder, platform.device, narrowing),
         head=head,
         sampler=Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device),
         prompt_logprobs=PromptLogprobs(rows, head),
