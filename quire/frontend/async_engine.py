@@ -12,6 +12,7 @@ from quire.engine.client import EngineClient, make_inproc_client
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.reading import Reading
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
@@ -98,12 +99,14 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
+        reading: Reading | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
         What each output holds is chosen by sampling_params.output_kind. A slow reader gets several steps' deltas
         in one output; it delays nobody else. `add_special_tokens` lets the tokenizer add its own to a text.
         `arrival_time`, on the monotonic clock, is when the request came to the caller; it came now if not given.
+        With a `reading`, outputs also have the text as events.
         """
         params = sampling_params or self.get_default_sampling_params()
         arrived = time.monotonic() if arrival_time is None else arrival_time
@@ -113,7 +116,7 @@ class AsyncEngine:
                 prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived
             )
 
-        return self._stream(prepare)
+        return self._stream(prepare, reading)
 
     def chat(
         self,
@@ -212,13 +215,15 @@ class AsyncEngine:
             return await asyncio.to_thread(process)
         return process()
 
-    async def _stream(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> AsyncGenerator[RequestOutput, None]:
+    async def _stream(
+        self, prepare: Callable[[], Awaitable[PreparedRequest]], reading: Reading | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
         request = await prepare()
         if request.children[0].grammar is not None:
             await self.prepare_structured_outputs()
         self._check_usable()
-        mailbox = self._open(request)
+        mailbox = self._open(request, reading)
         try:
             for child in request.children:
                 self._client.add_request(child)
@@ -236,8 +241,8 @@ class AsyncEngine:
         if self._drain is not None and self._drain.get_loop() is not asyncio.get_running_loop():
             raise EngineError("this AsyncEngine is in use on another event loop; call it there, or make one per loop")
 
-    def _open(self, request: PreparedRequest) -> AsyncMailbox:
-        self._outputs.add(request)
+    def _open(self, request: PreparedRequest, reading: Reading | None) -> AsyncMailbox:
+        self._outputs.add(request, reading)
         mailbox = self._mailboxes[request.request_id] = AsyncMailbox(request.params.output_kind)
         self._idle.clear()
         if self._drain is None:

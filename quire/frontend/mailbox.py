@@ -108,4 +108,6 @@ def _merge_completions(parts: list[CompletionOutput]) -> CompletionOutput:
         None if last.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
         last.finish_reason,
         last.stop_reason,
+        None if last.events is None else [event for part in parts for event in part.events or ()],
+        last.num_reasoning_tokens,
     )

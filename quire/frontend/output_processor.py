@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.logprobs import LogprobsDecoder
+from quire.frontend.reading import CompletionReader, Reading
 from quire.frontend.stop_strings import StopStringMatcher
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, Observer, RequestEnd, TokenEvent
 from quire.types.errors import GenerationError, RefusedRequestError, RequestError
@@ -48,6 +49,7 @@ class CompletionState:
         "_logprobs",
         "_matcher",
         "_pieces",
+        "_reader",
         "_show_stop_token",
         "_stop_after",
         "_token_ids",
@@ -63,7 +65,12 @@ class CompletionState:
     )
 
     def __init__(
-        self, request: PreparedRequest, index: int, tokenizer: Tokenizer | None, decoder: LogprobsDecoder
+        self,
+        request: PreparedRequest,
+        index: int,
+        tokenizer: Tokenizer | None,
+        decoder: LogprobsDecoder,
+        reading: Reading | None,
     ) -> None:
         params = request.params
         self.index = index
@@ -83,6 +90,7 @@ class CompletionState:
         self._stop_after = params.min_tokens
         self._detokenizer: IncrementalDetokenizer | None = None
         self._matcher: StopStringMatcher | None = None
+        self._reader = None if reading is None else CompletionReader(reading)
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
@@ -118,12 +126,14 @@ class CompletionState:
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self._detokenizer is None:
             return
+        said = len(self._pieces)
         rest = self._detokenizer.flush()
         if self._matcher is None or self.num_tokens <= self._stop_after:
             self._pieces.append(rest)
-            return
-        if not self._match(self._matcher.add(rest)):
+        elif not self._match(self._matcher.add(rest)):
             self._match(self._matcher.flush())
+        if self._reader is not None:
+            self._reader.finish("".join(self._pieces[said:]))
 
     def take(self, delta: bool) -> CompletionOutput:
         """The completion so far, or what is new since the last call."""
@@ -138,24 +148,41 @@ class CompletionState:
                 token_ids = token_ids.copy()
                 logprobs = None if logprobs is None else logprobs.copy()
         self.changed = False
-        return CompletionOutput(
+        output = CompletionOutput(
             self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
         )
+        if self._reader is not None:
+            output.events = self._reader.take(delta)
+            output.num_reasoning_tokens = self._reader.num_reasoning_tokens
+        return output
 
     def _add_text(self, detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> int:
-        """Append the tokens' text; how many tokens were read before a stop string ended the text."""
-        if self._matcher is None:
+        """Append the tokens' text; how many tokens were read before a stop string or a call ended the text."""
+        if self._matcher is None and self._reader is None:
             if token_ids:
                 self._pieces.append(detokenizer.add(token_ids))
             return len(token_ids)
-        # One by one, so that a stop string ends the output at the same token however the tokens arrive.
+        # One by one, so that what ends the output does so at the same token however the tokens arrive.
         for taken, token in enumerate(token_ids, 1):
             text = detokenizer.add([token])
-            if self.num_tokens + taken <= self._stop_after:
+            may_stop = self.num_tokens + taken > self._stop_after
+            if self._matcher is None or not may_stop:
                 self._pieces.append(text)
-            elif self._match(self._matcher.add(text)):
+            else:
+                self._match(self._matcher.add(text))
+            if self._reader is not None:
+                self._read(self._reader, may_stop)
+            if self.finish_reason is not None:
                 return taken
         return len(token_ids)
+
+    def _read(self, reader: CompletionReader, may_stop: bool) -> None:
+        """Let the reader see what the last token came to."""
+        if reader.add(self._pieces[-1]) and may_stop:
+            self.finish_reason, self.stop_reason = "stop", None
+            reader.end_at_call()
+        elif self.finish_reason is not None:
+            reader.finish()
 
     def _match(self, found: tuple[str, str | None]) -> bool:
         text, matched = found
@@ -190,14 +217,22 @@ class RequestState:
         "trace_headers",
     )
 
-    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, decoder: LogprobsDecoder) -> None:
+    def __init__(
+        self,
+        request: PreparedRequest,
+        tokenizer: Tokenizer | None,
+        decoder: LogprobsDecoder,
+        reading: Reading | None = None,
+    ) -> None:
         self.request_id = request.request_id
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids
         self.params = request.params
         self.trace_headers = request.trace_headers
         self.kind = request.params.output_kind
-        self.completions = [CompletionState(request, i, tokenizer, decoder) for i in range(len(request.children))]
+        self.completions = [
+            CompletionState(request, i, tokenizer, decoder, reading) for i in range(len(request.children))
+        ]
         self.num_unfinished = len(self.completions)
         self.prompt_logprobs: list[LogprobsAtPosition | None] | None = None
         if request.params.prompt_logprobs is not None:
@@ -275,7 +310,7 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: PreparedRequest) -> None:
+    def add(self, request: PreparedRequest, reading: Reading | None = None) -> None:
         """Expect outputs of this request; an id is refused while an older request's outputs may come under it."""
         ids = [child.request_id for child in request.children]
         used = any(i in self._completions or i in self._aborting for i in ids)
@@ -284,7 +319,7 @@ class OutputProcessor:
                 f"request_id {request.request_id!r} is in use; wait for that request to finish or choose another id",
                 "request_id",
             )
-        state = RequestState(request, self._tokenizer, self._decoder)
+        state = RequestState(request, self._tokenizer, self._decoder, reading)
         self._requests[state.request_id] = state
         for completion in state.completions:
             self._completions[completion.engine_id] = (state, completion)

@@ -11,6 +11,11 @@ from quire.parsers.events import Event, TextDelta
 class OutputParser(ABC):
     """One per output (per choice). Not thread-safe; never raises because of what a model says."""
 
+    @property
+    @abstractmethod
+    def is_thinking(self) -> bool:
+        """Whether what was read so far ends inside of thinking."""
+
     @abstractmethod
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         """Take in the next piece of text. Only what may turn out to be part of a marker is held back."""
@@ -22,6 +27,10 @@ class OutputParser(ABC):
 
 class PlainParser(OutputParser):
     """All of the output is text."""
+
+    @property
+    def is_thinking(self) -> bool:
+        return False
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         return [TextDelta(text)] if text else []

@@ -76,6 +76,10 @@ class ChannelParser(OutputParser):
             return _Lane.HEADER
         return self._lane_of(header)
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._lane is _Lane.THINKING
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         if not self._buffer and self._scanner.candidate.search(text) is None:
             if self._lane is _Lane.TEXT:

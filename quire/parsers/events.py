@@ -1,47 +1,26 @@
-"""What a parser says about a stretch of output; the same events whether the output came at once or in pieces."""
+"""An output's events put together, as a reply that is not streamed needs them, or with fewer of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import msgspec
 
+from quire.types.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 
-class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of the visible reply."""
-
-    text: str
-
-
-class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of the model's thinking."""
-
-    text: str
-
-
-class CallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. Indexes count from 0; `id` is set only if the model wrote one before the arguments."""
-
-    index: int
-    name: str
-    id: str | None = None
-
-
-class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments. The fragments of a call join to a JSON object; each prefix is a prefix of JSON."""
-
-    index: int
-    json_fragment: str
-
-
-class CallEnd(msgspec.Struct, frozen=True, gc=False):
-    """A tool call is over. `complete` is false if the output ended or went wrong inside its arguments."""
-
-    index: int
-    complete: bool = True
-
-
-Event = TextDelta | ReasoningDelta | CallStart | CallArguments | CallEnd
+__all__ = [
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
+    "Event",
+    "ParsedCall",
+    "ParsedOutput",
+    "ReasoningDelta",
+    "TextDelta",
+    "assemble",
+    "joined",
+]
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
@@ -86,14 +65,23 @@ def assemble(events: Iterable[Event]) -> ParsedOutput:
 def joined(events: Iterable[Event]) -> list[Event]:
     """The same events, neighbours of one kind as one: all that may depend on how the output was cut."""
     result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            result[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            result[-1] = CallArguments(event.index, last.json_fragment + event.json_fragment)
+    for _, group in itertools.groupby(events, _kind):
+        same = list(group)
+        first = same[0]
+        if len(same) == 1 or isinstance(first, (CallStart, CallEnd)):
+            result += same
+        elif isinstance(first, CallArguments):
+            result.append(CallArguments(first.index, "".join(map(_said, same))))
         else:
-            result.append(event)
+            result.append(type(first)("".join(map(_said, same))))
     return result
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    return type(event), -1 if isinstance(event, (TextDelta, ReasoningDelta)) else event.index
+
+
+def _said(event: Event) -> str:
+    if isinstance(event, (TextDelta, ReasoningDelta)):
+        return event.text
+    return event.json_fragment if isinstance(event, CallArguments) else ""

@@ -78,6 +78,10 @@ class TagParser(OutputParser):
         self._num_calls = 0
         self._has_complained = False
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._lane is _Lane.THINKING
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         if not text:
             return []

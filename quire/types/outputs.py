@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.types.events import Event
 from quire.types.request import FinishReason
 from quire.types.step import TokenLogprobs
 
@@ -67,6 +68,8 @@ class CompletionOutput:
     logprobs: list[LogprobsAtPosition] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    events: list[Event] | None = None  # the text as thinking, text and calls, where it is read as such
+    num_reasoning_tokens: int = 0  # of all tokens so far, those of thinking
 
     def finished(self) -> bool:
         return self.finish_reason is not None

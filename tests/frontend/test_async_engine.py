@@ -324,8 +324,8 @@ async def test_nothing_keeps_a_request_after_its_end() -> None:
         refs: list[weakref.ref[Any]] = []
         open_request = engine._open
 
-        def spy(request: Any) -> Any:
-            mailbox = open_request(request)
+        def spy(request: Any, reading: Any) -> Any:
+            mailbox = open_request(request, reading)
             refs.append(weakref.ref(mailbox))
             refs.append(weakref.ref(engine._outputs._requests[request.request_id]))
             return mailbox

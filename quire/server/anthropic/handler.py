@@ -72,6 +72,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
         prompt_field="messages",
         format_field=prepared.format_field,
         params=prepared.params,
+        reading=prepared.reading,
         priority=0,
         add_special_tokens=False,
         trace_headers=trace_headers_of(request.scope),

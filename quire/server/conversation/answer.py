@@ -1,6 +1,6 @@
-"""Reads a model's outputs as events: text, reasoning and calls with ids; the same events streamed or all at once.
+"""Makes an answer of a model's outputs: events of text, reasoning and calls with ids; the same streamed or at once.
 
-Knows outputs and parsers; what an event looks like in JSON is decided by the endpoints.
+Knows outputs and their events; what an event looks like in JSON is decided by the endpoints.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.parsers.events import CallEnd, CallStart, Event, ReasoningDelta, TextDelta, joined
-from quire.parsers.stream import OutputParser
 from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
-MakeParser = Callable[[], OutputParser]
 MakeCallId = Callable[[str, int], str]
 
 
@@ -29,31 +27,40 @@ class ChoicePiece:
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    num_reasoning_tokens: int
+    """Of all tokens of the choice so far, those of thinking."""
 
 
 class ChoiceReader:
     """The events of one choice. Every CallStart has an id; indexes count from 0 without gaps."""
 
-    __slots__ = ("_has_called", "_max_calls", "_new_id", "_parser")
+    __slots__ = ("_has_called", "_max_calls", "_new_id")
 
-    def __init__(self, parser: OutputParser, new_id: MakeCallId, max_calls: int | None = None) -> None:
+    def __init__(self, new_id: MakeCallId, max_calls: int | None = None) -> None:
         """`new_id` names a call that the model has not named itself; calls past `max_calls` are left out."""
-        self._parser = parser
         self._new_id = new_id
         self._max_calls = max_calls
         self._has_called = False
 
     def read(self, output: CompletionOutput) -> ChoicePiece:
         """Take in what is new of a completion, or all of it."""
-        events = self._parser.feed(output.text, output.token_ids)
+        events = output.events
+        if events is None:
+            events = [TextDelta(output.text)] if output.text else []
         reason: FinishReason | None = output.finish_reason
-        if reason is not None:
-            events = [*events, *self._parser.finish()]
         if len(events) > 1 or (events and not isinstance(events[0], TextDelta)):
             events = [self._named(event) for event in joined(events) if self._is_wanted(event)]
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
-        return ChoicePiece(output.index, events, output.token_ids, output.logprobs, reason, output.stop_reason)
+        return ChoicePiece(
+            output.index,
+            events,
+            output.token_ids,
+            output.logprobs,
+            reason,
+            output.stop_reason,
+            output.num_reasoning_tokens,
+        )
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, (TextDelta, ReasoningDelta)) or self._max_calls is None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from quire.frontend.reading import Reading
 from quire.parsers import format as parser_format
+from quire.parsers.base import PlainParser
 from quire.parsers.stream import OutputParser, make_parser, needs_special_tokens, new_call_id
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import AnswerReader, ChoiceReader
@@ -37,14 +39,19 @@ class PreparedConversation:
     _formats: Formats
     _tools: tuple[parser_format.Tool, ...]
     _dropped_tokens: Collection[str]
-    _max_calls: int | None
+    _one_call: bool
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the engine's text becomes events; None where all of it is text."""
+        return None if isinstance(self._parser(), PlainParser) else Reading(self._parser, self._one_call)
 
     def reader(self) -> AnswerReader:
         """Reads the outputs of one run of this conversation."""
         return AnswerReader(self._choice_reader)
 
     def _choice_reader(self) -> ChoiceReader:
-        return ChoiceReader(self._parser(), self._new_call_id, self._max_calls)
+        return ChoiceReader(self._new_call_id, 1 if self._one_call else None)
 
     def _parser(self) -> OutputParser:
         return make_parser(
@@ -110,7 +117,7 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
         _formats=formats,
         _tools=parsed,
         _dropped_tokens=dropped,
-        _max_calls=None if conversation.parallel_tool_calls else 1,
+        _one_call=may_call and not conversation.parallel_tool_calls,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from quire.frontend.reading import Reading
 from quire.server.context import ServerContext
 from quire.server.conversation.grammar import renamed
 from quire.server.middleware import is_request_id, request_id_of
@@ -37,6 +38,8 @@ class Generation:
     format_field: str | None = None
     """What the request calls the grammar of its answer."""
     params: SamplingParams
+    reading: Reading | None = None
+    """How the answer is read, where it is more than text."""
     priority: int
     add_special_tokens: bool
     trace_headers: dict[str, str] | None
@@ -82,6 +85,7 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
                 add_special_tokens=generation.add_special_tokens,
                 trace_headers=generation.trace_headers,
                 arrival_time=generation.arrival_time,
+                reading=generation.reading,
             )
             for index, prompt in enumerate(prompts)
         ]

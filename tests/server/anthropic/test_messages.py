@@ -143,6 +143,27 @@ async def test_calls_and_the_text_beside_them() -> None:
     assert answer["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
+async def test_a_message_ends_with_its_first_call_where_there_may_be_no_other(chunk: int) -> None:
+    app, provider = scripted_app(**PARSERS)
+    answers = []
+    for stream in (False, True):
+        provider.use(client := ScriptedClient(f"Well.\n{CALL}\n{CALL}", chunk=chunk))
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        body = {"messages": HELLO, "max_tokens": 400, "tools": [WEATHER], "tool_choice": choice, "stream": stream}
+        async with http(app) as session:
+            response = await session.post(URL, json=body)
+        answers.append(folded(parse_stream(response.text)) if stream else response.json())
+        assert len(client.aborted) == (chunk < 1000)  # or it has said everything already
+    for message in answers:
+        message.pop("id")
+        assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+        assert message["content"][1].pop("id")
+        assert message["stop_reason"] == "tool_use"
+        assert message["usage"]["output_tokens"] == len(f"Well.\n{CALL}".encode())
+    assert answers[0] == answers[1]
+
+
 async def test_a_call_that_was_cut_short_keeps_what_is_there() -> None:
     answer = await ask(long_client(CALL), tools=[WEATHER], max_tokens=60)
     assert answer["stop_reason"] == "max_tokens"

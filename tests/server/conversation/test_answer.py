@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta, assemble, joined
 from quire.parsers.format import Tool
-from quire.parsers.stream import OutputParser, make_parser
+from quire.parsers.stream import make_parser
 from quire.server.conversation.answer import AnswerReader, ChoiceReader
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.request import FinishReason
@@ -17,17 +17,16 @@ from quire.types.request import FinishReason
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def parser() -> OutputParser:
-    return make_parser("hermes", "qwen3", prompt_text="", tools=[Tool("f")])
-
-
 def reader(max_calls: int | None = None) -> ChoiceReader:
     numbers = itertools.count()
-    return ChoiceReader(parser(), lambda name, index: f"{name}-{index}-{next(numbers)}", max_calls)
+    return ChoiceReader(lambda name, index: f"{name}-{index}-{next(numbers)}", max_calls)
 
 
-def output(text: str, finish_reason: FinishReason | None = "stop", index: int = 0) -> CompletionOutput:
-    return CompletionOutput(index, text, [1], finish_reason=finish_reason)
+def output(text: str, finish_reason: FinishReason | None = "stop", tool_format: str = "hermes") -> CompletionOutput:
+    """All of a completion, read."""
+    parser = make_parser(tool_format, None, prompt_text="", tools=[Tool("f")])
+    events = [*parser.feed(text), *parser.finish()]
+    return CompletionOutput(0, text, [1], finish_reason=finish_reason, events=events)
 
 
 def test_calls_get_ids_and_the_finish_reason_says_that_there_are_any() -> None:
@@ -53,12 +52,11 @@ def test_other_finish_reasons_stay() -> None:
 
 
 def test_an_id_that_the_model_wrote_is_kept() -> None:
-    kimi = make_parser("kimi_k2", None, prompt_text="", tools=[Tool("f")])
     said = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}"
         "<|tool_call_end|><|tool_calls_section_end|>"
     )
-    piece = ChoiceReader(kimi, lambda name, index: "made up").read(output(said))
+    piece = ChoiceReader(lambda name, index: "made up").read(output(said, tool_format="kimi_k2"))
     assert [event.id for event in piece.events if isinstance(event, CallStart)] == ["functions.f:7"]
 
 
@@ -67,17 +65,25 @@ def test_calls_past_the_limit_are_left_out() -> None:
     assert [type(event) for event in piece.events] == [CallStart, CallArguments, CallEnd]
 
 
+def test_a_completion_that_is_not_read_is_text() -> None:
+    piece = reader().read(CompletionOutput(0, CALL, [1, 2], finish_reason="stop", stop_reason=7))
+    assert (piece.events, piece.token_ids, piece.finish_reason, piece.stop_reason) == (
+        [TextDelta(CALL)],
+        [1, 2],
+        "stop",
+        7,
+    )
+    assert reader().read(CompletionOutput(0, "", [1])).events == []
+
+
 def test_choices_do_not_get_into_each_others_way() -> None:
     answer = AnswerReader(reader)
-    events: dict[int, list[Event]] = {0: [], 1: []}
-    for position in range(0, len(CALL), 5):
-        part = CALL[position : position + 5]
-        last = position + 5 >= len(CALL)
-        outputs = [output(part, "stop" if last else None, index) for index in (1, 0)]
-        for piece in answer.read(RequestOutput("r", None, [], outputs, last)):
-            events[piece.index] += piece.events
-    for index in (0, 1):
-        assert assemble(events[index]).calls[0].arguments == '{"a": 1}'
+    for index, event in ((1, CallStart(0, "f")), (0, CallStart(0, "g")), (1, CallEnd(0)), (0, CallEnd(0, False))):
+        completion = CompletionOutput(index, "", [1], events=[event])
+        answer.read(RequestOutput("r", None, [], [completion], False))
+    last = [CompletionOutput(index, "", [1], finish_reason="stop", events=[]) for index in (1, 0)]
+    pieces = answer.read(RequestOutput("r", None, [], last, True))
+    assert [(piece.index, piece.finish_reason) for piece in pieces] == [(1, "tool_calls"), (0, "stop")]
 
 
 EVENTS = st.one_of(

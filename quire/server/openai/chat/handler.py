@@ -73,6 +73,7 @@ async def prepare(
         prompt_field="messages",
         format_field=prepared.format_field,
         params=prepared.params,
+        reading=prepared.reading,
         priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
         trace_headers=trace_headers_of(request.scope),

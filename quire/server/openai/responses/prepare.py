@@ -75,6 +75,7 @@ class TurnMaker:
             prompt_field="input",
             format_field=prepared.format_field,
             params=prepared.params,
+            reading=prepared.reading,
             priority=0,
             add_special_tokens=False,
             trace_headers=None if self.trace_headers is None else dict(self.trace_headers),

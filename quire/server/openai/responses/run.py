@@ -14,7 +14,7 @@ from quire.server.conversation.answer import ChoicePiece, FinishReason
 from quire.server.conversation.blocks import BlockReader
 from quire.server.openai.generation import run
 from quire.server.openai.logprobs import ChatLogprob, LogprobsFormatter
-from quire.server.openai.responses.events import Event, ResponseEvents, reasoning_text
+from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.mcp import run_calls
 from quire.server.openai.responses.prepare import Turn, TurnMaker
@@ -22,7 +22,6 @@ from quire.server.openai.responses.protocol import (
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
-    ReasoningItem,
     Response,
     ResponseError,
     ResponseUsage,
@@ -56,6 +55,7 @@ class Tally:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     calls: int = 0
     finish: FinishReason | None = field(default=None)
     """Why the last turn ended."""
@@ -111,7 +111,7 @@ async def _answer(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Eve
         said = msgspec.to_builtins(plan.response.output)
         turn = await plan.maker.make(number, said, may_call=may_call, max_tokens=tokens_left)
         plan.events.next_turn()
-    _finish(context, plan.response, tally)
+    _finish(plan.response, tally)
     yield [plan.events.end()]
 
 
@@ -130,6 +130,7 @@ async def _run_turn(
                     tally.finish = piece.finish_reason
                     tally.input_tokens += len(output.prompt_token_ids)
                     tally.cached_tokens += output.num_cached_tokens or 0
+                    tally.reasoning_tokens += piece.num_reasoning_tokens
                 events += plan.events.blocks(found, _logprobs(plan, turn, piece))
             if events:
                 yield events
@@ -143,14 +144,13 @@ def _begin(plan: Plan) -> list[Event]:
     return events
 
 
-def _finish(context: ServerContext, response: Response, tally: Tally) -> None:
+def _finish(response: Response, tally: Tally) -> None:
     response.completed_at = int(time.time())
-    thinking = "".join(reasoning_text(item) for item in response.output if isinstance(item, ReasoningItem))
     response.usage = ResponseUsage(
         tally.input_tokens,
         InputTokensDetails(tally.cached_tokens),
         tally.output_tokens,
-        OutputTokensDetails(len(context.tokenizer().encode(thinking, False)) if thinking else 0),
+        OutputTokensDetails(tally.reasoning_tokens),
         tally.input_tokens + tally.output_tokens,
     )
     if tally.finish == "length":

@@ -44,6 +44,7 @@ async def test_the_shape_of_an_answer() -> None:
             "completion_tokens": 9,
             "total_tokens": 32,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

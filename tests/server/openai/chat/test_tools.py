@@ -213,11 +213,49 @@ async def test_what_is_streamed_of_a_call_that_is_cut_short_is_the_beginning_of_
         assert arguments.startswith(made["function"]["arguments"])
 
 
-async def test_parallel_calls_can_be_forbidden() -> None:
-    body, _ = await post(CALLS["hermes"], tools=TOOLS, parallel_tool_calls=False)
-    (call,) = body["choices"][0]["message"]["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert body["choices"][0]["finish_reason"] == "tool_calls"
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_answer_ends_with_its_first_call_where_there_may_be_no_other(name: str, chunk: int, n: int) -> None:
+    server = {"tool_call_parser": name, "reasoning_parser": THINKS.get(name, "none")}
+    script = CALLS[name] + " and so on" * 50
+    fields: dict[str, Any] = {
+        "tools": TOOLS,
+        "parallel_tool_calls": False,
+        "n": n,
+        "max_tokens": 900,
+        "logprobs": True,
+    }
+    fields |= {"stream_options": {"include_usage": True}, "stream": True}
+    events, client = await post(script, chunk=chunk, server=server, **fields)
+    stopped = 0 if chunk == 1000 else n  # or has said everything already
+    assert len(client.aborted) == stopped
+    usage = events.pop()["usage"]
+    assert usage["completion_tokens"] < n * len(CALLS[name].encode())
+    body, client = await post(
+        script, chunk=chunk, server=server, **{**fields, "stream": False, "stream_options": None}
+    )
+    assert len(client.aborted) == stopped
+    assert body["usage"] == usage
+    for choice in body["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", BERN)
+        assert choice["message"]["content"] == (None if name == "llama3_json" else "Let me see.")
+        assert choice["finish_reason"] == "tool_calls"
+        streamed = merged(events, choice["index"])
+        assert without_ids(streamed["message"]) == without_ids(choice["message"])
+        assert streamed["finish_reason"] == "tool_calls"
+        assert streamed["logprobs"] == choice["logprobs"]["content"]
+        assert len(streamed["logprobs"]) == usage["completion_tokens"] // n
+
+
+async def test_a_call_that_fails_does_not_end_the_answer() -> None:
+    script = '<tool_call>\n{"name": "weather", "arguments": {"city": ?}}\n</tool_call> Hm.'
+    body, client = await post(script, tools=TOOLS, parallel_tool_calls=False)
+    choice = body["choices"][0]
+    assert choice["message"]["content"].endswith("Hm.")
+    assert choice["finish_reason"] == "stop"
+    assert client.aborted == []
 
 
 async def test_without_tools_or_with_none_nothing_is_a_call() -> None:
@@ -273,6 +311,35 @@ async def test_thinking_is_kept_apart_from_the_answer() -> None:
     fields = {"chat_template_kwargs": {"opening": "<think>\n\n</think>\n\n"}}
     body, _ = await post("It is 4.", server=server, **fields)
     assert body["choices"][0]["message"]["content"] == "It is 4."
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("reasoning", "opening", "script", "count"),
+    [
+        ("magistral", "", "[THINK]Hm.[/THINK]So.", 3),
+        ("magistral", "[THINK]", "Hm.[/THINK]So.", 3),
+        ("magistral", "[THINK]", "Hm, well", 8),
+        ("magistral", "", "So.", 0),
+        ("harmony", "", CALLS["harmony"], len("Which city?")),
+        # Of marks that are several tokens, the last completes them.
+        ("qwen3", "", "<think>Hm.</think>So.", len("Hm.</think")),
+        ("none", "", "<think>Hm.</think>So.", 0),
+    ],
+)
+async def test_tokens_of_thinking_are_counted(
+    reasoning: str, opening: str, script: str, count: int, chunk: int
+) -> None:
+    tool_format = reasoning if reasoning == "harmony" else "hermes"
+    server = {"tool_call_parser": tool_format, "reasoning_parser": reasoning}
+    fields: dict[str, Any] = {"chat_template_kwargs": {"opening": opening}, "tools": TOOLS, "max_tokens": 900, "n": 2}
+    body, _ = await post(script, chunk=chunk, server=server, **fields)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * count}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events, _ = await post(script, chunk=chunk, server=server, stream=True, stream_options=options, **fields)
+    assert events[-1]["usage"] == body["usage"]
+    counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
+    assert counts == sorted(counts)
 
 
 async def test_special_tokens_are_seen_by_the_parser_and_not_by_the_client() -> None:

@@ -34,6 +34,7 @@ async def test_the_shape_of_an_answer() -> None:
             "completion_tokens": 3,
             "total_tokens": 6,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
     assert (await complete(FakeClient("Hi")))["model"] == MODEL

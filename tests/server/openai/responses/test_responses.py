@@ -243,6 +243,27 @@ async def test_optional_hosted_tools_are_left_out() -> None:
     assert (await ask(FakeClient("x"), tools=tools))["status"] == "completed"
 
 
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
+async def test_a_response_ends_with_its_first_call_where_there_may_be_no_other(chunk: int) -> None:
+    app, provider = scripted_app(tool_call_parser="hermes", reasoning_parser="magistral")
+    script = f"[THINK]Hm.[/THINK]Well.\n{CALL}\n{CALL}"
+    answers = []
+    for stream in (False, True):
+        provider.use(client := ScriptedClient(script, chunk=chunk))
+        body = {"input": "Hello", "tools": [WEATHER], "parallel_tool_calls": False, "stream": stream}
+        async with http(app) as session:
+            response = await session.post(URL, json=body)
+        answers.append(parse_stream(response.text)[-1]["response"] if stream else response.json())
+        assert len(client.aborted) == (chunk < 1000)  # or it has said everything already
+    assert comparable(answers[0]) == comparable(answers[1])
+    assert [item["type"] for item in answers[0]["output"]] == ["reasoning", "message", "function_call"]
+    assert answers[0]["status"] == "completed"
+    usage = answers[0]["usage"]
+    # The two marks of thinking are one token each.
+    assert usage["output_tokens"] == 2 + len(f"Hm.Well.\n{CALL}".encode())
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
+
+
 async def test_running_out_of_tokens_is_incomplete() -> None:
     answer = await ask(FakeClient("Hello"), max_output_tokens=2)
     assert answer["status"] == "incomplete"
