@@ -170,8 +170,6 @@ class TagParser(OutputParser):
         rest = text[line + 1 :]
         self._at_line_begin = (line >= 0 or self._at_line_begin) and (not rest or rest.isspace())
         text = self._space + text
-        if self._num_calls and not self._has_spoken:
-            text = text.lstrip()  # white space after a call is no text if there was none before it either
         body = text.rstrip()
         self._say_text(body)
         self._space = text[len(body) :]
@@ -317,6 +315,7 @@ class TagParser(OutputParser):
             return False
         self._open = None
         self._space = ""
+        self._trims = not self._has_spoken  # white space after a call is no text if there was none before it either
         self._events.append(CallStart(self._num_calls, name, call_id))
         self._num_calls += 1
         return True

@@ -254,3 +254,9 @@ def test_whitespace_around_calls_is_no_text_but_between_texts_it_is() -> None:
         (" a \n", " a \n"),
     ):
         assert assemble(feed(make_parser("hermes", None, prompt_text="", tools=TOOLS), [output])).text == text
+
+
+def test_whitespace_after_a_call_is_no_text_in_whatever_piece_it_comes() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for pieces in ([call, "\n b"], [call, "\n", " b"], [call, "\n ", "b"], [call + "\n b"]):
+        assert assemble(feed(make_parser("hermes", None, prompt_text="", tools=TOOLS), pieces)).text == "b"
