@@ -3,7 +3,8 @@
     python benchmarks/server_peers.py [--folder ~/.cache/quire-peers] [--repeats 2] [--peers quire vllm llama.cpp]
 
 16 requests at a time, 128 tokens in, 64 out, measured as `quire bench serve` does. One server runs at a time; the
-repeats go around, and the best of each counts. The first run installs the peers (see benchmarks/peers.py).
+repeats go around, and the best of each counts. Most of the time is vLLM's start. The first run installs the peers
+(see benchmarks/peers.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ CONCURRENCY, INPUT, OUTPUT = 16, 128, 64
 
 def measure_peer(peer: str, folder: Path, num_prompts: int, seed: int) -> dict[str, Any]:
     warmup = min(CONCURRENCY, num_prompts)
+    print(f"{peer}: starting", flush=True)
     with running(peer, folder) as server:
         options = ServeOptions(
             data=DataOptions(num_prompts=num_prompts, input_len=INPUT, output_len=OUTPUT, seed=seed),
             target=TargetOptions(base_url=server.url),
             load=LoadOptions(max_concurrency=CONCURRENCY, warmup=warmup),
         )
+        print(f"{peer}: ready after {server.start_seconds:.1f} s, sending {num_prompts} requests", flush=True)
         samples = load_samples(options.data, extra=warmup)
         summary = asyncio.run(measure(options, samples, progress=True)).summary
     found = summary.to_dict()
@@ -55,11 +58,14 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[str, list[dict[str, Any]]] = {peer: [] for peer in args.peers}
     for repeat in range(args.repeats):
+        print(f"repeat {repeat + 1} of {args.repeats}")
         for peer in args.peers:
-            runs[peer].append(measure_peer(peer, args.folder, args.num_prompts, seed=repeat))
+            found = measure_peer(peer, args.folder, args.num_prompts, seed=repeat)
+            print(f"{peer}: {found['output_tokens_per_s']:.1f} output tokens/s", flush=True)
+            runs[peer].append(found)
     results = {
-        peer: {"version": version(peer, args.folder), "best": best_of(found), "all": found}
-        for peer, found in runs.items()
+        peer: {"version": version(peer, args.folder), "best": best_of(peer_runs), "all": peer_runs}
+        for peer, peer_runs in runs.items()
     }
     show(results)
     print(f"written to {write_results('server_peers', environment('quire', 'torch'), results)}")
