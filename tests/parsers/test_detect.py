@@ -24,10 +24,9 @@ def test_the_reason_is_said() -> None:
     assert detect(None) == (None, None, "there is no chat template")
 
 
-def test_every_format_but_one_can_be_found() -> None:
-    """A list of Python calls shows nowhere in a template."""
+def test_every_format_can_be_found() -> None:
     for registry, found in ((TOOL_FORMATS, 0), (REASONING_FORMATS, 1)):
         for name in registry:
+            assert registry.get(name).signs
             for signs in registry.get(name).signs:
                 assert detect(" ".join(signs))[found] == name
-    assert [name for name in TOOL_FORMATS if not TOOL_FORMATS.get(name).signs] == ["pythonic"]

@@ -12,8 +12,20 @@ from typing import Any
 
 import pytest
 
+from quire.frontend.chat_template import ChatTemplate
 from quire.parsers.detect import detect
-from tests.parsers.template_oracle import VARIABLE, Cut, cut_turn, parse, templates_folder
+from quire.parsers.format import ReasoningFormat, ToolFormat
+from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from tests.parsers.template_oracle import (
+    NAMES,
+    USER,
+    VARIABLE,
+    Cut,
+    cut_turn,
+    parse,
+    templates_folder,
+    tool_schemas,
+)
 
 pytestmark = pytest.mark.skipif(templates_folder() is None, reason=f"{VARIABLE} names no folder of chat templates")
 
@@ -41,6 +53,8 @@ class Case:
     no_content: Any = ""
     shows_tools: bool = True
     thinking_part: bool = False  # thinking is a part of the content
+    thinking_key: str = "reasoning_content"
+    arguments: dict[str, Any] = field(default_factory=lambda: ARGUMENTS)
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +97,10 @@ CASES = [
     Case("GLM-4.7-Flash", "glm45", "glm45"),
     Case("poolside-Laguna-S-2.1", "glm45", "deepseek_r1"),
     Case("moonshotai-Kimi-K2", "kimi_k2"),
+    # It writes strings between quotes and escapes nothing in them.
+    Case(
+        "LFM2.5-8B-A1B", "pythonic", "qwen3", thinking_key="thinking", arguments={**ARGUMENTS, "city": "Zürich <b>"}
+    ),
     Case("fireworks-ai-llama-3-firefunction-v2", "phi4_mini", kwargs={"functions": "[]", "datetime": "today"}),
     Case("MiniMax-M2", "minimax_m2", "minimax_m2"),
     Case("StepFun3.5-Flash", "step3p5", "step3p5"),
@@ -90,7 +108,7 @@ CASES = [
 
 # Proved by their templates otherwise, or not at all: docs/tools.md says so of each.
 PROVED_ELSEWHERE = {"harmony"}
-UNPROVED_TOOLS = {"llama4_pythonic", "pythonic", "granite"}
+UNPROVED_TOOLS = {"llama4_pythonic", "granite"}
 UNPROVED_REASONING = {"granite"}
 
 
@@ -112,13 +130,13 @@ def name_of(case: Case) -> str:
 
 
 def turn_of(case: Case, num_calls: int, text: str, thinking: str) -> Cut:
-    calls = [("get_weather", ARGUMENTS), ("get_time", {})][:num_calls]
+    calls = [("get_weather", case.arguments), ("get_time", {})][:num_calls]
     message: dict[str, Any] = {"content": text or case.no_content}
     if thinking and case.thinking_part:
         message["content"] = [{"type": "thinking", "thinking": thinking}]
         message["content"] += [{"type": "text", "text": text}] if text else []
     elif thinking:
-        message["reasoning_content"] = thinking
+        message[case.thinking_key] = thinking
     if calls:
         message["tool_calls"] = [
             {
@@ -142,7 +160,7 @@ def test_calls_come_back(case: Case) -> None:
                 cut = turn_of(case, num_calls, text, thinking)
                 parsed = parse(cut, case.tool, case.reasoning)
                 assert (parsed.text, parsed.reasoning) == (text, thinking)
-                wanted = [("get_weather", ARGUMENTS), ("get_time", {})][:num_calls]
+                wanted = [("get_weather", case.arguments), ("get_time", {})][:num_calls]
                 assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == wanted
                 assert all(call.complete for call in parsed.calls)
                 assert parse(cut, case.tool, case.reasoning, pieces=0) == parsed
@@ -184,6 +202,20 @@ def test_templates_are_recognized(case: Case) -> None:
 def test_other_templates_are_recognized_or_left_alone(template: str, tool: str | None, reasoning: str | None) -> None:
     found = detect(source(template))
     assert (found.tool_format, found.reasoning_format) == (tool, reasoning)
+
+
+def test_granite_is_told_to_write_its_formats() -> None:
+    """Its template prints no calls and no thinking, but tells the model how to."""
+    template = ChatTemplate(source("ibm-granite-granite-3.3-2B-Instruct"), NAMES)
+    tool, reasoning = TOOL_FORMATS.get("granite"), REASONING_FORMATS.get("granite")
+    assert isinstance(tool, ToolFormat)
+    assert isinstance(reasoning, ReasoningFormat)
+    with_tools = template.render([USER], tools=tool_schemas())
+    assert f"{tool.begin[0]} followed by a JSON list" in with_tools
+    assert tool.opening == "["
+    thinks = template.render([USER], thinking=True)
+    assert f"between {reasoning.begin[0]}{reasoning.end[0]}" in thinks
+    assert f"between {''.join(reasoning.answer)}" in thinks
 
 
 def test_kimi_names_its_calls_by_id() -> None:

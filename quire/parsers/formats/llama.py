@@ -1,4 +1,4 @@
-"""Llama: calls as bare JSON objects (3.1 to 3.3), and as a list of Python calls (3.2, 4)."""
+"""Llama: calls as bare JSON objects (3.1 to 3.3), and as a list of Python calls (3.2, 4), as LFM 2.5 writes them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ LLAMA3_JSON = ToolFormat(
 )
 
 PYTHONIC = ToolFormat(
-    models="Llama 3.2 and others that call in Python",
+    models="LFM 2.5, Llama 3.2 and others that call in Python",
+    signs=(("<|tool_call_start|>",),),
+    begin=("<|tool_call_start|>",),
     opening="[",
     codec=PythonCall(),
     between=", ",
     end="]",
     bare=True,
+    ignored=("<|tool_call_end|>",),
 )
 
 LLAMA4_PYTHONIC = ToolFormat(
