@@ -92,6 +92,8 @@ class _TagReader(Reader):
     def read(self, text: str, position: int, final: bool) -> int:
         before = -1
         while self.status is Status.MORE and position != before:
+            if position == len(text) and not final:
+                return position
             before = position
             if not self._name:
                 position = self._read_name(text, position, final)
