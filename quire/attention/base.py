@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.platform.recording import ForwardRecorder
+from quire.platform.recording import SizedRecorder
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
 
@@ -87,8 +87,8 @@ class AttentionBackend(ABC):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
 
-    def recorder(self) -> ForwardRecorder | None:
-        """What records forward passes on the platform of this backend, if there is such a thing."""
+    def recorder(self) -> SizedRecorder | None:
+        """What records steps on the platform of this backend, if there is such a thing."""
         return None
 
     @classmethod

@@ -22,7 +22,7 @@ from quire.attention.base import (
 from quire.kernels.cpu import library
 from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.recording import KernelRecorder
-from quire.platform.recording import ForwardRecorder
+from quire.platform.recording import SizedRecorder
 
 # As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
 KV_TYPES = {torch.float16: 1, torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
@@ -55,7 +55,7 @@ class NativeAttention(AttentionBackend):
     def start(self) -> None:
         library.take_threads()
 
-    def recorder(self) -> ForwardRecorder:
+    def recorder(self) -> SizedRecorder:
         return KernelRecorder()
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:

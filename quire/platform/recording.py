@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -13,13 +13,28 @@ class NotRecordableError(Exception):
     """A step does something that cannot be recorded; the message names it."""
 
 
-class ForwardRecorder(Protocol):
-    """Keeps the work of a forward pass, to do it again without the host's part in it."""
+SizedStep = Callable[..., Sequence[Tensor]]
+"""A step at given sizes, such as numbers of tokens and rows: its results, each with a line per token or row."""
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """(what replays `step`, where each replay leaves its result). Runs `step` once; may raise NotRecordableError.
 
-        A recording must be tried on other inputs before it is believed: what it cannot see it does not repeat.
+class SizedRecording(Protocol):
+    """A step that can be repeated at any sizes up to its limits."""
+
+    results: list[Tensor]
+    """Where each replay leaves its results, with as many lines as there can be; the next replay overwrites them."""
+
+    def __call__(self, *sizes: int) -> None:
+        """Do it again at these sizes."""
+
+
+class SizedRecorder(Protocol):
+    """Keeps the work of a step, to do it again without the host's part in it."""
+
+    def record(self, step: SizedStep, trials: Sequence[tuple[int, ...]], limits: tuple[int, ...]) -> SizedRecording:
+        """Run `step` at each of the trials' sizes and keep it for all sizes up to `limits`, or NotRecordableError.
+
+        Trials should leave nothing to guess: more of them than sizes, in no line with each other. What `step` does
+        without kernels is not seen, so a recording must be tried on other inputs before it is believed.
         """
 
 

@@ -25,7 +25,7 @@ from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
 from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.recorded_decode import RecordedDecode
+from quire.worker.recorded_forward import MOST_TOKENS, RecordedForward
 from quire.worker.request_rows import RequestRows
 from quire.worker.runner import Finish, Runner
 from quire.worker.sampling.sampler import Sampler
@@ -127,7 +127,11 @@ def make_graphs(
 ) -> tuple[StepGraphs, ForwardGraphs]:
     recorder = plan.backend.recorder()
     if recorder is not None:
-        return NoGraphs(), RecordedDecode(model, rows, tables, plan.backend, recorder)
+        room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * tables.block_size)
+        if room < MOST_TOKENS:
+            return NoGraphs(), NoForwardGraphs()
+        limits = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
+        return NoGraphs(), RecordedForward(model, tables, plan.backend, recorder, *limits)
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
     if not sizes or not plan.backend.records:
         return NoGraphs(), NoForwardGraphs()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library, ops
 from quire.kernels.cpu.matrix import PackedMatrix, Product
+from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.recording import KernelRecorder
 from quire.platform.recording import NotRecordableError
 
@@ -31,51 +34,111 @@ def chain(x: Tensor, products: list[Product]) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_replay_reads_the_inputs_anew(rows: int) -> None:
-    products, x = layers(), torch.randn(rows, WIDTH)
-    replay, out = KernelRecorder().record(lambda: chain(x, products))
-    for seed in range(3):
-        x.copy_(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)))
-        replay()
-        assert torch.equal(out, chain(x, products))
+TRIALS = ((2,), (5,))
+LIMIT = 40
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(LIMIT, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_replay_reads_the_inputs_anew_at_any_size() -> None:
+    products, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    (out,) = recording.results
+    assert out.shape == (LIMIT, WIDTH)
+    for seed, rows in enumerate((1, 2, 3, 7, 7, 16, LIMIT, 5)):
+        x.copy_(inputs(seed))
+        recording(rows)
+        assert torch.equal(out[:rows], chain(x[:rows], products))
+
+
+def test_sizes_are_told_apart() -> None:
+    """Two streams of different lengths that meet in no kernel, each with its own result."""
+    products, x, y = layers(), inputs(0), inputs(1)
+
+    def step(rows: int, lines: int) -> list[Tensor]:
+        return [chain(x[:rows], products), chain(y[:lines], products[:3])]
+
+    recording = KernelRecorder().record(step, ((2, 1), (7, 3), (12, 2)), (LIMIT, 9))
+    assert [len(result) for result in recording.results] == [LIMIT, 9]
+    for sizes in ((1, 9), (LIMIT, 1), (9, 9)):
+        recording(*sizes)
+        for result, size, expected in zip(recording.results, sizes, step(*sizes), strict=True):
+            assert torch.equal(result[:size], expected)
 
 
 def test_results_share_memory_when_they_are_not_needed_together() -> None:
-    products, x = layers(), torch.randn(1, WIDTH)
-    _, out = KernelRecorder().record(lambda: chain(x, products))
-    one_layer = 4 * (2 * WIDTH + WIDTH + 2 * WIDTH)
-    assert out.untyped_storage().nbytes() < 3 * one_layer + 1024
+    products, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    one_layer = LIMIT * 4 * (2 * WIDTH + WIDTH + 2 * WIDTH)
+    assert recording.num_bytes < 3 * one_layer + 1024
 
 
 def test_kernels_are_called_as_before_after_a_recording() -> None:
-    products, x = layers(), torch.randn(2, WIDTH)
+    products, x = layers(), inputs(0)
     before = dict(vars(library.bound()))
-    KernelRecorder().record(lambda: chain(x, products))
+    KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
     assert dict(vars(library.bound())) == before
 
 
 def test_a_failing_step_leaves_no_recorder_behind() -> None:
     before = dict(vars(library.bound()))
 
-    def fail() -> Tensor:
+    def fail(rows: int) -> list[Tensor]:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        KernelRecorder().record(fail)
+        KernelRecorder().record(fail, TRIALS, (LIMIT,))
     assert dict(vars(library.bound())) == before
 
 
+def refused(step: Callable[[int], Tensor], reason: str) -> None:
+    with pytest.raises(NotRecordableError, match=reason):
+        KernelRecorder().record(lambda rows: [step(rows)], TRIALS, (LIMIT,))
+
+
 def test_a_result_that_no_kernel_made_is_refused() -> None:
-    products, x = layers(), torch.randn(1, WIDTH)
-    with pytest.raises(NotRecordableError, match="result"):
-        KernelRecorder().record(lambda: chain(x, products) + 1)
+    products, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[:rows], products) + 1, "result")
+
+
+def test_a_step_that_calls_other_kernels_at_other_sizes_is_refused() -> None:
+    products, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[:rows], products[: rows % 2 + 1]), "other kernels")
+
+
+def test_numbers_that_are_no_size_are_refused() -> None:
+    products, x = layers(), inputs(0)
+    refused(lambda rows: chain(x[: 2 * rows], products), "no simple way")
+
+
+def test_memory_that_follows_no_size_is_refused() -> None:
+    x = inputs(0)
+
+    def step(rows: int) -> Tensor:
+        empty(rows * rows)
+        return ops.rms_norm(x[:rows], NORM, 1e-5)
+
+    refused(step, "memory")
+
+
+def test_other_inputs_at_other_sizes_are_refused() -> None:
+    x, y = inputs(0), inputs(1)
+    refused(lambda rows: ops.rms_norm((x if rows == 2 else y)[:rows], NORM, 1e-5), "no simple way")
+
+
+def test_more_than_was_recorded_is_refused() -> None:
+    products, x = layers(), inputs(0)
+    recording = KernelRecorder().record(lambda rows: [chain(x[:rows], products)], TRIALS, (LIMIT,))
+    with pytest.raises(AssertionError, match="at most 40"):
+        recording(LIMIT + 1)
 
 
 def test_numbers_of_every_kind_reach_the_kernels() -> None:
     """A null pointer, a pointer, integers and floats."""
-    x, weight = torch.randn(3, WIDTH), torch.randn(WIDTH)
-    replay, out = KernelRecorder().record(lambda: ops.rms_norm(x, weight, 1e-3, 0.75))
+    x, weight = inputs(0), torch.randn(WIDTH)
+    recording = KernelRecorder().record(lambda rows: [ops.rms_norm(x[:rows], weight, 1e-3, 0.75)], TRIALS, (LIMIT,))
     x.mul_(-3)
-    replay()
-    assert torch.equal(out, ops.rms_norm(x, weight, 1e-3, 0.75))
+    recording(3)
+    assert torch.equal(recording.results[0][:3], ops.rms_norm(x[:3], weight, 1e-3, 0.75))
