@@ -5,6 +5,7 @@ Plain ASGI, so that a streamed chunk passes through without extra tasks or copie
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -12,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
@@ -29,8 +31,12 @@ REQUEST_ID_HEADER = "x-request-id"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Routes that need no API key unless protect_health is set: probes usually have none."""
 
-# The rest of a body that is refused will not be read, so the connection cannot be used again.
+# Nobody waits for the end of a body that is refused, so the connection cannot be used again.
 _CLOSE = {"connection": "close"}
+# But most clients read nothing until they have sent everything, and a connection that is closed meanwhile tells them
+# nothing. So what they still send is read and dropped: this long, and this many times what a body may hold.
+_DROP_SECONDS = 5.0
+_DROP_FACTOR = 16
 _REQUEST_ID = re.compile(r"[\w.:/@+=-]{1,128}", re.ASCII)
 
 
@@ -162,7 +168,7 @@ class BodyLimits:
             return
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
-            await plain_error_response(scope, 413, self._too_large(), _CLOSE)(scope, receive, send)
+            await self._refuse(scope, receive, send)
             return
         num_bytes = 0
 
@@ -171,10 +177,32 @@ class BodyLimits:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
+                if message.get("more_body", False):
+                    await self._drop_rest(receive)
                 raise HTTPException(413, self._too_large(), dict(_CLOSE))
             return message
 
         await self.app(scope, receive_within, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer at once, but leave the connection open for as long as the rest of the body is dropped."""
+
+        async def send_open(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await plain_error_response(scope, 413, self._too_large(), _CLOSE)(scope, receive, send_open)
+        await self._drop_rest(receive)
+        await send({"type": "http.response.body"})
+
+    async def _drop_rest(self, receive: Receive) -> None:
+        num_bytes = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DROP_SECONDS):
+                while num_bytes < _DROP_FACTOR * self._max_bytes:
+                    message = await receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):  # the end of the body, or of the connection
+                        return
 
     def _too_large(self) -> str:
         return f"the body is larger than the {self._max_bytes} bytes that this server takes (--max-body-bytes)"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.middleware import OPEN_PATHS, is_request_id
 from tests.frontend.fake_client import FakeClient
-from tests.server.helpers import MODEL, http, make_app, serving
+from tests.server.helpers import MODEL, http, live_server, make_app, serving
 from tests.server.test_app import ROUTES
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -81,6 +82,28 @@ async def test_large_bodies_are_refused_before_they_are_read() -> None:
         assert response.json()["error"]["code"] == "request_too_large"
         assert response.headers["connection"] == "close"
     assert len(client.added) == 1
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_who_sends_too_much_still_hears_why(declared: bool) -> None:
+    """Far more than the system's buffers hold, by a client that reads nothing before it has sent everything."""
+    body = b'"' + b"x" * (8 << 20)
+    with live_server(max_body_bytes=1 << 20) as server, httpx.Client(timeout=30) as client:
+        for _ in range(2):  # what is left of the first request does not disturb the next
+            content = body if declared else (body[i : i + (1 << 20)] for i in range(0, len(body), 1 << 20))
+            headers = {"content-type": "application/json"}
+            answer = client.post(f"{server.url}/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert "--max-body-bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_without_end_is_not_read_for_ever() -> None:
+    with live_server(max_body_bytes=1000) as server, server.connect() as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: 100000000\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"x" * 100_000_000)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
