@@ -18,6 +18,8 @@ from quire.attention.base import (
     Rotation,
 )
 from quire.kernels.triton.decode_attention import decode_attention
+from quire.kernels.triton.even_attention import TileLine, even_attention, line_up_tiles, tiles_fit
+from quire.kernels.triton.launch import multiprocessors
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
@@ -47,6 +49,7 @@ class TritonMetadata(AttentionMetadata):
     # What whole prompts attend over; the current layer's, from write to attend.
     qkv: Tensor | None = None
     keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
+    line: TileLine | None = None  # of single queries, where their work is shared evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,16 @@ class TritonAttention(AttentionBackend):
         """For a recorded step: the lists stand in fixed buffers, padded with -1."""
         return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles)
 
-    def prepare_decode(self, batch: AttentionBatch, max_context: int) -> TritonMetadata:
-        """For a step of single queries whose lengths only the device knows."""
+    def prepare_decode(
+        self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool
+    ) -> TritonMetadata:
+        """For a step of single queries whose lengths only the device knows, shared evenly if they differ much."""
         index = torch.arange(batch.rows.shape[0], dtype=torch.int32, device=batch.rows.device)
         none = (index[:0], index[:0])
-        return TritonMetadata(batch, max_context, (index, index), none, none, none)
+        metadata = TritonMetadata(batch, max_context, (index, index), none, none, none)
+        if evenly and tiles_fit(batch.block_size):
+            metadata.line = line_up_tiles(batch.contexts, batch.rows, batch.tables, batch.block_size, padding_row)
+        return metadata
 
     def write(
         self,
@@ -151,6 +159,9 @@ class TritonAttention(AttentionBackend):
         scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
+        if metadata.line is not None and window is None:
+            even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * multiprocessors())
+            return out
         if singles[0].shape[0]:
             splits, keys, stages = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)

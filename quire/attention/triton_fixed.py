@@ -31,6 +31,11 @@ class FixedTritonAttention(TritonAttention):
         metadata.whole = []
         return metadata
 
+    def prepare_decode(
+        self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool
+    ) -> TritonMetadata:
+        return super().prepare_decode(batch, max_context, padding_row, evenly=False)
+
     def write(
         self,
         spec: AttentionSpec,

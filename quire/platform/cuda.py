@@ -31,7 +31,7 @@ class CudaPlatform(Platform):
     deterministic_backend = "triton_fixed"
     asynchronous = True
     batch_invariant = False
-    graph_sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    graph_sizes = (1, 2, 4, 8, *range(16, 257, 16), 320, 384, 448, 512)
     narrow_above = 1024  # smaller steps with prompts are recorded whole
 
     def start(self, num_threads: int | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ from quire.platform.transfer import Download, upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
+
+# From this many rows on, and where the longest is this many times the mean, attention is shared evenly.
+_MIN_EVEN_ROWS = 32
+_UNEVEN = 1.15
+
+
+class _Kind(NamedTuple):
+    """What a recording is made for."""
+
+    size: int
+    uneven: bool  # contexts differ much
 
 
 class DecodeGraphs:
@@ -40,10 +52,10 @@ class DecodeGraphs:
         self._sizes = sizes
         self._max_model_len = max_model_len
         self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=tables.tables.device)
-        self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._graphs: dict[_Kind, tuple[Callable[[], None], Tensor]] = {}
         self._recorder = Recorder()
-        self._loaded: list[int] = []  # what the buffer holds, and for which size
-        self._loaded_size = 0
+        self._loaded: list[int] = []  # what the buffer holds, and for which kind
+        self._loaded_kind: _Kind | None = None
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a recorded size can hold this step and every row computes its one last known token.
@@ -57,25 +69,32 @@ class DecodeGraphs:
 
     def run(self, plan: StepPlan) -> Download:
         """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""
-        size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size)
-        if size != self._loaded_size or plan.rows != self._loaded:
-            padding = [self._rows.scratch_row] * (size - len(plan.rows))
-            self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
-            self._loaded, self._loaded_size = list(plan.rows), size
-        replay, out = self._graphs[size]
+        if self._loaded_kind is None or plan.rows != self._loaded:
+            self._load(plan)
+        assert self._loaded_kind is not None
+        replay, out = self._graphs[self._loaded_kind]
         replay()
         return Download(out)
 
-    def _record(self, size: int) -> tuple[Callable[[], None], Tensor]:
-        # Recorded on rows that belong to nobody, so that the warm-up changes no request.
-        self._row_buffer[:size] = self._rows.scratch_row
-        self._loaded_size = 0
-        return self._recorder.record(lambda: self._step(size))
+    def _load(self, plan: StepPlan) -> None:
+        """Choose the kind of step for these rows, and put them where it reads them."""
+        size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
+        lengths = [self._rows.host_num_computed[row] for row in plan.rows]
+        uneven = size >= _MIN_EVEN_ROWS and max(lengths) * len(lengths) > _UNEVEN * sum(lengths)
+        kind = _Kind(size, uneven)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._record(kind)
+        padding = [self._rows.scratch_row] * (size - len(plan.rows))
+        self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
+        self._loaded, self._loaded_kind = list(plan.rows), kind
 
-    def _step(self, size: int) -> Tensor:
-        state, tables = self._rows, self._tables
+    def _record(self, kind: _Kind) -> tuple[Callable[[], None], Tensor]:
+        # Recorded on rows that belong to nobody, so that the warm-up changes no request.
+        self._row_buffer[: kind.size] = self._rows.scratch_row
+        return self._recorder.record(lambda: self._step(kind))
+
+    def _step(self, kind: _Kind) -> Tensor:
+        state, tables, size = self._rows, self._tables, kind.size
         rows = self._row_buffer[:size]
         input_ids, positions, contexts, slots = gather_inputs(
             rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
@@ -94,6 +113,8 @@ class DecodeGraphs:
                     block_size=tables.block_size,
                 ),
                 self._max_model_len,
+                state.scratch_row,
+                evenly=kind.uneven,
             )
             for group in range(tables.num_groups)
         ]

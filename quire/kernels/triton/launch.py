@@ -54,3 +54,9 @@ def launch_options() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+@cache
+def multiprocessors() -> int:
+    """Of the device; some number where there is none, as in Triton's interpreter."""
+    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 4
