@@ -33,7 +33,8 @@ DEFAULT_FOLDER = Path("~/.cache/quire-peers").expanduser()
 TORCH = "torch==2.13.0"
 # These need a torch built for CUDA; a server of text does without them.
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
-START_LIMIT = 600.0  # seconds; vLLM compiles its model for minutes
+START_LIMIT = 1800.0  # seconds; vLLM compiles its model for minutes, and longer on a busy machine
+TELL_EVERY = 30.0  # seconds, while a server starts
 STOP_LIMIT = 20.0
 
 
@@ -206,8 +207,11 @@ def complete(url: str, prompt: str, max_tokens: int = 8) -> str:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
-    give_up = time.monotonic() + START_LIMIT
-    while time.monotonic() < give_up:
+    begin = told = time.monotonic()
+    while (now := time.monotonic()) < begin + START_LIMIT:
+        if now >= told + TELL_EVERY:
+            told = now
+            print(f"  for {now - begin:.0f} s; the log says: {_last_line(log_path)}", flush=True)
         if process.poll() is not None:
             raise SystemExit(f"the server ended with status {process.returncode}; see {log_path}")
         try:
@@ -217,6 +221,11 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log_path: Path) -> N
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.1)
     raise SystemExit(f"the server is not ready after {START_LIMIT:.0f} s; see {log_path}")
+
+
+def _last_line(log_path: Path) -> str:
+    lines = log_path.read_text(errors="replace").split("\n")
+    return next((line.strip()[:120] for line in reversed(lines) if line.strip()), "nothing yet")
 
 
 def _requirements(python: Path, packages: tuple[str, ...]) -> list[str]:
