@@ -1,6 +1,7 @@
 """What structured output costs: compiling, microseconds per mask at 150,000 tokens, and of 64 rows at once.
 
-Run: python benchmarks/structured.py [--tokens 150000] [--rows 64] [--output benchmarks/results/structured.json]
+    python benchmarks/structured.py [--tokens 150000] [--rows 64]
+
 The vocabulary is made up, or taken from a model with --model.
 """
 
@@ -10,11 +11,10 @@ import argparse
 import random
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
+from report import environment, write_results
 
-from quire.bench.report import environment, write_report
 from quire.frontend.tokenizer import load_tokenizer
 from quire.loader.hub import resolve_model
 from quire.structured.base import Matcher
@@ -114,7 +114,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--walks", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     vocabulary = of_model(args.model) if args.model else made_up(args.tokens)
     begin = time.perf_counter()
@@ -131,9 +130,9 @@ def main() -> None:
             f"{name:16} {found['check_ms']:9.2f} {found['compile_ms']:11.2f} {found['mask_us_median']:8.0f}"
             f" {found['mask_us_p99']:8.0f} {found['mask_us_max']:8.0f} {found['batch_us_median']:11.0f}"
         )
-    if args.output is not None:
-        more = {"build_seconds": build_seconds, "num_tokens": len(vocabulary.pieces), "rows": args.rows}
-        print("written:", write_report(args.output, environment("llguidance"), results, **more))
+    sizes = {"build_seconds": build_seconds, "num_tokens": len(vocabulary.pieces), "rows": args.rows}
+    report = {**sizes, "grammars": results}
+    print(f"written to {write_results('structured', environment('quire', 'llguidance'), report)}")
 
 
 if __name__ == "__main__":
