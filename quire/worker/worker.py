@@ -25,6 +25,7 @@ from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
 from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.recorded_decode import RecordedDecode
 from quire.worker.recorded_forward import MOST_TOKENS, RecordedForward
 from quire.worker.request_rows import RequestRows
 from quire.worker.runner import Finish, Runner
@@ -130,8 +131,11 @@ def make_graphs(
         room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * tables.block_size)
         if room < MOST_TOKENS:
             return NoGraphs(), NoForwardGraphs()
-        limits = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
-        return NoGraphs(), RecordedForward(model, tables, plan.backend, recorder, *limits)
+        max_tokens, max_rows = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
+        return (
+            RecordedDecode(model, rows, tables, plan.backend, recorder, max_rows),
+            RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
+        )
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
     if not sizes or not plan.backend.records:
         return NoGraphs(), NoForwardGraphs()
@@ -142,7 +146,7 @@ def make_graphs(
     length = plan.ledger.max_model_len
     return (
         DecodeGraphs(model, rows, tables, plan.backend, sizes, length),
-        MixedGraphs(model, rows, tables, plan.backend, length),
+        MixedGraphs(model, rows, tables, plan.backend, length, plan.settings.max_num_batched_tokens),
     )
 
 

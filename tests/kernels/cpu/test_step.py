@@ -1,0 +1,65 @@
+"""The two ends of a recorded decode step in the native library, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import library
+from quire.kernels.cpu.step import append_likeliest, gather_inputs
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
+
+SCRATCH = 4
+
+
+def test_inputs_are_gathered_by_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    block_size, groups = 8, 3
+    token_ids = torch.randint(0, 1 << 30, (5, 50), generator=generator, dtype=torch.int32)
+    tables = torch.randint(0, (1 << 31) - 1, (groups, 5, 7), generator=generator, dtype=torch.int32)
+    computed = torch.tensor([0, 7, 8, 49, 0])
+    rows = [3, 1, 4, 0, 2, 4]
+    input_ids, positions, contexts, slots = gather_inputs(torch.tensor(rows), token_ids, computed, tables, block_size)
+    at = computed[rows].tolist()
+    assert input_ids.tolist() == [int(token_ids[row, p]) for row, p in zip(rows, at, strict=True)]
+    assert positions.tolist() == at
+    assert contexts.tolist() == [p + 1 for p in at]
+    for group, of_group in enumerate(slots):
+        assert of_group.tolist() == [
+            int(tables[group, row, p // block_size]) * block_size + p % block_size
+            for row, p in zip(rows, at, strict=True)
+        ], "blocks of a large cache need 64 bits"
+
+
+class State:
+    def __init__(self) -> None:
+        self.token_ids = torch.full((5, 12), -1, dtype=torch.int32)
+        self.num_tokens = torch.tensor([3, 1, 5, 2, 0])
+        self.num_computed = torch.tensor([2, 0, 4, 1, 0])
+
+    def append(self, logits: Tensor, rows: list[int]) -> list[list[int]]:
+        state = (self.token_ids, self.num_tokens, self.num_computed)
+        out: list[list[int]] = append_likeliest(logits, torch.tensor(rows), *state, SCRATCH).tolist()
+        return out
+
+
+def test_the_likeliest_token_is_appended_and_the_row_advances() -> None:
+    state = State()
+    logits = torch.zeros(3, 301)
+    logits[0, 300], logits[1, [7, 290]], logits[2, 5] = 2.0, 1.0, 3.0
+    assert state.append(logits, [2, SCRATCH, 0]) == [[300, 0], [7, 0], [5, 0]]
+    assert state.num_tokens.tolist() == [4, 1, 6, 2, 0]
+    assert state.num_computed.tolist() == [3, 0, 5, 1, 0]
+    expected = torch.full((5, 12), -1, dtype=torch.int32)
+    expected[2, 5], expected[0, 3] = 300, 5
+    assert torch.equal(state.token_ids, expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_whose_logits_broke_are_told(value: float) -> None:
+    logits = torch.zeros(3, 40)
+    logits[1, 17] = value
+    flags = [broken for _, broken in State().append(logits, [0, 1, 2])]
+    assert flags == [0, 1, 0]
