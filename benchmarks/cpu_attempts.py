@@ -114,6 +114,7 @@ def measure(attempts: list[Attempt], probes: list[Probe], rows: list[str], round
         for attempt, probe in zip(attempts, probes, strict=True):
             measure_turn(attempt, probe, rows, gemm, prompts)
             print(f"round {number + 1}, {attempt.commit}: " + shown(attempt, -1), flush=True)
+            write(attempt)
 
 
 def measure_turn(attempt: Attempt, probe: Probe, rows: list[str], gemm: GemmPeak, prompts: Prompts) -> None:
@@ -124,6 +125,11 @@ def measure_turn(attempt: Attempt, probe: Probe, rows: list[str], gemm: GemmPeak
     attempt.values["gemm_sustained"].append(gemm.sustained[-1])
     for row in rows:
         attempt.values[row].append(runs[row](probe))
+
+
+def write(attempt: Attempt) -> None:
+    described = environment("torch") | {"commit": attempt.commit, "subject": attempt.subject, "dirty": False}
+    write_report(attempt.path, described, attempt.summary())
 
 
 def shown(attempt: Attempt, index: int) -> str:
@@ -160,9 +166,6 @@ def main() -> None:
             if not args.fresh:
                 attempt.load_earlier_rounds()
         measure(attempts, probes, args.only, args.rounds, args.threads)
-    for attempt in attempts:
-        described = environment("torch") | {"commit": attempt.commit, "subject": attempt.subject, "dirty": False}
-        write_report(attempt.path, described, attempt.summary())
     show(attempts)
 
 

@@ -12,8 +12,9 @@ from quire.bench.svg import Svg
 
 Values = Mapping[str, float]  # engine -> value
 
-# The default model: weights of its layers, weights of its head, and bytes of both as stored.
-LAYER_WEIGHTS, HEAD_WEIGHTS, STORED_BYTES = 106.2e6, 28.3e6, 96e6
+# The default model: layers, weights of a layer, of its keys and values, and of the head, and bytes of them all.
+LAYERS, LAYER_WEIGHTS, KV_WEIGHTS, HEAD_WEIGHTS, STORED_BYTES = 30, 3.54e6, 0.221e6, 28.3e6, 96e6
+ATTENTION_WIDTH = 9 * 64  # query heads and their size
 GEMM_SHARE = 0.8  # of the measured peak; a row bound by arithmetic that comes this near it counts as reached
 
 
@@ -37,13 +38,25 @@ def times(factor: float, *peers: str, lower: bool = False) -> Callable[[Values, 
     return aim
 
 
+def prompt_flop(tokens: int) -> float:
+    """What the first token after a prompt needs: of the last layer only keys and values, but for the last token."""
+    products = tokens * (LAYERS - 1) * LAYER_WEIGHTS + (tokens - 1) * KV_WEIGHTS + LAYER_WEIGHTS + HEAD_WEIGHTS
+    pairs = (LAYERS - 1) * tokens * (tokens + 1) / 2 + tokens  # of a query and a key
+    return 2 * products + 4 * ATTENTION_WIDTH * pairs
+
+
+def token_flop(context: int) -> float:
+    """What one more token needs, itself counted in the context."""
+    return 2 * (LAYERS * LAYER_WEIGHTS + HEAD_WEIGHTS) + 4 * ATTENTION_WIDTH * LAYERS * context
+
+
 def _prefill_seconds(tokens: int, limits: Values) -> float:
-    return 2 * (tokens * LAYER_WEIGHTS + HEAD_WEIGHTS) / (limits["gemm_gflop_s"] * 1e9)
+    return prompt_flop(tokens) / (limits["gemm_gflop_s"] * 1e9)
 
 
 def _batch_rate(limits: Values) -> float:
-    seconds = 2 * 32 * (255 * LAYER_WEIGHTS + 128 * HEAD_WEIGHTS) / (limits["gemm_gflop_s"] * 1e9)
-    return 32 * 128 / seconds
+    each = prompt_flop(128) + sum(token_flop(128 + made) for made in range(1, 128))
+    return 128 / (each / (limits["gemm_gflop_s"] * 1e9))
 
 
 ROWS = (
@@ -77,28 +90,42 @@ ROWS = (
 )
 
 
+def share_of_limit(row: Row, values: Values, limits: Values) -> float | None:
+    """How near Quire comes to what the cores allow: 1 is as fast as they can."""
+    if row.floor is None or "quire" not in values:
+        return None
+    best, reached = row.floor(limits), values["quire"]
+    return best / reached if row.lower else reached / best
+
+
 def is_reached(row: Row, values: Values, limits: Values) -> bool | None:
     aim = row.aim(values, limits)
-    if aim is None or "quire" not in values:
+    if "quire" not in values:
         return None
-    if row.by_arithmetic and row.floor is not None:
-        bound = row.floor(limits) / GEMM_SHARE if row.lower else row.floor(limits) * GEMM_SHARE
-        aim = max(aim, bound) if row.lower else min(aim, bound)
+    share = share_of_limit(row, values, limits)
+    if row.by_arithmetic and share is not None and share >= GEMM_SHARE:
+        return True
+    if aim is None:
+        return None
     return values["quire"] <= aim if row.lower else values["quire"] >= aim
 
 
 def show(results: Mapping[str, Values], limits: Values) -> None:
     engines = list(dict.fromkeys(name for values in results.values() for name in values))
-    table = Table("", *engines, "aim", "limit", "reached", title="Quire beside its peers on this machine's CPU")
+    table = Table(
+        "", *engines, "aim", "limit", "of it", "reached", title="Quire beside its peers on this machine's CPU"
+    )
     for row in ROWS:
         values = results.get(row.name)
         if not values:
             continue
         aim, reached = row.aim(values, limits), is_reached(row, values, limits)
         floor = f"{row.floor(limits):,.1f}" if row.floor else "-"
+        share = share_of_limit(row, values, limits)
         cells = [f"{values[name]:,.1f}" if name in values else "-" for name in engines]
+        near = "-" if share is None else f"{share:.0%}"
         verdict = "?" if reached is None else "yes" if reached else "NO"
-        table.add_row(row.title, *cells, "-" if aim is None else f"{aim:,.1f}", floor, verdict)
+        table.add_row(row.title, *cells, "-" if aim is None else f"{aim:,.1f}", floor, near, verdict)
     Console(width=160).print(table)
 
 

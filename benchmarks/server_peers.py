@@ -14,7 +14,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from peers import DEFAULT_FOLDER, SERVERS, running, version
+from peers import DEFAULT_FOLDER, SERVERS, Running, running, version
 from report import environment, write_results
 from rich.console import Console
 from rich.table import Table
@@ -27,21 +27,24 @@ CONCURRENCY, INPUT, OUTPUT = 16, 128, 64
 
 
 def measure_peer(peer: str, folder: Path, num_prompts: int, seed: int) -> dict[str, Any]:
-    warmup = min(CONCURRENCY, num_prompts)
-    print(f"{peer}: starting", flush=True)
     with running(peer, folder) as server:
-        options = ServeOptions(
-            data=DataOptions(num_prompts=num_prompts, input_len=INPUT, output_len=OUTPUT, seed=seed),
-            target=TargetOptions(base_url=server.url),
-            load=LoadOptions(max_concurrency=CONCURRENCY, warmup=warmup),
-        )
-        print(f"{peer}: ready after {server.start_seconds:.1f} s, sending {num_prompts} requests", flush=True)
-        samples = load_samples(options.data, extra=warmup)
-        summary = asyncio.run(measure(options, samples, progress=True)).summary
+        return measure_server(server, num_prompts, seed)
+
+
+def measure_server(server: Running, num_prompts: int, seed: int) -> dict[str, Any]:
+    warmup = min(CONCURRENCY, num_prompts)
+    options = ServeOptions(
+        data=DataOptions(num_prompts=num_prompts, input_len=INPUT, output_len=OUTPUT, seed=seed),
+        target=TargetOptions(base_url=server.url),
+        load=LoadOptions(max_concurrency=CONCURRENCY, warmup=warmup),
+    )
+    samples = load_samples(options.data, extra=warmup)
+    summary = asyncio.run(measure(options, samples, progress=True)).summary
     found = summary.to_dict()
     assert summary.failed == 0, found
     if summary.output_tokens != num_prompts * OUTPUT:
-        print(f"{peer} made {summary.output_tokens} tokens, not {num_prompts * OUTPUT}: it does not heed ignore_eos")
+        made, asked = summary.output_tokens, num_prompts * OUTPUT
+        print(f"{server.peer} made {made} tokens, not {asked}: it does not heed ignore_eos")
     return found | {"start_seconds": server.start_seconds}
 
 
