@@ -116,9 +116,11 @@ class TritonAttention(AttentionBackend):
         lists = ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5]), (parts[6], parts[7]))
         return TritonMetadata(batch, max(batch.context_lens), *lists, whole)
 
-    def prepare_recorded(self, batch: AttentionBatch, lists: RecordedLists, max_context: int) -> TritonMetadata:
+    def prepare_recorded(
+        self, batch: AttentionBatch, lists: RecordedLists, max_context: int, whole: list[tuple[int, int]]
+    ) -> TritonMetadata:
         """For a recorded step: the lists stand in fixed buffers, padded with -1."""
-        return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles)
+        return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles, whole)
 
     def prepare_decode(
         self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool

@@ -21,7 +21,10 @@ class StepGraphs(Protocol):
 
 class ForwardGraphs(Protocol):
     def run(self, batch: InputBatch) -> Tensor | None:
-        """Hidden states of a step that fits a recorded size, padded; None if the host must run it."""
+        """Hidden states of a step that fits a recorded size, padded; None if the host must run it.
+
+        Where the batch wants some tokens only, they are of those alone.
+        """
 
 
 class NoForwardGraphs:

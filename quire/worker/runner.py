@@ -71,7 +71,7 @@ class Runner:
         if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
             return self._replay(plan)
         batch = self.inputs.build(plan, every_token=self.prompt_logprobs.wants(plan.rows))
-        hidden = self.mixed_graphs.run(batch) if batch.forward.wanted is None else None
+        hidden = self.mixed_graphs.run(batch)
         if hidden is None:
             hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)

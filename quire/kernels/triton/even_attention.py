@@ -261,7 +261,7 @@ def even_attention(
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
-    """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros for rows without tiles."""
+    """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros where no tiles are."""
     count, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
     group = num_heads // num_kv_heads

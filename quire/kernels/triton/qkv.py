@@ -5,12 +5,35 @@ The cache is [2, num_blocks, num_kv_heads, block_size, head_dim]: keys, then val
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+
+
+@triton.jit
+def _write(
+    x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Put x, the features `dims` of some heads of a token, where queries, keys and values go."""
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_head[None, :]
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    q_at = (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(q_out_ptr + q_at, x.to(q_out_ptr.dtype.element_ty), mask=inside & is_query)
+    kv_head = tl.where(heads < NUM_HEADS + NUM_KV_HEADS, heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS)[:, None]
+    if KEEP_KEYS:
+        k_at = (token * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        tl.store(k_out_ptr + k_at, x.to(k_out_ptr.dtype.element_ty), mask=inside & ~is_query & ~is_value)
+    cell = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    at = cell * HEAD_DIM + dims[None, :] + tl.where(is_value, value_offset, 0)
+    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
 
 
 @triton.jit
@@ -69,16 +92,71 @@ def _qkv_kernel(
         sin = tl.load(sin_ptr + token * ROTARY_DIM + dims, mask=rotates, other=0.0).to(tl.float32)
         x = x * cos[None, :] + other * sin[None, :]
     x = tl.where(is_value, raw, x)
-    q_at = (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(q_out_ptr + q_at, x.to(q_out_ptr.dtype.element_ty), mask=inside & is_query)
     slot = tl.load(slots_ptr + token)
-    kv_head = tl.where(heads < NUM_HEADS + NUM_KV_HEADS, heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS)[:, None]
-    if KEEP_KEYS:
-        k_at = (token * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        tl.store(k_out_ptr + k_at, x.to(k_out_ptr.dtype.element_ty), mask=inside & ~is_query & ~is_value)
-    cell = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    at = cell * HEAD_DIM + dims[None, :] + tl.where(is_value, value_offset, 0)
-    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
+    _write(
+        x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
+        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _halves_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cache_ptr,
+    qkv_stride,
+    value_offset,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same where all of a head is rotated: its halves are each other's partners, so each is loaded once."""
+    begin_dependent(PDL)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    low = tl.arange(0, HALF)
+    in_half = low < HALF
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    at = qkv_ptr + token * qkv_stride + heads[:, None] * HEAD_DIM + low[None, :]
+    raw_x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    raw_y = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    x, y = raw_x, raw_y
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)[:, None]
+        q_low, q_high = tl.load(q_weight_ptr + low).to(tl.float32), tl.load(q_weight_ptr + HALF + low).to(tl.float32)
+        k_low, k_high = tl.load(k_weight_ptr + low).to(tl.float32), tl.load(k_weight_ptr + HALF + low).to(tl.float32)
+        x = x * scale * (tl.where(is_query, q_low[None, :], k_low[None, :]) + weight_offset)
+        y = y * scale * (tl.where(is_query, q_high[None, :], k_high[None, :]) + weight_offset)
+    angles = token * HEAD_DIM + low
+    cos_x, sin_x = tl.load(cos_ptr + angles).to(tl.float32), tl.load(sin_ptr + angles).to(tl.float32)
+    cos_y, sin_y = tl.load(cos_ptr + angles + HALF).to(tl.float32), tl.load(sin_ptr + angles + HALF).to(tl.float32)
+    turned_x = tl.where(is_value, raw_x, x * cos_x[None, :] + y * sin_x[None, :])
+    turned_y = tl.where(is_value, raw_y, y * cos_y[None, :] + x * sin_y[None, :])
+    slot = tl.load(slots_ptr + token)
+    _write(
+        turned_x, token, heads, low, in_half, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
+        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+    )  # fmt: skip
+    _write(
+        turned_y, token, heads, low + HALF, in_half, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
+        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEEP_KEYS,
+    )  # fmt: skip
 
 
 def prepare_qkv(
@@ -107,7 +185,8 @@ def prepare_qkv(
     # Few tokens: a program per head, for parallelism. Many: several heads each, so that launching does not cost.
     heads = heads_per_program or (1 if tokens * total <= 4096 else 32)
     cos, sin = (qkv, qkv) if rotation is None else rotation
-    _qkv_kernel[(tokens, triton.cdiv(total, heads))](
+    rotary_dim = 0 if rotation is None else cos.shape[-1]
+    given = (
         qkv,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
@@ -121,16 +200,22 @@ def prepare_qkv(
         cache.stride(0),
         eps,
         weight_offset,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=0 if rotation is None else cos.shape[-1],
-        BLOCK_SIZE=block_size,
-        HAS_NORM=q_weight is not None,
-        KEEP_KEYS=k_out is not None,
-        HEADS=heads,
-        DIM=triton.next_power_of_2(head_dim),
-        num_warps=1 if heads == 1 else 4,
-        **launch_options(),
     )
+    shape: dict[str, Any] = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "HAS_NORM": q_weight is not None,
+        "KEEP_KEYS": k_out is not None,
+        "HEADS": heads,
+        "num_warps": 1 if heads == 1 else 4,
+        **launch_options(),
+    }
+    grid = (tokens, triton.cdiv(total, heads))
+    dim = triton.next_power_of_2(head_dim)
+    if rotary_dim == dim:
+        _halves_kernel[grid](*given, **shape)
+    else:
+        _qkv_kernel[grid](*given, ROTARY_DIM=rotary_dim, DIM=dim, **shape)
     return q
