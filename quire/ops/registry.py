@@ -11,6 +11,7 @@ from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 from quire.ops.rope import GATHER_ROTATION
+from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
     SILU_AND_MUL,
@@ -23,4 +24,5 @@ OPS: tuple[Op[Any], ...] = (
     GATHER_ROTATION,
     FIRST_MAX,
     DRAW,
+    KEEP_TOP_P,
 )

@@ -95,6 +95,13 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return ids
 
 
+def keep_top_p(logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor:
+    logits, probabilities, top_p = logits.contiguous(), probabilities.contiguous(), top_p.contiguous()
+    out = empty(*logits.shape)
+    bound().keep_top_p(logits.data_ptr(), probabilities.data_ptr(), top_p.data_ptr(), *logits.shape, out.data_ptr())
+    return out
+
+
 def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     tokens, rotary = positions.shape[0], cos_sin.shape[1]
     cos, sin = empty(tokens, 1, rotary), empty(tokens, 1, rotary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.ops.gumbel import gumbel_noise_at
-from quire.worker.sampling.order import first_max_of
+from quire.ops.order import first_max_of
 
 
 def draw_of(logits: Tensor, token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

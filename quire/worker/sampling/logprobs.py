@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.ops.order import likeliest
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.base import ActiveRows, SampleRows, Selection, sampling_params
-from quire.worker.sampling.order import likeliest
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""top_k, then top_p on what top_k left. Both keep a prefix of the order in order.py: higher logit, then lower id.
+"""top_k, then top_p on what top_k left. Both keep a prefix of the order in ops/order.py: higher logit, then lower id.
 
 top_k keeps the first k tokens. top_p keeps the shortest prefix whose probability, renormalized after top_k,
 reaches p; at least one token. Probabilities are added as integers (multiples of 2^-40), so that sums are exact
@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.ops.base import Target
+from quire.ops.order import keep_prefix, likeliest
+from quire.ops.top_p import KEEP_TOP_P, needed_weight, weights_of
 from quire.types.step import RowStart
 from quire.worker.sampling.base import ActiveRows, Feature, RowState, RowValues, SampleRows, sampling_params
-from quire.worker.sampling.order import keep_prefix, likeliest
 
 # Up to this top_k, the k candidates are gathered and noise is drawn for them alone.
 MAX_CANDIDATES = 1024
-_ONE = float(1 << 40)
 
 
 class TopKTopP(Feature):
@@ -29,6 +30,7 @@ class TopKTopP(Feature):
         self._counts: dict[int, int] = {}  # row -> top_k, of those rows that have one
         self._with_k = ActiveRows()
         self._with_p = ActiveRows()
+        self._keep_top_p = KEEP_TOP_P.bind(Target(device.type))
 
     def add_request(self, row: int, start: RowStart) -> None:
         params = sampling_params(start)
@@ -66,9 +68,9 @@ class TopKTopP(Feature):
         if selection is None:
             return values, token_ids
         part = selection.take(values)
-        weights = _weights(selection.take(logits).softmax(-1).gather(1, selection.take(token_ids)), part)
+        weights = weights_of(selection.take(logits).softmax(-1).gather(1, selection.take(token_ids)), part)
         before = weights.cumsum(1) - weights
-        dropped = before >= self._needed(weights, selection.batch).unsqueeze(1)
+        dropped = before >= needed_weight(weights, self._top_p.get(selection.batch.rows)[0]).unsqueeze(1)
         return selection.put(values, part.masked_fill_(dropped, -torch.inf)), token_ids
 
     def apply(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:
@@ -80,18 +82,6 @@ class TopKTopP(Feature):
             kept = keep_prefix(part, ones, self._top_k.get(with_k.batch.rows)[0])
             logits = with_k.put(logits, part.masked_fill_(~kept, -torch.inf))
         if with_p is not None and probabilities is not None:
-            part = with_p.take(logits)
-            weights = _weights(probabilities, part)
-            kept = keep_prefix(part, weights, self._needed(weights, with_p.batch))
-            logits = with_p.put(logits, part.masked_fill_(~kept, -torch.inf))
+            top_p = self._top_p.get(with_p.batch.rows)[0]
+            logits = with_p.put(logits, self._keep_top_p(with_p.take(logits), probabilities, top_p))
         return logits
-
-    def _needed(self, weights: Tensor, rows: SampleRows) -> Tensor:
-        """[m] int64: the weight that the kept prefix must reach."""
-        total = weights.sum(1).to(torch.float64)  # at most a little over 2^40, so exact
-        return (total * self._top_p.get(rows.rows)[0]).ceil_().to(torch.int64).clamp_(min=1)
-
-
-def _weights(probabilities: Tensor, logits: Tensor) -> Tensor:
-    """Probabilities [m, n] as int64 multiples of 2^-40, 0 where the logit is -inf."""
-    return probabilities.mul_(_ONE).to(torch.int64).masked_fill_(logits == -torch.inf, 0)

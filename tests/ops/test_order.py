@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.ops import order
 from quire.ops.choice import first_max
-from quire.worker.sampling import order
 from tests.worker.sampling.reference import in_order
 
 VALUES = st.sampled_from([-np.inf, -3.5, -1.0, -0.0, 0.0, 2.0**-100, 1.0, 2.5, 2.0**100])
