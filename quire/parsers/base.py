@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from quire.parsers.events import Event, TextDelta
 
@@ -17,7 +16,7 @@ class OutputParser(ABC):
         """Whether what was read so far ends inside of thinking."""
 
     @abstractmethod
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+    def feed(self, text: str) -> list[Event]:
         """Take in the next piece of text. Only what may turn out to be part of a marker is held back."""
 
     @abstractmethod
@@ -32,7 +31,7 @@ class PlainParser(OutputParser):
     def is_thinking(self) -> bool:
         return False
 
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+    def feed(self, text: str) -> list[Event]:
         return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Event]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from quire.parsers.base import OutputParser
 from quire.parsers.codec import Status
@@ -80,7 +80,7 @@ class ChannelParser(OutputParser):
     def is_thinking(self) -> bool:
         return self._lane is _Lane.THINKING
 
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+    def feed(self, text: str) -> list[Event]:
         if not self._buffer and self._scanner.candidate.search(text) is None:
             if self._lane is _Lane.TEXT:
                 return [TextDelta(text)] if text else []

@@ -7,7 +7,7 @@ buffer until the call has started for sure, so that what turns out not to be one
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from quire.parsers.base import OutputParser
 from quire.parsers.codec import Reader, Status
@@ -82,7 +82,7 @@ class TagParser(OutputParser):
     def is_thinking(self) -> bool:
         return self._lane is _Lane.THINKING
 
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+    def feed(self, text: str) -> list[Event]:
         if not text:
             return []
         plain = self._lane is _Lane.TEXT and not (self._buffer or self._space or self._trims)

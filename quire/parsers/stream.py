@@ -16,15 +16,10 @@ from quire.parsers.format import ChannelFormat, ReasoningFormat, Tool, ToolForma
 from quire.parsers.machine import TagParser
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
-__all__ = ["OutputParser", "make_parser", "needs_special_tokens", "new_call_id", "plain", "reasoning_is_open"]
+__all__ = ["OutputParser", "make_parser", "needs_special_tokens", "new_call_id", "reasoning_is_open"]
 
 # Where a turn ends in the templates of models that think, for callers that do not give the special tokens.
 _TURN_MARK = re.compile(r"<[|\uff5c]|[|\uff5c]>|\[/?[A-Z_]+\]|\]~b\]|\[e~\[|</?s>|<(?:start|end)_of_")
-
-
-def plain() -> OutputParser:
-    """A parser for which all of the output is text."""
-    return PlainParser()
 
 
 def needs_special_tokens(
@@ -72,7 +67,7 @@ def make_parser(
     tags = tool if parse_tools and isinstance(tool, ToolFormat) else None
     thoughts = reasoning if parse_reasoning and isinstance(reasoning, ReasoningFormat) else None
     if tags is None and thoughts is None and not dropped:
-        return plain()
+        return PlainParser()
     thinking = thoughts is not None and _ends_inside(thoughts, prompt_text, special_tokens)
     has_thought = thoughts is not None and prompt_text.rstrip().endswith(tuple(end.strip() for end in thoughts.end))
     return TagParser(tags, thoughts, tools=known, thinking=thinking, trims=has_thought, dropped=dropped)

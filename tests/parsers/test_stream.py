@@ -7,7 +7,7 @@ import pytest
 from quire.parsers.events import ParsedOutput, assemble
 from quire.parsers.format import Tool
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
-from quire.parsers.stream import make_parser, needs_special_tokens, new_call_id, plain, reasoning_is_open
+from quire.parsers.stream import make_parser, needs_special_tokens, new_call_id, reasoning_is_open
 from quire.types.errors import UnknownNameError
 from tests.parsers.helpers import feed
 
@@ -80,7 +80,6 @@ def test_parts_can_be_switched_off() -> None:
     assert (only_tools.text, only_tools.reasoning, len(only_tools.calls)) == ("<think>a</think>b", "", 1)
     assert parse(output, None, None) == ParsedOutput(output)
     assert parse(output, "hermes", "qwen3", parse_tools=False, parse_reasoning=False) == ParsedOutput(output)
-    assert assemble(feed(plain(), [output])) == ParsedOutput(output)
 
 
 def test_special_tokens_that_mean_nothing_are_dropped() -> None:
