@@ -3,20 +3,15 @@
 // A query's keys are taken in tiles of TILE at absolute positions. Each tile gives a maximum, a sum and a weighted sum of
 // values on its own; these are merged in order of position. Keys that a query must not see weigh exactly zero. So neither
 // the batch, nor how a sequence was cut into steps, nor how the work is shared can change a bit.
-#include "kv_cache.h"
+#include "attention_tile.h"
 
 namespace quire {
 namespace QUIRE_NS {
 namespace {
 
-constexpr int TILE = 64;
-constexpr int TILE_VECTORS = TILE / LANES;
-constexpr int MAX_ROWS = 6;                          // query rows whose sums are in registers together
-constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // vectors of keys, or of a value, beside them
-constexpr int QUERY_ROWS = 96;                       // aim for the query rows that share one unpacked tile
-constexpr int DIRECT_ROWS = 12;                      // so few rows read the cache in place
-constexpr int SPLIT_ROWS = 16;                       // up to so many query rows may share their keys among threads
-constexpr float NOTHING = -INFINITY;
+constexpr int QUERY_ROWS = 192;  // aim for the query rows that share one unpacked tile
+constexpr int DIRECT_ROWS = 12;  // so few rows read the cache in place
+constexpr int SPLIT_ROWS = 16;   // up to so many query rows may share their keys among threads
 
 struct Shape {
     const float* q;           // [tokens, heads, dim]
@@ -38,67 +33,68 @@ struct Unit {
     int32_t first_tile, num_tiles;
 };
 
-// The running result of query rows.
-struct State {
-    float *highest, *total, *sums;  // [count], [count], [count, padded_dim]
-    static int64_t size(int64_t count, int64_t padded) { return count * (padded + 2); }
-    static State at(float* memory, int64_t count, int64_t padded) {
-        return {memory + count * padded, memory + count * padded + count, memory};
-    }
-    void clear(int64_t count, int64_t padded) const {
-        std::memset(sums, 0, sizeof(float) * count * padded);
-        for (int64_t i = 0; i < count; ++i) highest[i] = NOTHING, total[i] = 0;
-    }
-};
+int64_t first_position(const Shape& shape, const Unit& unit) {
+    return shape.contexts[unit.row] - (shape.starts[unit.row + 1] - unit.first_token);
+}
+
+// The first key that a token at this position sees.
+int64_t first_seen(const Shape& shape, int64_t position) {
+    return shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
+}
 
 // --------------------------------------------------------------------------------------------------------- tiles
-// Where the keys and values of one tile are: in the cache, or unpacked to float32 for many query rows.
-template <class Format>
-struct Tile {
-    using Element = typename Format::Element;
-    const Element* column[TILE_VECTORS];  // LANES neighbouring keys; the next dimension is `stride` elements on
-    int64_t stride;
-    const Element* line[TILE];                        // a value
-    const float *key_scales = nullptr, *value_scales = nullptr;  // [TILE] if the cache has them
+// The keys of one tile that a unit needs: [begin, end), and where they are found.
+struct Keys {
+    const int32_t* table;
+    int64_t head, begin, end;
+    Keys(const Shape& shape, const Unit& unit, int64_t tile)
+        : table(shape.tables + shape.rows[unit.row] * shape.table_stride), head(unit.kv_head) {
+        const int64_t position = first_position(shape, unit), first = first_seen(shape, position);
+        begin = tile * TILE < first ? first : tile * TILE;
+        end = (tile + 1) * TILE < position + unit.num_tokens ? (tile + 1) * TILE : position + unit.num_tokens;
+    }
 };
 
 template <class Format>
-void gather_scales(const Cells<Format>& cells, const int32_t* table, int64_t head, int64_t begin, int64_t end,
-                   float* key_scales, float* value_scales) {
+void gather_scales(const Cells<Format>& cells, const Keys& keys, float* key_scales, float* value_scales) {
     if constexpr (Format::SCALED) {
         std::memset(key_scales, 0, sizeof(float) * TILE);
         std::memset(value_scales, 0, sizeof(float) * TILE);
-        for (int64_t k = begin; k < end; ++k) {
-            const int64_t block = table[k / cells.block_size], token = k % cells.block_size;
-            key_scales[k % TILE] = cells.scale(cells.keys(block, head), token);
-            value_scales[k % TILE] = cells.scale(cells.values(block, head), token);
+        for (int64_t k = keys.begin; k < keys.end; ++k) {
+            const int64_t block = keys.table[k / cells.block_size], token = k % cells.block_size;
+            key_scales[k % TILE] = cells.scale(cells.keys(block, keys.head), token);
+            value_scales[k % TILE] = cells.scale(cells.values(block, keys.head), token);
         }
     }
 }
 
-// The tile as it lies in the cache. Columns without a key in [begin, end) repeat another: nobody looks at them.
+// The tile as it lies in the cache. What is not of [begin, end) repeats something that is: nobody looks at it.
 template <class Format>
-void locate(const Cells<Format>& cells, const int32_t* table, int64_t head, int64_t begin, int64_t end, Tile<Format>& tile) {
-    const int64_t size = cells.block_size, start = begin / TILE * TILE;
+void locate(const Cells<Format>& cells, const Keys& keys, Tile<Format>& tile) {
+    const int64_t size = cells.block_size, start = keys.begin / TILE * TILE;
     tile.stride = size;
     for (int c = 0; c < TILE_VECTORS; ++c) {
         int64_t position = start + c * LANES;
-        if (position >= end || position + LANES <= begin) position = begin / LANES * LANES;
-        tile.column[c] = cells.keys(table[position / size], head) + position % size;
+        if (position >= keys.end || position + LANES <= keys.begin) position = keys.begin / LANES * LANES;
+        tile.column[c] = cells.keys(keys.table[position / size], keys.head) + position % size;
     }
-    for (int64_t k = begin; k < end;) {
-        const auto* values = cells.values(table[k / size], head);
-        const int64_t last = (k / size + 1) * size < end ? (k / size + 1) * size : end;
-        for (; k < last; ++k) tile.line[k - start] = values + k % size * cells.dim;
+    for (int64_t k = 0; k < TILE;) {
+        const int64_t last = (start + k) / size * size + size - start < TILE ? (start + k) / size * size + size - start : TILE;
+        const bool needed = start + last > keys.begin && start + k < keys.end;
+        const int64_t position = needed ? start + k : keys.begin;
+        const auto* values = cells.values(keys.table[position / size], keys.head) + position % size * cells.dim;
+        const int64_t step = needed ? cells.dim : 0;
+        for (const int64_t from = k; k < last; ++k) tile.line[k] = values + (k - from) * step;
     }
 }
 
 // A copy in float32: keys [dim, TILE] and values [TILE, padded].
 template <class Format>
-void unpack(const Cells<Format>& cells, const int32_t* table, int64_t head, int64_t begin, int64_t end, int64_t padded,
-            float* keys, float* values, Tile<Float32>& tile) {
+void unpack(const Cells<Format>& cells, const Keys& wanted, int64_t padded, float* keys, float* values,
+            Tile<Unpacked>& tile) {
     using Element = typename Format::Element;
-    const int64_t dim = cells.dim, size = cells.block_size, start = begin / TILE * TILE;
+    const int64_t begin = wanted.begin, end = wanted.end, start = begin / TILE * TILE;
+    const int64_t dim = cells.dim, size = cells.block_size;
     const auto copy = [](const Element* from, float* to, int64_t count) {
         map(count, [&](int64_t i, int n) {
             if (n == LANES) return store(to + i, Format::read(from + i));
@@ -110,10 +106,13 @@ void unpack(const Cells<Format>& cells, const int32_t* table, int64_t head, int6
     for (int64_t position = begin / size * size; position < end; position += size) {
         const int64_t from = position < start ? start : position;
         const int64_t to = position + size < start + TILE ? position + size : start + TILE;
-        const Element* source = cells.keys(table[position / size], head) + (from - position);
+        const Element* source = cells.keys(wanted.table[position / size], wanted.head) + (from - position);
         float* target = keys + from - start;
-        for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, to - from);
-        source = cells.values(table[position / size], head);
+        if (to - from == 16)  // the usual block, without a loop within the loop
+            for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, 16);
+        else
+            for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, to - from);
+        source = cells.values(wanted.table[position / size], wanted.head);
         for (int64_t k = from < begin ? begin : from; k < to && k < end; ++k) {
             copy(source + (k - position) * dim, values + (k - start) * padded, dim);
             for (int64_t i = dim; i < padded; ++i) values[(k - start) * padded + i] = 0;
@@ -124,170 +123,11 @@ void unpack(const Cells<Format>& cells, const int32_t* table, int64_t head, int6
     for (int k = 0; k < TILE; ++k) tile.line[k] = values + k * padded;
 }
 
-// -------------------------------------------------------------------------------------------------- query rows
-template <int ROWS, class Format>
-inline void score(const float* q, int64_t dim, const Tile<Format>& tile, int64_t num_vectors, float* scores) {
-    for (int64_t first = 0; first < num_vectors; first += COLUMNS) {
-        Vec acc[ROWS][COLUMNS];
-        const typename Format::Element* column[COLUMNS];
-        for (int c = 0; c < COLUMNS; ++c) column[c] = tile.column[first + c];
-        for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = zero();
-        for (int64_t d = 0; d < dim; ++d) {
-            Vec key[COLUMNS];
-            for (int c = 0; c < COLUMNS; ++c) key[c] = Format::read(column[c] + d * tile.stride);
-            for (int r = 0; r < ROWS; ++r) {
-                const Vec x = set(q[r * dim + d]);
-                for (int c = 0; c < COLUMNS; ++c) acc[r][c] = fma(x, key[c], acc[r][c]);
-            }
-        }
-        for (int c = 0; c < COLUMNS; ++c) {
-            const int64_t at = (first + c) * LANES;
-            const Vec scale = tile.key_scales ? load(tile.key_scales + at) : set(1.0f);
-            for (int r = 0; r < ROWS; ++r)
-                store(scores + r * TILE + at, tile.key_scales ? mul(acc[r][c], scale) : acc[r][c]);
-        }
-    }
-}
-
-inline void cap_scores(float* scores, int64_t num_vectors, float soft_cap) {
-    const Vec cap = set(soft_cap), twice = set(2 * soft_cap), factor = set(2 / soft_cap), one = set(1.0f);
-    for (int64_t i = 0; i < num_vectors * LANES; i += LANES)
-        store(scores + i, sub(cap, div(twice, add(exp(mul(load(scores + i), factor)), one))));
-}
-
-// Scores of one row become weights; those outside [low, high) become zero. Returns (maximum, sum of weights).
-struct Weights {
-    float highest, total;
-};
-inline Weights weigh(float* scores, int64_t low, int64_t high, int64_t num_vectors, const float* value_scales) {
-    for (int64_t i = 0; i < low; ++i) scores[i] = NOTHING;
-    for (int64_t i = high; i < num_vectors * LANES; ++i) scores[i] = NOTHING;
-    Vec most = load(scores);
-    for (int64_t i = 1; i < num_vectors; ++i) most = vmax(most, load(scores + i * LANES));
-    const float highest = max_lane(most);
-    const Vec shift = set(highest);
-    Sum16 sums;
-    for (int64_t i = 0; i < num_vectors; ++i) {
-        const Vec weight = exp_or_zero(sub(load(scores + i * LANES), shift));
-        store(scores + i * LANES, value_scales ? mul(weight, load(value_scales + i * LANES)) : weight);
-        sums.part[i % Sum16::PARTS] = add(sums.part[i % Sum16::PARTS], weight);
-    }
-    return {highest, sums.total()};
-}
-
-inline float exp_of(float x) {
-    float lanes[LANES];
-    store(lanes, exp_or_zero(set(x)));
-    return lanes[0];
-}
-
-// How a merged result is made of two: both multiplied by these.
-struct Factors {
-    float old_one, new_one;
-};
-inline Factors join(float& highest, float& total, Weights added) {
-    const float both = highest > added.highest ? highest : added.highest;
-    const Factors factors{highest == both ? 1.0f : exp_of(highest - both),
-                          added.highest == both ? 1.0f : exp_of(added.highest - both)};
-    total = std::fma(total, factors.old_one, added.total * factors.new_one);
-    highest = both;
-    return factors;
-}
-
-template <int ROWS, int WIDTH, class Format>
-inline void add_columns(const float* weights, const Tile<Format>& tile, int64_t low, int64_t high, int64_t d,
-                        int64_t padded, const Factors* factors, float* sums) {
-    Vec acc[ROWS][WIDTH];
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < WIDTH; ++c) acc[r][c] = zero();
-    for (int64_t k = low; k < high; ++k) {
-        Vec value[WIDTH];
-        for (int c = 0; c < WIDTH; ++c) value[c] = Format::read(tile.line[k] + d + c * LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            const Vec weight = set(weights[r * TILE + k]);
-            for (int c = 0; c < WIDTH; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-        const Vec old_one = set(factors[r].old_one), new_one = set(factors[r].new_one);
-        for (int c = 0; c < WIDTH; ++c) {
-            float* sum = sums + r * padded + d + c * LANES;
-            store(sum, fma(load(sum), old_one, mul(acc[r][c], new_one)));
-        }
-    }
-}
-
-template <int ROWS, class Format>
-inline void add_values(const float* weights, const Tile<Format>& tile, int64_t low, int64_t high, int64_t padded,
-                       const Factors* factors, float* sums) {
-    int64_t d = 0;
-    for (; d + COLUMNS * LANES <= padded; d += COLUMNS * LANES)
-        add_columns<ROWS, COLUMNS>(weights, tile, low, high, d, padded, factors, sums);
-    for (; d < padded; d += LANES) add_columns<ROWS, 1>(weights, tile, low, high, d, padded, factors, sums);
-}
-
-// What `count` query rows, starting with row `first` of the unit, get from one tile.
-template <class Format>
-struct TileWork {
-    const float* q;  // [count of the unit, dim], scaled
-    const Tile<Format>& data;
-    int64_t tile, dim, padded, group, window, position;  // position: of the unit's first token
-    float soft_cap;
-};
-
-template <class Format>
-TileWork(const float*, const Tile<Format>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float)
-    -> TileWork<Format>;
-
-template <int ROWS, class Format>
-void attend_rows(const TileWork<Format>& work, int64_t first, State state) {
-    int64_t low[ROWS], high[ROWS], least = TILE, most = 0;
-    for (int r = 0; r < ROWS; ++r) {
-        const int64_t position = work.position + (first + r) / work.group - work.tile;
-        low[r] = work.window > 0 && position - work.window + 1 > 0 ? position - work.window + 1 : 0;
-        high[r] = position + 1 < TILE ? position + 1 : TILE;
-        if (low[r] >= high[r]) continue;
-        least = low[r] < least ? low[r] : least;
-        most = high[r] > most ? high[r] : most;
-    }
-    if (least >= most) return;
-    alignas(64) float scores[ROWS * TILE];
-    const int64_t num_vectors = (most + COLUMNS * LANES - 1) / (COLUMNS * LANES) * COLUMNS;
-    score<ROWS>(work.q + first * work.dim, work.dim, work.data, num_vectors, scores);
-    Factors factors[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        float* line = scores + r * TILE;
-        if (low[r] >= high[r]) {  // this row sees nothing of the tile
-            std::memset(line, 0, sizeof(float) * TILE);
-            factors[r] = {1.0f, 0.0f};
-            continue;
-        }
-        if (work.soft_cap > 0) cap_scores(line, num_vectors, work.soft_cap);
-        const Weights added = weigh(line, low[r], high[r], num_vectors, work.data.value_scales);
-        factors[r] = join(state.highest[first + r], state.total[first + r], added);
-    }
-    add_values<ROWS>(scores, work.data, least, most, work.padded, factors, state.sums + first * work.padded);
-}
-
-template <class Format>
-void attend_tile(const TileWork<Format>& work, int64_t count, State state) {
-    int64_t first = 0;
-    if constexpr (sizeof(typename Format::Element) == sizeof(float))  // what unpacked tiles are
-        for (; first + MAX_ROWS <= count; first += MAX_ROWS) attend_rows<MAX_ROWS>(work, first, state);
-    for (; first + 4 <= count && count - first != 6; first += 4) attend_rows<4>(work, first, state);
-    for (; first + 3 <= count; first += 3) attend_rows<3>(work, first, state);
-    for (; first < count; ++first) attend_rows<1>(work, first, state);
-}
-
 // --------------------------------------------------------------------------------------------------------- units
-int64_t first_position(const Shape& shape, const Unit& unit) {
-    return shape.contexts[unit.row] - (shape.starts[unit.row + 1] - unit.first_token);
-}
-
 void gather_queries(const Shape& shape, const Unit& unit, float* q) {
     const int64_t width = shape.group() * shape.dim;
-    const Vec scale = set(shape.scale);
+    // Weights are powers of two; a soft cap comes before the change of base.
+    const Vec scale = set(shape.soft_cap > 0 ? shape.scale : shape.scale * LOG2_E);
     for (int64_t t = 0; t < unit.num_tokens; ++t) {
         const float* source = shape.q + ((unit.first_token + t) * shape.heads + unit.kv_head * shape.group()) * shape.dim;
         map(width, [&](int64_t i, int n) { put(q + t * width + i, mul(get(source + i, n), scale), n); });
@@ -295,36 +135,38 @@ void gather_queries(const Shape& shape, const Unit& unit, float* q) {
 }
 
 // Tiles [first, last) of a unit into one state, or, if `apart`, each tile into its own state, one after the other.
+// `after` is the unit that this thread does next, if there is one.
 template <class Format>
 void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit, int64_t first, int64_t last,
-               float* memory, bool apart) {
+               float* memory, bool apart, const Unit* after) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     float* q = (float*)scratch(0, sizeof(float) * count * shape.dim);
     float* keys = (float*)scratch(1, sizeof(float) * TILE * (shape.dim + padded + 2));
     float *values = keys + TILE * shape.dim, *scales = values + TILE * padded;
     gather_queries(shape, unit, q);
     const bool direct = count <= DIRECT_ROWS && shape.dim == padded && cells.block_size % LANES == 0;
-    const int64_t position = first_position(shape, unit), end = position + unit.num_tokens;
-    const int64_t begin = shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
-    const int32_t* table = shape.tables + shape.rows[unit.row] * shape.table_stride;
+    Tile<Format> located[2];
+    Tile<Unpacked> unpacked;
+    if (direct) locate(cells, Keys(shape, unit, first), located[first % 2]);
     for (int64_t index = first; index < last; ++index) {
-        const int64_t start = index * TILE, from = start < begin ? begin : start;
-        const int64_t to = start + TILE < end ? start + TILE : end;
-        gather_scales(cells, table, unit.kv_head, from, to, scales, scales + TILE);
-        const State state = State::at(memory, count, padded);
-        const auto attend = [&](auto& tile) {
+        const Keys needed(shape, unit, index);
+        gather_scales(cells, needed, scales, scales + TILE);
+        const auto attend = [&](auto& tile, const auto& next) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
-            const TileWork work{q, tile, start, shape.dim, padded, shape.group(), shape.window, position, shape.soft_cap};
-            attend_tile(work, count, state);
+            const TileWork work{q,      tile,          next,         index * TILE,
+                                shape.dim, padded, shape.group(), shape.window, first_position(shape, unit),
+                                shape.soft_cap};
+            attend_tile(work, count, State::at(memory, count, padded));
         };
         if (direct) {
-            Tile<Format> tile;
-            locate(cells, table, unit.kv_head, from, to, tile);
-            attend(tile);
+            Tile<Format>&tile = located[index % 2], &next = located[(index + 1) % 2];
+            const bool more = index + 1 < last;
+            if (more || after)
+                locate(cells, Keys(shape, more ? unit : *after, more ? index + 1 : after->first_tile), next);
+            attend(tile, more || after ? next : tile);
         } else {
-            Tile<Float32> tile;
-            unpack(cells, table, unit.kv_head, from, to, padded, keys, values, tile);
-            attend(tile);
+            unpack(cells, needed, padded, keys, values, unpacked);
+            attend(unpacked, unpacked);
         }
         if (apart) memory += State::size(count, padded);
     }
@@ -342,12 +184,12 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
 }
 
 template <class Format>
-void run_unit(const Shape& shape, const Cells<Format>& cells, const Unit& unit) {
+void run_unit(const Shape& shape, const Cells<Format>& cells, const Unit& unit, const Unit* after) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     float* memory = (float*)scratch(2, sizeof(float) * State::size(count, padded));
     const State state = State::at(memory, count, padded);
     state.clear(count, padded);
-    run_tiles(shape, cells, unit, unit.first_tile, unit.first_tile + unit.num_tiles, memory, false);
+    run_tiles(shape, cells, unit, unit.first_tile, unit.first_tile + unit.num_tiles, memory, false, after);
     write_out(shape, unit, state);
 }
 
@@ -355,15 +197,15 @@ void run_unit(const Shape& shape, const Cells<Format>& cells, const Unit& unit) 
 void merge_tiles(const Shape& shape, const Unit& unit, float* memory) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     const State merged = State::at(memory, count, padded);
+    float *old_one = (float*)scratch(1, sizeof(float) * 2 * count), *new_one = old_one + count;
     for (int64_t tile = 1; tile < unit.num_tiles; ++tile) {
         const State part = State::at(memory + tile * State::size(count, padded), count, padded);
+        join(count, merged.highest, merged.total, part.highest, part.total, {old_one, new_one});
         for (int64_t i = 0; i < count; ++i) {
-            if (part.total[i] == 0) continue;  // the row saw nothing of this tile
-            const Factors factors = join(merged.highest[i], merged.total[i], {part.highest[i], part.total[i]});
-            const Vec old_one = set(factors.old_one), new_one = set(factors.new_one);
+            const Vec before = set(old_one[i]), now = set(new_one[i]);
             for (int64_t d = 0; d < padded; d += LANES) {
                 float* sum = merged.sums + i * padded + d;
-                store(sum, fma(load(sum), old_one, mul(load(part.sums + i * padded + d), new_one)));
+                store(sum, fma(load(sum), before, mul(load(part.sums + i * padded + d), now)));
             }
         }
     }
@@ -371,7 +213,10 @@ void merge_tiles(const Shape& shape, const Unit& unit, float* memory) {
 }
 
 int64_t make_units(const Shape& shape, Unit* units) {
-    const int64_t tokens_per_unit = QUERY_ROWS / shape.group() > 0 ? QUERY_ROWS / shape.group() : 1;
+    int64_t query_rows = QUERY_ROWS;
+    const int64_t all_rows = (shape.starts[shape.num_rows] - shape.starts[0]) * shape.heads;
+    while (query_rows > 48 && all_rows / query_rows < 8 * num_threads()) query_rows /= 2;
+    const int64_t tokens_per_unit = query_rows / shape.group() > 0 ? query_rows / shape.group() : 1;
     int64_t count = 0;
     for (int64_t row = 0; row < shape.num_rows; ++row) {
         // The last tokens first: they have the most keys, and large pieces of work should not come last.
@@ -379,8 +224,7 @@ int64_t make_units(const Shape& shape, Unit* units) {
             const int64_t first = end - tokens_per_unit > shape.starts[row] ? end - tokens_per_unit : shape.starts[row];
             Unit unit{(int32_t)row, (int32_t)first, (int32_t)(end - first), 0, 0, 0};
             const int64_t position = first_position(shape, unit);
-            const int64_t seen = shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
-            unit.first_tile = (int32_t)(seen / TILE);
+            unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);
             unit.num_tiles = (int32_t)((position + unit.num_tokens - 1) / TILE + 1 - unit.first_tile);
             for (int64_t head = 0; head < shape.kv_heads; ++head) {
                 unit.kv_head = (int32_t)head;
@@ -413,7 +257,7 @@ void run_split(const Shape& shape, const Cells<Format>& cells, const Unit* units
             float* states = memory + offsets[i] + (begin - first_item[i]) * size;
             for (int64_t t = 0; t < last - begin; ++t) State::at(states + t * size, rows, padded).clear(rows, padded);
             run_tiles(shape, cells, units[i], units[i].first_tile + begin - first_item[i],
-                      units[i].first_tile + last - first_item[i], states, true);
+                      units[i].first_tile + last - first_item[i], states, true, nullptr);
             begin = last;
         }
     });
@@ -446,7 +290,8 @@ void attention(const float* q, const void* cache, const int32_t* tables, const i
         // Very little work is done by one thread: waking another takes longer.
         const int64_t grain = 1 + 8192 / (tiles * TILE * dim / count * (most_rows + 2) / 64 + 1);
         parallel(count, grain, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) run_unit(shape, cells, units[i]);
+            for (int64_t i = begin; i < end; ++i)
+                run_unit(shape, cells, units[i], i + 1 < end ? units + i + 1 : nullptr);
         });
     });
 }

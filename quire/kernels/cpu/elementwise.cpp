@@ -3,21 +3,29 @@
 
 namespace quire {
 namespace QUIRE_NS {
+namespace {
+
+constexpr int64_t GRAIN = 8192;  // elements that are worth another thread
+
+}  // namespace
 
 // total = x + residual (if there is one); out = norm(total) * (offset + weight)
 void add_rms_norm(const float* x, const float* residual, const float* weight, float* out, float* total,
                         int64_t rows, int64_t width, int64_t x_stride, float eps, float offset) {
-    parallel(rows, 1 + 65536 / width, [&](int64_t begin, int64_t end) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            const float* source = x + r * x_stride;
-            if (residual) {
-                float* merged = total + r * width;
-                map(width, [&](int64_t i, int n) {
-                    put(merged + i, add(get(residual + r * width + i, n), get(source + i, n)), n);
-                });
-                source = merged;
+            const float *source = x + r * x_stride, *added = residual + r * width;
+            if (!residual) {
+                norm_row(source, weight, offset, eps, width, out + r * width);
+                continue;
             }
-            norm_row(source, weight, offset, eps, width, out + r * width);
+            float* merged = total + r * width;
+            const float squares = square_sum(width, [&](int64_t i, int n) {
+                const Vec v = add(get(added + i, n), get(source + i, n));
+                put(merged + i, v, n);
+                return v;
+            });
+            scale_row(merged, weight, offset, eps, width, squares, out + r * width);
         }
     });
 }
@@ -25,7 +33,7 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
 // x [rows, 2 * width] holds gate and then up; out = act(gate) * up
 void gated(const float* x, float* out, int64_t rows, int64_t width, int gelu) {
     const Vec one = set(1.0f), cubic = set(0.044715f), factor = set(gelu ? -1.5957691216f : -1.0f);
-    parallel(rows, 1 + 16384 / width, [&](int64_t begin, int64_t end) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
             const float *gate = x + r * 2 * width, *up = gate + width;
             map(width, [&](int64_t i, int n) {

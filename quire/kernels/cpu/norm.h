@@ -5,20 +5,29 @@
 namespace quire {
 namespace QUIRE_NS {
 
-static inline float square_sum(const float* x, int64_t width) {
+// The sum of squares of read(index, count), which is called once for each vector of the row, in order.
+template <class Read>
+static inline float square_sum(int64_t width, const Read& read) {
     Sum16 sums;
     int part = 0;
     map(width, [&](int64_t i, int n) {
-        const Vec v = get(x + i, n);
+        const Vec v = read(i, n);
         sums.part[part] = fma(v, v, sums.part[part]);
         part = (part + 1) % Sum16::PARTS;
     });
     return sums.total();
 }
 
-static inline void norm_row(const float* x, const float* weight, float offset, float eps, int64_t width, float* out) {
-    const Vec scale = set(1.0f / std::sqrt(square_sum(x, width) / (float)width + eps)), shift = set(offset);
+// out = x * (offset + weight) / root of the mean square
+static inline void scale_row(const float* x, const float* weight, float offset, float eps, int64_t width, float squares,
+                             float* out) {
+    const Vec scale = set(1.0f / std::sqrt(squares / (float)width + eps)), shift = set(offset);
     map(width, [&](int64_t i, int n) { put(out + i, mul(mul(get(x + i, n), scale), add(get(weight + i, n), shift)), n); });
+}
+
+static inline void norm_row(const float* x, const float* weight, float offset, float eps, int64_t width, float* out) {
+    const float squares = square_sum(width, [&](int64_t i, int n) { return get(x + i, n); });
+    scale_row(x, weight, offset, eps, width, squares, out);
 }
 
 }  // namespace QUIRE_NS
