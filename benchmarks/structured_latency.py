@@ -1,6 +1,6 @@
 """What a pathological schema costs others: the gaps between the tokens of a stream while such schemas come in.
 
-    python benchmarks/structured_latency.py [--requests 2] [--repeats 5]
+    python benchmarks/structured_latency.py [--requests 2] [--repeats 3]
 
 A real server with the default model and one stream; beside it requests for one token, each with a schema that the
 server has not seen: trivial ones, and then deep, wide and large ones. The difference between the worst gaps is what
@@ -131,7 +131,7 @@ async def measure(url: str, requests: int, repeats: int) -> dict[str, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2, help="of each kind, one after another")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "8192"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
