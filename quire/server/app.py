@@ -16,6 +16,7 @@ from quire.server.admission import Admission
 from quire.server.anthropic.router import messages_router
 from quire.server.context import EngineProvider, ServerContext
 from quire.server.conversation.formats import resolve_formats
+from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
 from quire.server.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
 from quire.server.openai.chat.router import chat_router
@@ -59,12 +60,14 @@ def build_app(
         title="Quire",
         version=quire.__version__,
         description="Language models over an OpenAI-compatible interface.",
+        docs_url=None,
         redoc_url=None,
     )
     for make_router in ROUTERS:
         app.include_router(make_router(context))
     for router in extra_routers:
         app.include_router(router)
+    app.include_router(docs_router(app))
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)

@@ -15,7 +15,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 def make_metrics_router(prometheus: PrometheusObserver) -> APIRouter:
-    router = APIRouter(tags=["server"])
+    router = APIRouter(tags=["Server"])
 
     # Async, so that it runs on the event loop that counts: nothing changes while it reads.
     @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")

@@ -24,7 +24,7 @@ _LONG_TEXT = 20_000
 
 
 class TokenizeText(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
     prompt: str
     model: str | None = None
@@ -43,7 +43,7 @@ class TokenizeChat(TemplateFields):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
 
     tokens: TokenIds
     model: str | None = None

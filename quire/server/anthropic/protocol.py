@@ -101,6 +101,12 @@ class MessagesRequest(PromptFields):
 class CountTokensRequest(PromptFields):
     """The same conversation, to be counted and not answered."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"messages": [{"role": "user", "content": "What is the capital of France?"}]}]
+        }
+    )
+
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
