@@ -24,10 +24,13 @@ from quire.bench.options import DataOptions, LoadOptions, ServeOptions, TargetOp
 from quire.bench.serve import measure
 
 CONCURRENCY, INPUT, OUTPUT = 16, 128, 64
+REQUEST_LIMIT = 1800.0  # seconds; a slow machine is no failure of the server
 
 
 def measure_peer(peer: str, folder: Path, num_prompts: int, seed: int) -> dict[str, Any]:
+    print(f"{peer}: starting", flush=True)
     with running(peer, folder) as server:
+        print(f"{peer}: ready after {server.start_seconds:.1f} s, sending {num_prompts} requests", flush=True)
         return measure_server(server, num_prompts, seed)
 
 
@@ -35,7 +38,7 @@ def measure_server(server: Running, num_prompts: int, seed: int) -> dict[str, An
     warmup = min(CONCURRENCY, num_prompts)
     options = ServeOptions(
         data=DataOptions(num_prompts=num_prompts, input_len=INPUT, output_len=OUTPUT, seed=seed),
-        target=TargetOptions(base_url=server.url),
+        target=TargetOptions(base_url=server.url, request_timeout=REQUEST_LIMIT),
         load=LoadOptions(max_concurrency=CONCURRENCY, warmup=warmup),
     )
     samples = load_samples(options.data, extra=warmup)
