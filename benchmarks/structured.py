@@ -17,7 +17,7 @@ from report import environment, write_results
 
 from quire.frontend.tokenizer import load_tokenizer
 from quire.loader.hub import resolve_model
-from quire.structured.base import Matcher
+from quire.structured.base import Grammar, Matcher
 from quire.structured.guidance import GuidanceBackend
 from quire.structured.sources import make_source
 from quire.types.masks import Masks
@@ -78,6 +78,13 @@ def talk(backend: GuidanceBackend, matcher: Matcher, masks: Masks, rng: random.R
     return times
 
 
+def _on_its_way(backend: GuidanceBackend, grammar: Grammar, masks: Masks, rng: random.Random, steps: int) -> Matcher:
+    """A matcher so many tokens into an output, or at its beginning if the output was over by then."""
+    matcher = grammar.matcher()
+    talk(backend, matcher, masks, rng, steps)
+    return grammar.matcher() if matcher.is_complete else matcher
+
+
 def measure(
     backend: GuidanceBackend, params: StructuredOutputsParams, num_words: int, args: argparse.Namespace
 ) -> dict[str, float]:
@@ -89,7 +96,7 @@ def measure(
     compiled = time.perf_counter()
     one = np.zeros((1, num_words), dtype=np.int32)
     times = [seconds for _ in range(args.walks) for seconds in talk(backend, grammar.matcher(), one, rng, args.steps)]
-    matchers = [grammar.matcher() for _ in range(args.rows)]
+    matchers = [_on_its_way(backend, grammar, one, rng, row % args.steps) for row in range(args.rows)]
     masks = np.zeros((args.rows, num_words), dtype=np.int32)
     batch_times = []
     for _ in range(20):
