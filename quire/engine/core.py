@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 
 from quire.engine.constraints import Constraints
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import StepPlan
 from quire.utils.log import get_logger
-from quire.worker.executor import Executor
+from quire.worker.executor import Executor, StartedStep
 
 logger = get_logger(__name__)
 
@@ -31,7 +30,7 @@ class EngineCore:
         self.executor = executor
         self.constraints = constraints or Constraints()
         self._depth = steps_in_flight
-        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
         self._unmasked: StepPlan | None = None  # the newest step, if it waits for masks before it samples
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:

@@ -67,6 +67,7 @@ class DecodeGraphs:
         computed, known = self._rows.host_num_computed, self._rows.host_num_tokens
         return all(computed[row] + 1 == known[row] for row in plan.rows)
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Download:
         """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""
         if self._loaded_kind is None or plan.rows != self._loaded:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from typing import Protocol
 
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 
 
+class StartedStep(Protocol):
+    """A step that may still be running. A Future is one."""
+
+    def done(self) -> bool: ...
+
+    def exception(self) -> BaseException | None:
+        """Why it failed, if it did. Waits for the step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step, and raises its exception."""
+
+
 class Executor(ABC):
     @abstractmethod
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step. Plans run in the order given; the future holds the result or the step's exception.
+    def execute(self, plan: StepPlan) -> StartedStep:
+        """Start a step. Plans run in the order given.
 
         May return before the step is done, and never raises for a failing step. A step with mask_slots computes
         logits, then waits for `sample`; no other may be started meanwhile.

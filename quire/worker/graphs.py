@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.platform.transfer import Download
 from quire.types.step import StepPlan
 from quire.worker.input_batch import InputBatch
+
+
+class Arriving(Protocol):
+    """A result on its way from the device; `get` waits for it."""
+
+    def get(self) -> Tensor | NDArray[np.int32]: ...
 
 
 class StepGraphs(Protocol):
     def takes(self, plan: StepPlan) -> bool:
         """Whether a recorded step can run this plan."""
 
-    def run(self, plan: StepPlan) -> Download:
+    def run(self, plan: StepPlan) -> Arriving:
         """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 1 where logits were not finite."""
 
 
@@ -40,5 +47,5 @@ class NoGraphs:
     def takes(self, plan: StepPlan) -> bool:
         return False
 
-    def run(self, plan: StepPlan) -> Download:
+    def run(self, plan: StepPlan) -> Arriving:
         raise AssertionError("takes() is always False")

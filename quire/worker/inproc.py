@@ -11,61 +11,74 @@ from quire.worker.runner import Finish
 from quire.worker.worker import Worker
 
 
-class StepFuture(Future[StepResult]):
-    """A step that the device may still be computing: asking for the result waits for it."""
+class InProcStep:
+    """A step that the device may still be computing: asking for the result waits for it.
 
-    def __init__(self, finish: Finish) -> None:
-        super().__init__()
-        self._finish: Finish | None = finish
+    Not a Future, whose locks cost more than everything else here: after a step the processor's caches are cold.
+    """
 
-    def result(self, timeout: float | None = None) -> StepResult:
-        self.wait()
-        return super().result(timeout)
+    __slots__ = ("_error", "_finish", "_result")
+
+    def __init__(self, finish: Finish | None, error: Exception | None = None) -> None:
+        self._finish = finish
+        self._result: StepResult | None = None
+        self._error = error
 
     def wait(self) -> None:
         if self._finish is None:
             return
         finish, self._finish = self._finish, None
         try:
-            self.set_result(finish())
+            self._result = finish()
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            self.set_exception(error)
+            self._error = error
+
+    def done(self) -> bool:
+        return self._finish is None
+
+    def exception(self) -> BaseException | None:
+        self.wait()
+        return self._error
+
+    def result(self) -> StepResult:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
 
     def fail(self, error: Exception) -> None:
         """It will never be done."""
-        self._finish = None
-        self.set_exception(error)
+        self._finish, self._error = None, error
 
 
 class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._unsampled: StepFuture | None = None  # the newest step, if it waits for masks
+        self._unsampled: InProcStep | None = None  # the newest step, if it waits for masks
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> InProcStep:
         self._unsampled = None
         try:
-            future = StepFuture(self._worker.execute(plan))
-            if plan.mask_slots:
-                self._unsampled = future
-            elif not self._worker.platform.asynchronous:
-                future.wait()
-            return future
+            step = InProcStep(self._worker.execute(plan))
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            failed: Future[StepResult] = Future()
-            failed.set_exception(error)
-            return failed
+            return InProcStep(None, error)
+        if plan.mask_slots:
+            self._unsampled = step
+        elif not self._worker.platform.asynchronous:
+            step.wait()
+        return step
 
     def sample(self, masks: Future[Masks]) -> None:
-        future, self._unsampled = self._unsampled, None
-        if future is None:  # it failed before it came to sampling
+        step, self._unsampled = self._unsampled, None
+        if step is None:  # it failed before it came to sampling
             return
         try:
             self._worker.sample(masks.result())
             if not self._worker.platform.asynchronous:
-                future.wait()
+                step.wait()
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            future.fail(error)
+            step.fail(error)
 
     def is_sticky(self, error: Exception) -> bool:
         return self._worker.platform.is_sticky(error)

@@ -6,7 +6,9 @@ likeliest next token and advances the row. It needs nothing but, when the batch 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
@@ -14,7 +16,6 @@ from quire.kernels.cpu.step import append_likeliest, gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
 from quire.platform.recording import NotRecordableError, SizedRecorder, SizedRecording
-from quire.platform.transfer import Download
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.worker.block_tables import BlockTables
@@ -26,6 +27,18 @@ logger = get_logger(__name__)
 TRIALS = ((2,), (5,))
 CHECK = 3
 MOST_ROWS = 5
+
+
+class Arrived:
+    """What a replay left, until the next one."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: NDArray[np.int32]) -> None:
+        self._values = values
+
+    def get(self) -> NDArray[np.int32]:
+        return self._values
 
 
 class RecordedDecode:
@@ -41,11 +54,13 @@ class RecordedDecode:
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         limit = max(max_rows, MOST_ROWS)
         self._row_buffer = torch.full((limit,), rows.scratch_row, dtype=torch.int64)
+        self._row_array = self._row_buffer.numpy()
         self._starts = torch.arange(limit + 1, dtype=torch.int32)
         self._loaded: list[int] = []  # what the buffer holds
         self._recording: SizedRecording | None = None
         try:
             self._recording = self._record(recorder, limit)
+            self._results = self._recording.results[0].numpy().T
         except NotRecordableError as error:
             logger.info("decode steps are not recorded whole: the model %s", error)
 
@@ -60,15 +75,15 @@ class RecordedDecode:
         computed, known = self._rows.host_num_computed, self._rows.host_num_tokens
         return all(computed[row] + 1 == known[row] for row in plan.rows)
 
-    def run(self, plan: StepPlan) -> Download:
-        """Replay; the result is [2, n] int32: tokens, and 1 where logits were not finite."""
+    def run(self, plan: StepPlan) -> Arrived:
+        """Replay; the result is [2, n] int32: tokens, and 1 where logits were not finite. Runs no op of torch."""
         assert self._recording is not None, "takes() is False"
         count = len(plan.rows)
         if plan.rows != self._loaded:
-            self._row_buffer[:count] = torch.tensor(plan.rows)
+            self._row_array[:count] = plan.rows
             self._loaded = list(plan.rows)
         self._recording(count)
-        return Download(self._recording.results[0][:count].T)
+        return Arrived(self._results[:, :count])
 
     @torch.inference_mode()
     def _record(self, recorder: SizedRecorder, limit: int) -> SizedRecording:

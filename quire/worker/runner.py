@@ -61,15 +61,19 @@ class Runner:
         self.containment = Containment(model.attention_layers(), tables)
         self._unsampled: RunningStep | None = None
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Finish:
         """Start a step; what is returned waits for it and builds its result.
 
         A step with mask_slots stops before sampling: `sample` comes next, with the masks.
         """
-        self._apply(plan)
+        if plan.starts or plan.freed_rows or plan.block_ids:
+            self._apply(plan)
         if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
             return self._replay(plan)
+        return self._launch(plan)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Finish:
         batch = self.inputs.build(plan, every_token=self.prompt_logprobs.wants(plan.rows))
         hidden = self.mixed_graphs.run(batch)
         if hidden is None:
@@ -123,6 +127,7 @@ class Runner:
 
         return finish
 
+    @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self.rows.free(row)
