@@ -79,7 +79,7 @@ void locate(const Cells<Format>& cells, const Keys& keys, Tile<Format>& tile) {
         tile.column[c] = cells.keys(keys.table[position / size], keys.head) + position % size;
     }
     for (int64_t k = 0; k < TILE;) {
-        const int64_t last = (start + k) / size * size + size - start < TILE ? (start + k) / size * size + size - start : TILE;
+        const int64_t block_end = ((start + k) / size + 1) * size - start, last = block_end < TILE ? block_end : TILE;
         const bool needed = start + last > keys.begin && start + k < keys.end;
         const int64_t position = needed ? start + k : keys.begin;
         const auto* values = cells.values(keys.table[position / size], keys.head) + position % size * cells.dim;
@@ -108,10 +108,7 @@ void unpack(const Cells<Format>& cells, const Keys& wanted, int64_t padded, floa
         const int64_t to = position + size < start + TILE ? position + size : start + TILE;
         const Element* source = cells.keys(wanted.table[position / size], wanted.head) + (from - position);
         float* target = keys + from - start;
-        if (to - from == 16)  // the usual block, without a loop within the loop
-            for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, 16);
-        else
-            for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, to - from);
+        for (int64_t d = 0; d < dim; ++d) copy(source + d * size, target + d * TILE, to - from);
         source = cells.values(wanted.table[position / size], wanted.head);
         for (int64_t k = from < begin ? begin : from; k < to && k < end; ++k) {
             copy(source + (k - position) * dim, values + (k - start) * padded, dim);
@@ -153,9 +150,9 @@ void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit,
         gather_scales(cells, needed, scales, scales + TILE);
         const auto attend = [&](auto& tile, const auto& next) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
-            const TileWork work{q,      tile,          next,         index * TILE,
-                                shape.dim, padded, shape.group(), shape.window, first_position(shape, unit),
-                                shape.soft_cap};
+            const int64_t start = index * TILE, position = first_position(shape, unit);
+            const TileWork work{q,      tile,          next,         start,    shape.dim,
+                                padded, shape.group(), shape.window, position, shape.soft_cap};
             attend_tile(work, count, State::at(memory, count, padded));
         };
         if (direct) {

@@ -51,7 +51,7 @@ struct State {
 template <class Format>
 struct TileWork {
     const float* q;  // [count, dim], scaled
-    const Tile<Format>&data, &next;
+    const Tile<Format>&data, &next;                       // next: what is fetched meanwhile
     int64_t start, dim, padded, group, window, position;  // start: the tile's first key
     float soft_cap;
 };
@@ -72,8 +72,8 @@ struct Reach {
 };
 
 template <class Format>
-TileWork(const float*, const Tile<Format>&, const Tile<Format>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float)
-    -> TileWork<Format>;
+TileWork(const float*, const Tile<Format>&, const Tile<Format>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+         float) -> TileWork<Format>;
 
 template <int ROWS, int WIDTH, class Format>
 inline void score_columns(const TileWork<Format>& work, const float* q, int first, float* scores) {
