@@ -12,6 +12,7 @@ from tests.kernels.device import HAS_TRITON, NATIVE
 
 # A shared machine may stall any single example; the timeout of pytest still bounds a test.
 settings.register_profile("quire", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=4)
 settings.load_profile("quire")
 
 # A user's own settings must not change what the tests see. QUIRE_CACHE stays: it saves a download.

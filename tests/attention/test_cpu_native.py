@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from quire.attention.base import AttentionSpec, HeadNorm, make_batch
 from quire.attention.cpu_native import KV_TYPES, NativeAttention
 from quire.ops.qkv import split_qkv
 from tests.attention.test_torch_ref import SPECS, Sequences, dense
-from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, needs_library, using
+from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
 pytestmark = needs_library
 
@@ -55,7 +55,7 @@ def test_a_smaller_cache_costs_little_accuracy(dtype: torch.dtype, error: float)
     assert (sequences.out[0] - exact).abs().max() < error
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), spec=st.sampled_from([*SPECS, ODD, WIDE]), dtype=st.sampled_from(DTYPES))
 def test_any_schedule_gives_the_same_bits(data: st.DataObject, spec: AttentionSpec, dtype: torch.dtype) -> None:
     isa = data.draw(st.sampled_from(INSTRUCTION_SETS))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import settings
 
 from quire.kernels.cpu import library
 
@@ -14,6 +15,11 @@ INSTRUCTION_SETS = LIBRARY.instruction_sets if LIBRARY else []
 
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
 each_instruction_set = pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+
+
+def examples(count: int) -> settings:
+    """So many examples of a property, or fewer where the profile asks for few: tools/sanitize.py --quick does."""
+    return settings(max_examples=min(count, settings.default.max_examples), deadline=None)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,6 +15,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, Arena, PackedMatrix, Product, packed_bytes
 from quire.loader.gguf_quants import dequantize
 from quire.types.errors import CheckpointError, ConfigError
+from tests.kernels.cpu.isa import examples
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
@@ -60,7 +61,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("type", BLOCK_TYPES)
-@settings(max_examples=12)
+@examples(12)
 @given(rows=st.integers(1, 40), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 def test_any_blocks_keep_their_values(type: str, rows: int, blocks: int, seed: int) -> None:
     inner = blocks * BLOCK_TYPES[type][0]
@@ -95,7 +96,7 @@ def test_floats_are_rounded_as_torch_rounds_them(storage: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("storage", "levels"), [("int8", 254), ("int4", 15)])
-@settings(max_examples=40)
+@examples(40)
 @given(
     rows=st.integers(1, 33),
     inner=st.integers(1, 100),
@@ -173,7 +174,7 @@ def test_memory_for_panels_is_aligned_apart_and_lives_as_long_as_its_tensor() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
+@examples(25)
 @given(
     rows=st.integers(0, 70),
     inner=st.integers(1, 900),

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kernels.cpu import library, ops
 from quire.types.errors import ConfigError
-from tests.kernels.cpu.isa import INSTRUCTION_SETS, using
+from tests.kernels.cpu.isa import INSTRUCTION_SETS, examples, using
 
 needs_compiler = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     rows=st.integers(1, 70),
     inner=st.integers(1, 300),

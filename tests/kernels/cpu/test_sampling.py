@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kernels.cpu import ops
 from quire.ops import choice
 from quire.ops.gumbel import gumbel_noise
-from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, needs_library, using
+from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
 pytestmark = needs_library
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([8191, 8192, 8193, 16384, 20001]))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data(), rows=st.integers(1, 9), size=SIZES, isa=st.sampled_from(INSTRUCTION_SETS or [""]))
 def test_the_first_maximum(data: st.DataObject, rows: int, size: int, isa: str) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -44,7 +44,7 @@ def test_nan_is_reported(isa: str, place: int) -> None:
     assert ids.tolist() == [17, place, 30]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), rows=st.integers(1, 6), size=SIZES, isa=st.sampled_from(INSTRUCTION_SETS or [""]))
 def test_draws_are_the_references_bit_for_bit(data: st.DataObject, rows: int, size: int, isa: str) -> None:
     whole = st.integers(-(2**63), 2**63 - 1)

@@ -1,0 +1,69 @@
+"""Each kernel of the library and the tests that hold it: odd sizes, extreme values, any place in any batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from quire.kernels.cpu import library
+from tests.attention import test_cpu_native
+from tests.kernels.cpu import test_extremes, test_matrix, test_native, test_sampling, test_step
+from tests.ops import test_top_p
+
+MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_sampling, test_step, test_top_p)
+
+
+class Held(NamedTuple):
+    sizes: str
+    extremes: str
+    batch: str  # the same bits whatever stands beside it
+
+
+BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
+LOOKED_UP = "test_rows_are_looked_up"
+COVERED = {
+    "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
+    "panel_bytes": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
+    "pack_blocks": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
+    "pack_floats": Held(
+        "test_quantization_errs_by_half_a_step_at_most", "test_what_cannot_be_quantized_is_refused", LOOKED_UP
+    ),
+    "unpack_rows": Held(LOOKED_UP, "test_any_blocks", LOOKED_UP),
+    "linear": Held(
+        "test_a_row_of_a_product_has_the_same_bits_in_any_batch", "test_plain_products", "test_plain_products"
+    ),
+    "add_rms_norm": Held("test_small_ops_do_not_depend_on_the_batch", "test_norms", "test_norms"),
+    "gated": Held("test_small_ops_do_not_depend_on_the_batch", "test_activations", "test_activations"),
+    "prepare_qkv": Held(
+        "test_norm_rotation_and_write_match_the_reference",
+        "test_extreme_keys_and_values",
+        "test_any_schedule_gives_the_same_bits",
+    ),
+    "gather_rotation": Held(*["test_rotations_are_looked_up"] * 3),
+    "attention": Held(
+        "test_matches_dense_attention", "test_attention_with_extreme_scores", "test_any_schedule_gives_the_same_bits"
+    ),
+    "first_max": Held("test_the_first_maximum", "test_nan_is_reported", "test_draws"),
+    "draw": Held("test_draws_are_the_references_bit_for_bit", "test_draws", "test_rows_do_not_depend_on_the_batch"),
+    "keep_top_p": Held(
+        "test_the_shortest_prefix_that_reaches_p_stays",
+        "test_the_shortest_prefix_that_reaches_p_stays",
+        "test_a_row_is_cut_alike_in_any_batch",
+    ),
+    # Copies of whole numbers, row by row.
+    "gather_tokens": Held(*["test_inputs_are_gathered_by_row"] * 3),
+    "gather_slots": Held(*["test_inputs_are_gathered_by_row"] * 3),
+    "append_tokens": Held(
+        "test_the_likeliest_token_is_appended_and_the_row_advances",
+        "test_rows_whose_logits_broke_are_told",
+        "test_the_likeliest_token_is_appended_and_the_row_advances",
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", library.parameters())
+def test_every_kernel_is_held_by_tests(kernel: str) -> None:
+    names = {name for module in MODULES for name in vars(module)}
+    assert kernel in COVERED, f"{kernel} is in kernels.def: name the tests that hold it"
+    assert not set(COVERED[kernel]) - names

@@ -1,0 +1,209 @@
+"""Every instruction set on numbers that are infinite, NaN, subnormal or huge, beside the torch references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.attention.base import AttentionSpec
+from quire.kernels.cpu import ops
+from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Product
+from quire.loader.gguf_quants import dequantize
+from quire.ops import activation, choice, norm
+from tests.attention.test_cpu_native import native
+from tests.attention.test_torch_ref import dense
+from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
+from tests.kernels.cpu.test_matrix import inner_size, make, random_blocks
+
+pytestmark = needs_library
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = (NAN, INF, -INF, 1e38, -1e38, 1e-45, -1e-40, -0.0, 0.0)
+WIDTHS = (1, 7, 16, 33, 130)
+
+
+def rows_with_special(rows: int, width: int, seed: int = 0) -> Tensor:
+    """Ordinary numbers, and in every second row one of SPECIAL, each at some other place."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    for index in range(0, rows, 2):
+        x[index, index * 5 % width] = SPECIAL[index // 2 % len(SPECIAL)]
+    return x
+
+
+def assert_same_kind(found: Tensor, expected: Tensor, scale: Tensor | float) -> None:
+    """NaN and infinities in the same places, all else near."""
+    expected = expected.float()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found[found.isinf()], expected[expected.isinf()])
+    finite = expected.isfinite()
+    error = (found.double() - expected.double()).abs()
+    allowed = torch.as_tensor(scale).double().expand_as(error) + 2e-6 * expected.double().abs()
+    assert (error[finite] <= allowed[finite]).all()
+
+
+@each_instruction_set
+@pytest.mark.parametrize("kind", [*BLOCK_TYPES, *STORAGES])
+@pytest.mark.parametrize("rows", [1, 19, 70])
+def test_products(isa: str, kind: str, rows: int) -> None:
+    inner = inner_size(kind, 75)
+    x = rows_with_special(rows, inner)
+    with using(isa):
+        matrix = make(kind, 37, inner, seed=1)
+        found, weight = Product([matrix])(x), matrix.dequantize()
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    scale = 1e-6 * x.nan_to_num(0, 0, 0).double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    assert_same_kind(found, expected, scale)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("inner", WIDTHS)
+def test_plain_products(isa: str, inner: int) -> None:
+    x, weight = rows_with_special(41, inner), torch.randn(23, inner, generator=torch.Generator().manual_seed(2))
+    with using(isa):
+        found = ops.linear_transposed(x, weight)
+        assert_bits(ops.linear_transposed(x[13:29], weight), found[13:29])
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    scale = 1e-6 * x.nan_to_num(0, 0, 0).double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    assert_same_kind(found, expected, scale)
+
+
+def assert_bits(found: Tensor, expected: Tensor) -> None:
+    """Equal values, and NaN in the same places."""
+    np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms(isa: str, width: int, offset: float) -> None:
+    generator = torch.Generator().manual_seed(width)
+    residual, weight = torch.randn(40, width, generator=generator), torch.randn(width, generator=generator)
+    x = rows_with_special(40, width)
+    x[1], x[3] = x[1] * 1e-25, x[3] * 1e15  # squares that vanish beside epsilon, and large ones
+    residual[1], residual[3] = 0.0, 0.0
+    with using(isa):
+        alone = ops.rms_norm(x, weight, 1e-6, offset)
+        found, total = ops.add_rms_norm(x, residual, weight, 1e-6, offset)
+        for start, end in ((0, 1), (7, 9), (11, 40)):
+            part = ops.add_rms_norm(x[start:end], residual[start:end], weight, 1e-6, offset)
+            assert_bits(part[0], found[start:end])
+            assert_bits(part[1], total[start:end])
+            assert_bits(ops.rms_norm(x[start:end], weight, 1e-6, offset), alone[start:end])
+    expected, expected_total = norm.add_rms_norm(x, residual, weight, 1e-6, offset)
+    assert_bits(total, expected_total)
+    assert_same_kind(found, expected, 1e-5)
+    assert_same_kind(alone, norm.rms_norm(x, weight, 1e-6, offset), 1e-5)
+
+
+@each_instruction_set
+@pytest.mark.parametrize(
+    ("run", "reference"),
+    [(ops.silu_and_mul, activation.silu_and_mul), (ops.gelu_tanh_and_mul, activation.gelu_tanh_and_mul)],
+    ids=["silu", "gelu"],
+)
+def test_activations(isa: str, run: object, reference: object) -> None:
+    assert callable(run)
+    assert callable(reference)
+    gates = [NAN, INF, 1e38, -1e38, 200.0, -200.0, 88.4, -88.4, 87.0, -87.0, 10.0, -10.0, 1e-30, 1e-45, -1e-45, 0.0]
+    gate = torch.tensor([gates + [float(i) / 3 - 5 for i in range(31)]])
+    for up in (1.0, -3.0, 1e30, 0.0):
+        x = torch.cat([gate, torch.full_like(gate, up)], dim=1).repeat(3, 1)
+        with using(isa):
+            found = run(x)
+            assert_bits(run(x[1:2]), found[1:2])
+        assert_same_kind(found, reference(x), 1e-36 * max(1.0, abs(up)))  # below which an activation may vanish
+
+
+@each_instruction_set
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@examples(6)
+@given(rows=st.integers(1, 40), blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+def test_any_blocks(isa: str, type: str, rows: int, blocks: int, seed: int) -> None:
+    inner = blocks * BLOCK_TYPES[type][0]
+    data = random_blocks(type, rows, inner, seed)  # with scales of any kind: infinite, NaN, subnormal
+    with using(isa):
+        found = PackedMatrix.from_blocks(type, data, inner).dequantize()
+    assert_bits(found, dequantize(data.reshape(-1), type, (rows, inner)))
+
+
+@each_instruction_set
+@pytest.mark.parametrize("storage", STORAGES)
+def test_floats_are_stored_alike(isa: str, storage: str) -> None:
+    """Whatever the reference set makes of a matrix, its inner size odd, the others make too."""
+    weight = torch.randn(21, 45, generator=torch.Generator().manual_seed(3)) * 1e-3
+    weight[4, 7], weight[5, 44], weight[20, 0] = 1e-41, 60000.0, -60000.0
+    with using("portable"):
+        expected = PackedMatrix.from_float(weight, storage).dequantize()
+    with using(isa):
+        assert_bits(PackedMatrix.from_float(weight, storage).dequantize(), expected)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("rotary", [2, 10, 32, 66])
+def test_rotations_are_looked_up(isa: str, rotary: int) -> None:
+    table = rows_with_special(50, rotary)
+    positions = torch.tensor([49, 0, 7, 7, 12, 48, 1, 30, 3])
+    with using(isa):
+        cos, sin = ops.gather_rotation(table, positions, torch.float32)
+        part = ops.gather_rotation(table, positions[4:6], torch.float32)
+    half = rotary // 2
+    chosen = table[positions].unsqueeze(1)
+    assert_bits(cos, chosen[..., :half].repeat(1, 1, 2))
+    assert_bits(sin, torch.cat([-chosen[..., half:], chosen[..., half:]], dim=-1))
+    assert_bits(part[0], cos[4:6])
+    assert_bits(part[1], sin[4:6])
+
+
+@each_instruction_set
+@pytest.mark.parametrize("size", [1, 15, 1000, 8200])
+def test_draws(isa: str, size: int) -> None:
+    logits = rows_with_special(18, size, seed=5)
+    logits[logits.isnan()] = 0.0  # what a draw does with NaN is not specified; first_max reports it
+    seeds, positions = torch.arange(18), torch.arange(18) * 7
+    with using(isa):
+        found = ops.draw(logits, seeds, positions)
+        assert torch.equal(ops.draw(logits[5:9], seeds[5:9], positions[5:9]), found[5:9])
+        ids, highest = ops.first_max(logits)
+    assert torch.equal(found, choice.draw(logits, seeds, positions))
+    assert torch.equal(ids, choice.first_max(logits)[0])
+    assert torch.equal(highest, choice.first_max(logits)[1])
+
+
+@each_instruction_set
+@pytest.mark.parametrize("factor", [1e-30, 1e3, 1e15])
+def test_attention_with_extreme_scores(isa: str, factor: float) -> None:
+    """Scores so far apart that one key takes all, or so small that all are alike."""
+    spec = AttentionSpec(3, 1, 37, 0.3)
+    sequences = native(spec, [70, 9])
+    for row in range(2):
+        sequences.q[row] *= factor
+    with using(isa):
+        sequences.step({0: 69, 1: 9})
+        sequences.step({0: 1})
+    for row in range(2):
+        expected = dense(spec, sequences.q[row], sequences.k[row], sequences.v[row])
+        torch.testing.assert_close(sequences.out[row].double(), expected, atol=3e-3, rtol=1e-3)
+
+
+@each_instruction_set
+def test_attention_keeps_a_broken_sequence_to_itself(isa: str) -> None:
+    spec = AttentionSpec(4, 2, 36, 0.2)
+    for value in (NAN, INF):
+        broken, clean = native(spec, [40, 80]), native(spec, [40, 80])
+        broken.v[0][3] = value
+        for run in (broken, clean):
+            with using(isa):
+                run.step({0: 39, 1: 79})
+                run.step({1: 1, 0: 1})
+        assert not broken.out[0][3:].isfinite().any()
+        assert torch.equal(broken.out[0][:3], clean.out[0][:3])
+        assert torch.equal(broken.out[1], clean.out[1])
+
+
+def test_every_set_that_was_built_is_tried() -> None:
+    assert INSTRUCTION_SETS[-1] == "portable"
