@@ -8,7 +8,7 @@ namespace QUIRE_NS {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 14, TILE_PANELS = 2, DIRECT_PANELS = 2, MOST_DIRECT_ROWS = 4;
+constexpr int TILE_ROWS = 9, TILE_PANELS = 3, DIRECT_PANELS = 2, MOST_DIRECT_ROWS = 4;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int TILE_ROWS = 6, TILE_PANELS = 1, DIRECT_PANELS = 2, MOST_DIRECT_ROWS = 1;
 #else
@@ -174,7 +174,7 @@ struct Tile {
     // Where `weights` are made as they are needed, FEW elements along k at a time; null if they are there.
     Expand expand;
     const uint8_t* panel;
-    int64_t panel_stride, inner;
+    int64_t num_panels, panel_stride, inner;
 };
 
 // x is [ROWS][x_stride], or where PACKED [depth][ROWS], which reads one line after the other. `sums` [ROWS][TILE_WIDTH]
@@ -196,12 +196,12 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, f
         for (int r = 0; r < ROWS; ++r)
             for (int p = 0; p < TILE_PANELS; ++p) __builtin_prefetch(out + r * out_stride + p * PANEL, 1);
     const int64_t span = tile.expand ? FEW : tile.depth;
-    // Rows are reached from three pointers, so that few registers hold addresses.
+    // Rows are reached from two pointers, so that few registers hold addresses.
     constexpr int REACH = 5;
-    const float *x0 = x, *x1 = x + REACH * x_stride, *x2 = x + 2 * REACH * x_stride;
+    const float *x0 = x, *x1 = x + REACH * x_stride;
     for (int64_t from = 0; from < tile.depth; from += span) {
         if (!PACKED && tile.expand)
-            for (int p = 0; p < TILE_PANELS; ++p)
+            for (int64_t p = 0; p < tile.num_panels; ++p)
                 tile.expand(tile.panel + p * tile.panel_stride, tile.inner, from,
                             least(FEW, ceil_div(tile.depth - from, BLOCK) * BLOCK), tile.weights + p * PANEL);
         const float *w = tile.weights, *end = w + least(span, tile.depth - from) * TILE_WIDTH;
@@ -209,14 +209,14 @@ void multiply(const Tile& tile, const float* x, int64_t x_stride, float* sums, f
             Vec ws[COLUMNS];
             for (int v = 0; v < COLUMNS; ++v) ws[v] = load(w + v * LANES);
             for (int r = 0; r < ROWS; ++r) {
-                const float* base = r < REACH ? x0 : r < 2 * REACH ? x1 : x2;
+                const float* base = r < REACH ? x0 : x1;
                 const Vec xs = set(PACKED ? x[r] : base[(r % REACH) * x_stride]);
                 for (int v = 0; v < COLUMNS; ++v) acc[r][v] = fma(xs, ws[v], acc[r][v]);
             }
             if constexpr (PACKED)
                 x += ROWS;
             else
-                ++x0, ++x1, ++x2;
+                ++x0, ++x1;
         }
     }
     if (tile.last)
@@ -255,7 +255,7 @@ struct BlocksOf {
     static constexpr Block table[] = {{}, {multiply<R, false>, multiply<R, true>, pack<R>}...};
 };
 #if defined(__AVX512F__)
-using BlockOf = BlocksOf<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>;
+using BlockOf = BlocksOf<1, 2, 3, 4, 5, 6, 7, 8, 9>;
 #elif defined(__AVX2__) && defined(__FMA__)
 using BlockOf = BlocksOf<1, 2, 3, 4, 5, 6>;
 #else
@@ -288,8 +288,8 @@ void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment
     const uint8_t* panels = segment.panels + panel * panel_bytes;
     if (x.count == 1) {
         float* weights = (float*)scratch(0, FEW * TILE_WIDTH * sizeof(float));
-        const Tile tile{weights,   inner,  width, true, true, bias ? bias + column : nullptr,
-                        expand<F>, panels, count == TILE_PANELS ? panel_bytes : 0, inner};
+        const Tile tile{weights,   inner,  width, true,        true, bias ? bias + column : nullptr,
+                        expand<F>, panels, count, panel_bytes, inner};
         return BlockOf::table[x.rows].multiply(tile, x.x, inner, nullptr, out + column, out_stride);
     }
     float* weights = (float*)scratch(0, TILE_WIDTH * x.depth * sizeof(float));
@@ -299,7 +299,7 @@ void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment
         for (int64_t p = 0; p < count; ++p)
             expand<F>(panels + p * panel_bytes, inner, k, ceil_div(left, BLOCK) * BLOCK, weights + p * PANEL);
         const Tile tile{weights, left, width, k == 0, k + x.depth >= inner, bias ? bias + column : nullptr,
-                        nullptr, nullptr, 0, 0};
+                        nullptr, nullptr, 0, 0, 0};
         for (int64_t b = begin; b < end; ++b) {
             const Block& block = BlockOf::table[x.size(b)];
             float* sum = sums + (b - begin) * TILE_WIDTH * TILE_ROWS;
@@ -377,7 +377,8 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
     }
     const int64_t tiles = units(plan, TILE_WIDTH), chunks = ceil_div(num_rows, CHUNK_ROWS);
     int64_t grain = 1 + LEAST_WORK / (plan.inner * TILE_WIDTH * num_rows);
-    if (num_rows <= NEIGHBOURS && tiles / (2 * num_threads()) > grain) grain = tiles / (2 * num_threads());
+    // Fine enough that a thread which the system holds up does not hold up the others.
+    if (num_rows <= NEIGHBOURS && tiles / (8 * num_threads()) > grain) grain = tiles / (8 * num_threads());
     parallel(tiles * chunks, grain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t chunk = i / tiles, tile = i % tiles;
