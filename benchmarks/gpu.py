@@ -110,14 +110,17 @@ class Bench:
     def prompt(self, length: int) -> list[int]:
         return [self.random.randrange(10, 100000) for _ in range(length)]
 
-    def run(self, prompts: list[list[int]], outputs: list[int]) -> float:
-        """Seconds until every prompt has its number of output tokens."""
+    def run(self, prompts: list[list[int]], outputs: list[int], **sampling: Any) -> float:
+        """Seconds until every prompt has its number of output tokens; greedy unless `sampling` says otherwise."""
         started = time.perf_counter()
         for prompt, count in zip(prompts, outputs, strict=True):
             self._count += 1
-            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            chosen = {"temperature": 0.0, **sampling}
+            params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, **chosen)
             self.client.add_request(
-                EngineRequest(request_id=str(self._count), token_ids=prompt, params=params, max_tokens=count)
+                EngineRequest(
+                    request_id=str(self._count), token_ids=prompt, params=params, max_tokens=count, seed=self._count
+                )
             )
         produced = 0
         while self.client.has_unfinished():
@@ -137,14 +140,14 @@ class Bench:
         self.run([self.prompt(32)], [8])
         return self.best(3, once)
 
-    def decode_batch(self, batch: int) -> float:
+    def decode_batch(self, batch: int, **sampling: Any) -> float:
         """Output tokens/s at context 1k, prefill subtracted."""
 
         def once() -> float:
-            many = self.run([self.prompt(1024) for _ in range(batch)], [257] * batch)
-            return many - self.run([self.prompt(1024) for _ in range(batch)], [1] * batch)
+            many = self.run([self.prompt(1024) for _ in range(batch)], [257] * batch, **sampling)
+            return many - self.run([self.prompt(1024) for _ in range(batch)], [1] * batch, **sampling)
 
-        self.run([self.prompt(64) for _ in range(batch)], [8] * batch)
+        self.run([self.prompt(64) for _ in range(batch)], [8] * batch, **sampling)
         return batch * 256 / self.best(2, once)
 
     def prefill(self, length: int) -> float:
@@ -184,6 +187,7 @@ def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
     if "batch" in rows:
         for batch in (16, 64, 256):
             record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
+        record("decode batch 64, drawn, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
     if "throughput" in rows:
         record("512 x (512 in, 256 out), tok/s", bench.throughput())
         record("256 mixed, tok/s", bench.mixed())

@@ -18,7 +18,7 @@ from quire.attention.base import (
     Rotation,
 )
 from quire.kernels.triton.decode_attention import decode_attention
-from quire.kernels.triton.even_attention import TileLine, even_attention, line_up_tiles, tiles_fit
+from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
 from quire.kernels.triton.launch import multiprocessors
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
@@ -161,7 +161,7 @@ class TritonAttention(AttentionBackend):
         scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
-        if metadata.line is not None and window is None:
+        if metadata.line is not None and window is None and heads_fit(spec.head_dim, query.element_size()):
             even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * multiprocessors())
             return out
         if singles[0].shape[0]:

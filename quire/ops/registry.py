@@ -7,6 +7,7 @@ from typing import Any
 from quire.ops.activation import GELU_TANH_AND_MUL, SILU_AND_MUL
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
+from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
@@ -25,4 +26,5 @@ OPS: tuple[Op[Any], ...] = (
     FIRST_MAX,
     DRAW,
     KEEP_TOP_P,
+    DRAW_WITHIN,
 )

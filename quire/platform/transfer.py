@@ -31,6 +31,14 @@ def upload_array(values: NDArray[np.int32], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def refresh(target: Tensor, host: Tensor) -> None:
+    """Overwrite a device tensor by one of the host, which the caller may change at once. Does not wait."""
+    if target.device.type == "cpu":
+        target.copy_(host)
+    else:
+        target.copy_(host.pin_memory(), non_blocking=True)
+
+
 class Download:
     """A device tensor on its way to the host. `get` waits until it has arrived."""
 

@@ -1,7 +1,7 @@
 """Decode steps as graphs: recorded once per batch size, then replayed without the host.
 
 A graph reads rows, positions and tables where they stand on the device, feeds each row's last token to the model,
-appends the likeliest next token and advances the row. So a replay needs nothing from the host but, when the batch
+appends the next token, the likeliest or one that is drawn, and advances the row. So a replay needs nothing from the host but, when the batch
 has changed, its list of rows.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.triton import TritonAttention
-from quire.kernels.triton.step import append_likeliest, gather_inputs
+from quire.kernels.triton.sampling import draw_within
+from quire.kernels.triton.step import append_chosen, append_likeliest, gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
 from quire.platform.recording import Recorder
@@ -24,6 +25,8 @@ from quire.platform.transfer import Download, upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.base import output_lengths
+from quire.worker.sampling.sampler import Sampler
 
 # From this many rows on, and where the longest is this many times the mean, attention is shared evenly.
 _MIN_EVEN_ROWS = 32
@@ -35,6 +38,7 @@ class _Kind(NamedTuple):
 
     size: int
     uneven: bool  # contexts differ much
+    draws: bool  # some rows do not just take the likeliest token
 
 
 class DecodeGraphs:
@@ -44,10 +48,12 @@ class DecodeGraphs:
         rows: RequestRows,
         tables: BlockTables,
         backend: AttentionBackend,
+        sampler: Sampler,
         sizes: tuple[int, ...],
         max_model_len: int,
     ) -> None:
         assert isinstance(backend, TritonAttention)
+        self._sampler = sampler
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         self._sizes = sizes
         self._max_model_len = max_model_len
@@ -70,19 +76,20 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Download:
         """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""
-        if self._loaded_kind is None or plan.rows != self._loaded:
-            self._load(plan)
+        draws = not self._sampler.all_plain(plan.rows)
+        if self._loaded_kind is None or plan.rows != self._loaded or self._loaded_kind.draws != draws:
+            self._load(plan, draws)
         assert self._loaded_kind is not None
         replay, out = self._graphs[self._loaded_kind]
         replay()
         return Download(out)
 
-    def _load(self, plan: StepPlan) -> None:
+    def _load(self, plan: StepPlan, draws: bool) -> None:
         """Choose the kind of step for these rows, and put them where it reads them."""
         size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
         lengths = [self._rows.host_num_computed[row] for row in plan.rows]
         uneven = size >= _MIN_EVEN_ROWS and max(lengths) * len(lengths) > _UNEVEN * sum(lengths)
-        kind = _Kind(size, uneven)
+        kind = _Kind(size, uneven, draws)
         if kind not in self._graphs:
             self._graphs[kind] = self._record(kind)
         padding = [self._rows.scratch_row] * (size - len(plan.rows))
@@ -121,6 +128,11 @@ class DecodeGraphs:
         ]
         hidden = self._model(input_ids, positions, ForwardBatch(attention=list(attention)))
         logits = self._model.compute_logits(hidden)
-        return append_likeliest(
-            logits, rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row
-        )
+        place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
+        if not kind.draws:
+            return append_likeliest(logits, *place)
+        assert self._sampler.draw_table is not None
+        parameters = self._sampler.draw_table.parameters.index_select(1, rows)
+        seeds = state.seeds.index_select(0, rows)
+        tokens, highest = draw_within(logits, parameters, seeds, output_lengths(rows, state))
+        return append_chosen(tokens, highest, *place)

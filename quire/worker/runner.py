@@ -68,7 +68,7 @@ class Runner:
         """
         if plan.starts or plan.freed_rows or plan.block_ids:
             self._apply(plan)
-        if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.all_plain(plan.rows):
+        if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.can_be_recorded(plan.rows):
             return self._replay(plan)
         return self._launch(plan)
 

@@ -109,14 +109,15 @@ def build_runner(
     head = LogitsHead(model, sample_ladder)
     above = platform.narrow_above
     narrowing = None if above is None else Narrowing(above, coarse_ladder(settings.max_num_seqs))
-    graphs, mixed_graphs = make_graphs(plan, model, rows, tables)
+    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device)
+    graphs, mixed_graphs = make_graphs(plan, model, rows, tables, sampler)
     return Runner(
         model=model,
         rows=rows,
         tables=tables,
         inputs=InputBuilder(rows, tables, plan.backend, token_ladder, platform.device, narrowing),
         head=head,
-        sampler=Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device),
+        sampler=sampler,
         prompt_logprobs=PromptLogprobs(rows, head),
         graphs=graphs,
         mixed_graphs=mixed_graphs,
@@ -124,7 +125,7 @@ def build_runner(
 
 
 def make_graphs(
-    plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables
+    plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables, sampler: Sampler
 ) -> tuple[StepGraphs, ForwardGraphs]:
     recorder = plan.backend.recorder()
     if recorder is not None:
@@ -145,7 +146,7 @@ def make_graphs(
 
     length = plan.ledger.max_model_len
     return (
-        DecodeGraphs(model, rows, tables, plan.backend, sizes, length),
+        DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length),
         MixedGraphs(model, rows, tables, plan.backend, length, plan.settings.max_num_batched_tokens),
     )
 

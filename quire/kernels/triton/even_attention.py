@@ -20,6 +20,7 @@ KEYS = 128  # of a tile
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 _FIRST = 1 << 16  # flags beside a tile's number of keys
 _LAST = 1 << 17
+_MAX_LINE_BYTES = 256  # of one key
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,11 @@ def _join_kernel(
 def tiles_fit(block_size: int) -> bool:
     """Whether tiles are whole blocks."""
     return KEYS % block_size == 0
+
+
+def heads_fit(head_dim: int, itemsize: int) -> bool:
+    """Whether a multiprocessor has room for the tiles of keys and values that are on their way."""
+    return bool(triton.next_power_of_2(head_dim) * itemsize <= _MAX_LINE_BYTES)
 
 
 def line_up_tiles(contexts: Tensor, rows: Tensor, tables: Tensor, block_size: int, padding_row: int) -> TileLine:

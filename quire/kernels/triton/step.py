@@ -136,10 +136,38 @@ def append_likeliest(
     chunks = triton.cdiv(vocab_size, _CHUNK)
     best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
     at = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(2, count, dtype=torch.int32, device=logits.device)
     _highest_kernel[(count, chunks)](
         logits, best, at, vocab_size, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **launch_options()
     )
+    return _append(best, at, rows, token_ids, num_tokens, num_computed, scratch_row)
+
+
+def append_chosen(
+    tokens: Tensor,
+    highest: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    scratch_row: int,
+) -> Tensor:
+    """The same with tokens [n] int32 that are chosen already; highest [n] float32 are the rows' highest logits."""
+    state = (token_ids, num_tokens, num_computed)
+    return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row)
+
+
+def _append(
+    best: Tensor,
+    at: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    scratch_row: int,
+) -> Tensor:
+    """`best` and `at` [n, chunks] are the highest logit of each part of a row and its token."""
+    count, chunks = best.shape
+    out = torch.empty(2, count, dtype=torch.int32, device=best.device)
     _append_kernel[(count,)](
         rows,
         best,

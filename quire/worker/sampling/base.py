@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.platform.transfer import refresh, upload
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
 
@@ -102,7 +103,7 @@ class ActiveRows:
             self._seen = list(rows.row_list)
             self._places = [place for place, row in enumerate(rows.row_list) if row in self._rows]
             partial = 0 < len(self._places) < len(rows.row_list)
-            self._index = torch.tensor(self._places, device=rows.rows.device) if partial else None
+            self._index = upload(self._places, rows.rows.device, torch.int64) if partial else None
         if not self._places:
             return None
         if self._index is None:
@@ -127,8 +128,13 @@ class RowValues:
 
     def flush(self) -> None:
         if self._changed:
-            self._device.copy_(self._host)
+            refresh(self._device, self._host)
             self._changed = False
+
+    @property
+    def all(self) -> Tensor:
+        """[columns, max_rows], where every flush leaves them."""
+        return self._device
 
     def get(self, rows: Tensor) -> Tensor:
         """[columns, m]"""
@@ -143,7 +149,8 @@ class RowLists:
         self._dtype = dtype
         self._lists: dict[int, Tensor] = {}
         self._changed = False
-        self.table = torch.zeros(0, columns + 1, dtype=dtype, device=device)
+        self._none = torch.zeros(0, columns + 1, dtype=dtype)
+        self.table = self._none.to(device)
 
     def set(self, row: int, records: Sequence[Sequence[float]]) -> None:
         values = torch.tensor(records, dtype=self._dtype).view(-1, self._columns)
@@ -156,8 +163,9 @@ class RowLists:
 
     def flush(self) -> None:
         if self._changed:
-            lines = torch.cat(list(self._lists.values())) if self._lists else self.table[:0]
-            self.table = lines.to(self.table.device)
+            lines = torch.cat(list(self._lists.values())) if self._lists else self._none
+            self.table = torch.empty(lines.shape, dtype=self._dtype, device=self.table.device)
+            refresh(self.table, lines)
             self._changed = False
 
 

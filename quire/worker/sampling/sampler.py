@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.ops.base import Target
 from quire.ops.choice import DRAW, FIRST_MAX
+from quire.ops.draw_within import DRAW_WITHIN
 from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, TokenLogprobs
@@ -27,6 +28,7 @@ from quire.worker.sampling.allowed_tokens import AllowedTokens
 from quire.worker.sampling.bad_words import BadWords
 from quire.worker.sampling.base import ActiveRows, Feature, RowState, SampleRows, output_lengths, sampling_params
 from quire.worker.sampling.draw import draw_of
+from quire.worker.sampling.draw_table import DrawTable
 from quire.worker.sampling.grammar_masks import GrammarMasks
 from quire.worker.sampling.logit_bias import LogitBias
 from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
@@ -108,11 +110,16 @@ class Sampler:
         self._logprobs = Logprobs(vocab_size)
         self._first_max = FIRST_MAX.bind(Target(device.type))
         self._draw = DRAW.bind(Target(device.type))
+        # Where a kernel does the whole draw; elsewhere the features above do it one after the other.
+        self._draw_within = DRAW_WITHIN.bind(Target(device.type))
+        has_kernel = self._draw_within is not DRAW_WITHIN.reference
+        self.draw_table = DrawTable(vocab_size, max_rows, device) if has_kernel else None
         # Every row is in one of these.
         self._greedy = ActiveRows()
         self._few_candidates = ActiveRows()
         self._whole_vocabulary = ActiveRows()
         self._plain: set[int] = set()
+        self._simple: set[int] = set()  # plain, or drawing within limits
 
     def add_request(self, row: int, start: RowStart) -> None:
         """Stage a request's parameters. Host only."""
@@ -122,9 +129,14 @@ class Sampler:
         for feature in self._features:
             feature.add_request(row, start)
         self._logprobs.add_request(row, start)
+        if self.draw_table is not None:
+            self.draw_table.set(row, start.params)
+        is_simple = _is_simple(start.params)
+        if is_simple:
+            self._simple.add(row)
         if sampling_params(start).greedy:
             self._greedy.add(row)
-            if _is_plain(start.params):
+            if is_simple:
                 self._plain.add(row)
         elif self._top_k_top_p.has_few_candidates(row):
             self._few_candidates.add(row)
@@ -136,6 +148,7 @@ class Sampler:
             feature.remove_request(row)
         self._logprobs.remove_request(row)
         self._plain.discard(row)
+        self._simple.discard(row)
         for group in (self._greedy, self._few_candidates, self._whole_vocabulary):
             group.discard(row)
 
@@ -143,10 +156,16 @@ class Sampler:
         """Whether all these rows take the likeliest token and ask for nothing else."""
         return self._plain.issuperset(row_list)
 
+    def can_be_recorded(self, row_list: list[int]) -> bool:
+        """Whether a recorded step can choose for these rows: the likeliest token or, with a kernel, a draw."""
+        return (self._plain if self.draw_table is None else self._simple).issuperset(row_list)
+
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
         for feature in self._features:
             feature.apply_staged_writes()
+        if self.draw_table is not None:
+            self.draw_table.apply_staged_writes()
 
     def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:
         """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""
@@ -170,6 +189,10 @@ class Sampler:
         return SampleOutput(token_ids, status, found, wanting.places, counts)
 
     def _choose(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:
+        if self.draw_table is not None:
+            parameters = self.draw_table.parameters.index_select(1, rows.rows)
+            seeds, positions = state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
+            return self._draw_within(logits, parameters, seeds, positions)[0].to(torch.int64)
         token_ids = torch.zeros(len(rows.row_list), dtype=torch.int64, device=logits.device)
         selection = self._greedy.select(rows)
         if selection is not None:
@@ -193,7 +216,7 @@ class Sampler:
         return scaled, state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
 
 
-def _is_plain(params: SamplingParams) -> bool:
+def _is_simple(params: SamplingParams) -> bool:
     """Whether nothing shapes the logits and no log-probabilities are wanted."""
     shaping = (
         params.presence_penalty,

@@ -92,3 +92,17 @@ def test_logits_that_are_not_finite_are_told(at: int) -> None:
     assert broken == [0, 1, 1, 1, 0]
     assert tokens[0] == int(logits[0].argmax())
     assert all(0 <= token < 10000 for token in tokens)
+
+
+def test_chosen_tokens_are_appended_and_broken_rows_told() -> None:
+    from quire.kernels.triton.step import append_chosen
+
+    state = State()
+    tokens = torch.tensor([7, 8, 9], dtype=torch.int32, device=DEVICE)
+    highest = torch.tensor([1.0, 0.0, torch.inf], device=DEVICE)
+    rows = torch.tensor([2, SCRATCH, 0], device=DEVICE)
+    out = append_chosen(tokens, highest, rows, state.token_ids, state.num_tokens, state.num_computed, SCRATCH)
+    assert out.tolist() == [[7, 8, 9], [0, 0, 1]]
+    assert state.num_tokens.tolist() == [4, 1, 6, 2, 0]
+    assert state.num_computed.tolist() == [3, 0, 5, 1, 0]
+    assert (int(state.token_ids[2, 5]), int(state.token_ids[0, 3])) == (7, 9)
