@@ -70,6 +70,7 @@ class EngineCore:
             if self.scheduler.has_unfinished:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
             return EngineOutputs(refused, self.scheduler.stats())
+        self.scheduler.work_ahead()
         plan, future = self._in_flight.popleft()
         try:
             result = future.result()

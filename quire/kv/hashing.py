@@ -36,7 +36,7 @@ class HashChain:
         count = (num_tokens - first) // size
         if count <= 0:
             return
-        # Packed in one call: a prompt of thousands of tokens is hashed before anything else can begin.
+        # Packed in one call: hashing thousands of tokens would take longer than computing them may.
         last = first + count * size
         tokens = token_ids if first == 0 and last == len(token_ids) else token_ids[first:last]
         packed = self._pack(*tokens) if count == 1 else struct.pack(f"<{count * size}I", *tokens)

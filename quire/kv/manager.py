@@ -74,20 +74,25 @@ class KVCacheManager:
         return self.layout.blocks_for(num_tokens, step_tokens) <= self._pool.num_blocks
 
     def open(self, request: EngineRequest) -> KVSequence:
-        """Take in a request at its arrival: hash its prompt. Takes no blocks."""
-        hash_chain = None
-        if self.enable_prefix_caching:
-            hash_chain = HashChain(request, self.block_size)
-            hash_chain.extend(request.token_ids, len(request.token_ids))
+        """Take in a request at its arrival. Takes no blocks."""
+        hash_chain = HashChain(request, self.block_size) if self.enable_prefix_caching else None
         return KVSequence(hash_chain, self._num_groups)
+
+    def hash_ahead(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
+        """Hash the full blocks of these tokens now, so that `store` need not; for when there is time."""
+        if sequence.chain is not None:
+            sequence.chain.extend(token_ids, len(token_ids))
 
     def find_prefix(self, sequence: KVSequence, token_ids: Sequence[int]) -> PrefixHit:
         """The longest usable cached prefix, at least one token short of `token_ids`. Takes no blocks."""
         if sequence.chain is None:
             return self.no_prefix()
-        sequence.chain.extend(token_ids, len(token_ids))
         hashes = sequence.chain.hashes
         count = (len(token_ids) - 1) // self.block_size
+        sequence.chain.extend(token_ids, min(self.block_size, len(token_ids)))
+        if self._full and not self._full[0].find(hashes, min(count, 1)):
+            return self.no_prefix()  # the other blocks are hashed while the first step runs
+        sequence.chain.extend(token_ids, len(token_ids))
         tables: list[list[Block]] = [[] for _ in sequence.tables]
         for full in self._full:
             tables[full.index] = blocks = full.find(hashes, count)

@@ -119,6 +119,13 @@ class Scheduler:
             return True
         return bool(state.waiting) and bool(state.rows.free) and not state.waiting.peek().num_pending
 
+    def work_ahead(self) -> None:
+        """What can be done while the newest step runs: hash the prompts that began in it."""
+        state = self._state
+        if state.in_flight and state.in_flight[-1].plan.starts:
+            for request in state.in_flight[-1].requests:
+                state.kv.hash_ahead(request.kv, request.token_ids)
+
     @property
     def num_running(self) -> int:
         return len(self._state.running)

@@ -216,3 +216,14 @@ def test_can_ever_fit() -> None:
     kv = make(num_blocks=4)
     assert kv.can_ever_fit(12, 100)
     assert not kv.can_ever_fit(13, 100)
+
+
+def test_a_prompt_without_a_cached_start_is_hashed_only_when_there_is_time() -> None:
+    kv = make()
+    tokens = list(range(39))
+    sequence = kv.open(request(tokens))
+    assert kv.find_prefix(sequence, tokens).num_tokens == 0
+    assert sequence.chain is not None
+    assert len(sequence.chain.hashes) == 1
+    kv.hash_ahead(sequence, tokens)
+    assert len(sequence.chain.hashes) == 9
