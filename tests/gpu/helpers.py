@@ -43,7 +43,7 @@ class Job:
 
 def make_jobs(count: int, seed: int = 0, longest: int = 400) -> list[Job]:
     """Requests that share prefixes, some greedy and some drawn, most with log-probabilities."""
-    rng = random.Random(seed)
+    rng, limits = random.Random(seed), random.Random(~seed)
     stem = [rng.randrange(3, VOCAB) for _ in range(longest)]
     jobs = []
     for index in range(count):
@@ -51,9 +51,9 @@ def make_jobs(count: int, seed: int = 0, longest: int = 400) -> list[Job]:
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 0.8]),
             seed=index,
-            top_k=rng.choice([0, 0, 5, 100]),
-            top_p=rng.choice([1.0, 1.0, 0.8]),
-            min_p=rng.choice([0.0, 0.0, 0.05]),
+            top_k=limits.choice([0, 0, 5, 100]),
+            top_p=limits.choice([1.0, 1.0, 0.8]),
+            min_p=limits.choice([0.0, 0.0, 0.05]),
             max_tokens=rng.randint(1, 24),
             logprobs=rng.choice([None, 2]),
             ignore_eos=True,
