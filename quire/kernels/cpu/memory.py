@@ -13,15 +13,16 @@ _listeners: list[list[Tensor]] = []
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for a kernel to fill."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if _listeners:
-        _listeners[-1].append(tensor)
-    return tensor
+    if not _listeners:
+        return torch.empty(shape, dtype=dtype)
+    _listeners[-1].append(torch.zeros(shape, dtype=dtype))
+    return _listeners[-1][-1]
 
 
 @contextmanager
 def noted() -> Iterator[list[Tensor]]:
-    """The tensors that `empty` makes in this context; the list keeps them alive."""
+    """The tensors that `empty` makes in this context; the list keeps them alive. They are zero: whoever notes them need not
+    fill them."""
     _listeners.append([])
     try:
         yield _listeners[-1]

@@ -66,7 +66,7 @@ class _Buffer:
 
 class KernelRecorder:
     def record(self, step: SizedStep, trials: Sequence[tuple[int, ...]], limits: tuple[int, ...]) -> KernelRecording:
-        """Run `step` at each of the trials' sizes and keep its calls, for sizes up to `limits`.
+        """Run `step`, but not its kernels, at each of the trials' sizes and keep its calls, for sizes up to `limits`.
 
         See SizedRecorder. Tensors that `step` was given must outlive the recording.
         """
@@ -128,13 +128,13 @@ class KernelRecording:
 
 
 def _trace(step: SizedStep, sizes: tuple[int, ...], library: Library) -> _Trace:
+    """The calls that `step` makes. They are not carried out, which would be most of the time: only where they lead counts."""
     made: list[tuple[str, tuple[Any, ...]]] = []
     kernels = vars(library.kernels)
     originals = dict(kernels)
 
     def call(name: str, *arguments: Any) -> None:
         made.append((name, arguments))
-        originals[name](*arguments)
 
     kernels.update({name: partial(call, name) for name in originals})
     try:
