@@ -1,8 +1,8 @@
 """Decode steps as graphs: recorded once per batch size, then replayed without the host.
 
 A graph reads rows, positions and tables where they stand on the device, feeds each row's last token to the model,
-appends the next token, the likeliest or one that is drawn, and advances the row. So a replay needs nothing from the host but, when the batch
-has changed, its list of rows.
+appends the next token, the likeliest or one that is drawn, and advances the row. So a replay needs nothing from the
+host but, when the batch has changed, its list of rows.
 """
 
 from __future__ import annotations

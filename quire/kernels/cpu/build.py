@@ -37,7 +37,7 @@ X86 = {
         *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),
     ),
 }
-# Checks are calls, not inlined: else they take minutes to compile. Those left out would too, and address finds the same.
+# Checks are calls, not inlined: else they take minutes to compile, as would those left out; address finds the same.
 SANITIZE = (
     *("-fsanitize=address,undefined", "-fno-sanitize=null,pointer-overflow,object-size", "-fno-sanitize-recover=all"),
     *("--param", "asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"),

@@ -21,8 +21,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @contextmanager
 def noted() -> Iterator[list[Tensor]]:
-    """The tensors that `empty` makes in this context; the list keeps them alive. They are zero: whoever notes them need not
-    fill them."""
+    """The tensors that `empty` makes in this context; the list keeps them alive.
+
+    They are zero, so that nobody has to fill them."""
     _listeners.append([])
     try:
         yield _listeners[-1]

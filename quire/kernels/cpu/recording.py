@@ -128,7 +128,7 @@ class KernelRecording:
 
 
 def _trace(step: SizedStep, sizes: tuple[int, ...], library: Library) -> _Trace:
-    """The calls that `step` makes. They are not carried out, which would be most of the time: only where they lead counts."""
+    """The calls that `step` makes. They are not carried out, which would take longer than all else."""
     made: list[tuple[str, tuple[Any, ...]]] = []
     kernels = vars(library.kernels)
     originals = dict(kernels)
