@@ -1,4 +1,4 @@
-"""`quire run PROMPT`: one prompt in, the answer streamed to stdout."""
+"""`quire run PROMPT`: one prompt in, the answer streamed to stdout; or, with --explain, what it would run with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from quire.cli.stream import print_answer
 from quire.config.args import (
     add_engine_arguments,
     add_sampling_arguments,
+    engine_config_from,
     engine_settings_from,
     sampling_params_from,
 )
@@ -22,11 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer; absent or -: read from stdin")
     parser.add_argument("--system", metavar="TEXT", help="instructions to put before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    parser.add_argument(
+        "--explain", action="store_true", help="only say what every setting comes to and why, and the memory it takes"
+    )
     add_sampling_arguments(parser, DEFAULTS)
     add_engine_arguments(parser, positional=False, without={"seed"})
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.explain:
+        return explain(args)
     params = sampling_params_from(args, **DEFAULTS, output_kind="delta")
     prompt = read_prompt(args.prompt)
     from quire import LLM  # after the arguments are known to be good: this import is slow
@@ -38,6 +44,16 @@ def run(args: argparse.Namespace) -> int:
         print(answer.stats(), file=sys.stderr)
     if answer.interrupted:
         raise KeyboardInterrupt
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print what the engine would run with. Loads no weights and reads no prompt."""
+    config = engine_config_from(args)
+    from quire.worker.planning import plan_engine  # imports torch: only once the arguments are known to be good
+
+    plan = plan_engine(config, needs_weights=False)
+    print(*plan.settings.explain(), plan.ledger.format(), sep="\n")
     return 0
 
 

@@ -42,8 +42,7 @@ class Worker:
         report("plan")
         plan = plan_engine(config)
         self.platform = plan.platform
-        for line in plan.settings.explain():
-            logger.debug(line)
+        logger.info("settings: %s", "; ".join(plan.settings.explain()))
         for entry in plan.ledger.entries:
             logger.debug("memory: %s %s (%s)", entry.name, format_bytes(entry.num_bytes), entry.note)
         planned = time.perf_counter()

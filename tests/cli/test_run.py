@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Generator
 from itertools import islice
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire.cli.main import main
+from quire.config.engine import EngineConfig
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 from tests.cli.fakes import FakeLLM, install
@@ -107,3 +110,23 @@ def test_ctrl_c_ends_the_answer_and_the_program(
     install(monkeypatch, Interrupted)
     assert main(["run", "x"]) == 130
     assert capsys.readouterr() == ("You said:\n", "")
+
+
+def test_explain_says_every_value_and_why_without_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["dtype = bfloat16 (default on cuda)", "max_num_seqs = 4 (set by the user)", "weights  1 GiB"]
+    asked: list[EngineConfig] = []
+
+    def plan_engine(config: EngineConfig, *, needs_weights: bool) -> SimpleNamespace:
+        asked.append(config)
+        assert not needs_weights
+        settings = SimpleNamespace(explain=lambda: lines[:2])
+        return SimpleNamespace(settings=settings, ledger=SimpleNamespace(format=lambda: lines[2]))
+
+    planning = ModuleType("quire.worker.planning")
+    monkeypatch.setattr(planning, "plan_engine", plan_engine, raising=False)
+    monkeypatch.setitem(sys.modules, "quire.worker.planning", planning)
+    assert main(["run", "--explain", "--model", "a.gguf", "--max-num-seqs", "4"]) == 0
+    assert asked == [EngineConfig.from_flat(model="a.gguf", max_num_seqs=4)]
+    assert capsys.readouterr().out.splitlines() == lines
