@@ -167,7 +167,7 @@ def reference_markdown() -> str:
         "Generated from the settings' own definitions by `python tools/gen_docs.py`; edit those, not this page.",
         "An engine setting is a flag of the command line and, with underscores, a keyword argument of `LLM` and"
         " of `EngineConfig.from_flat`. `unset` means that the value is decided at start from the model and the"
-        " machine.",
+        " machine; `quire run --explain` says how, and why.",
     ]
     for group, settings in engine_settings().items():
         parts += [f"## {group.capitalize()}", inspect.getdoc(GROUP_TYPES[group]) or "", _table(settings)]
