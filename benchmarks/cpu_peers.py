@@ -43,6 +43,7 @@ from quire.loader.hub import resolve_model
 
 ENGINES = ("quire", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
 HTTP_PROMPTS = 64
+SLOW_START_S = 30.0  # an engine that takes longer is started once
 
 
 def start(name: str, folder: Path, threads: int) -> AbstractContextManager[Probe]:
@@ -144,13 +145,19 @@ def measure_http(engines: list[str], folder: Path, repeats: int) -> dict[str, di
     }
 
 
-def other_limits(repeats: int = 30) -> dict[str, float]:
+def other_limits(threads: int, repeats: int = 30) -> dict[str, float]:
     """What the machine can do besides products: reading memory, and importing torch."""
+    torch.set_num_threads(threads)
     memory = torch.ones(1 << 28)
     read = min(seconds(memory.sum) for _ in range(repeats))
     argv = [sys.executable, "-c", "import torch"]
     imports = min(seconds(lambda: subprocess.run(argv, check=True)) for _ in range(5))
     return {"memory_gb_s": memory.numel() * 4 / read / 1e9, "import_torch_s": imports}
+
+
+def start_again(name: str, args: argparse.Namespace) -> float:
+    with start(name, args.folder, args.threads) as probe:
+        return probe.ready_s
 
 
 def main() -> None:
@@ -165,11 +172,14 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     gemm = GemmPeak(args.threads)
     gemm.measure()
-    limits = other_limits()
+    limits = other_limits(args.threads)
     try:
         with ExitStack() as stack:
             probes = [stack.enter_context(start(name, args.folder, args.threads)) for name in args.engines]
             results = measure(probes, args.repeats, gemm)
+        for name, first in results["ready"].items():
+            again = [start_again(name, args) for _ in range(args.repeats - 1) if first < SLOW_START_S]
+            results["ready"][name] = min([first, *again])
     except ProbeError as error:
         raise SystemExit(str(error)) from error
     limits |= {"gemm_gflop_s": max(gemm.best), "gemm_sustained_gflop_s": max(gemm.sustained)}
