@@ -44,7 +44,9 @@ def measure_server(server: Running, num_prompts: int, seed: int) -> dict[str, An
     samples = load_samples(options.data, extra=warmup)
     summary = asyncio.run(measure(options, samples, progress=True)).summary
     found = summary.to_dict()
-    assert summary.failed == 0, found
+    if summary.failed:
+        print(f"{server.peer}: {summary.failed} of {num_prompts} requests failed: {found['failures']}", flush=True)
+        assert server.peer != "quire", found
     if summary.output_tokens != num_prompts * OUTPUT:
         made, asked = summary.output_tokens, num_prompts * OUTPUT
         print(f"{server.peer} made {made} tokens, not {asked}: it does not heed ignore_eos")
