@@ -118,6 +118,13 @@ class AttentionBackend(ABC):
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""
 
+    def note_finite(self, values: Tensor, out: Tensor) -> None:
+        """Write into out [n] bool whether all of each row of values [n, width] is finite.
+
+        A row whose sum overflows may count as not finite: a sum is finite only if all that it adds is.
+        """
+        out.copy_(values.sum(-1, dtype=torch.float32).isfinite())
+
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Once per step and KV group. Does not sync the device."""

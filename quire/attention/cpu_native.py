@@ -83,6 +83,9 @@ class NativeAttention(AttentionBackend):
         else:
             cache[:, block_ids] = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
+    def note_finite(self, values: Tensor, out: Tensor) -> None:
+        self._kernels.note_finite(values.data_ptr(), *values.shape, values.stride(0), out.data_ptr())
+
     def prepare(self, batch: AttentionBatch) -> NativeMetadata:
         return NativeMetadata(
             batch,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
+from quire.ops.base import Target
+from quire.ops.select import GATHER_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,11 @@ class Attention(nn.Module):
     cache: Tensor
     group: int
 
-    def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
+    def __init__(self, spec: AttentionSpec, layer_index: int, target: Target) -> None:
         super().__init__()
         self.spec = spec
         self.layer_index = layer_index
+        self._gather_rows = GATHER_ROWS.bind(target)
 
     def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
         """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
@@ -62,8 +64,6 @@ class Attention(nn.Module):
         q = self.backend.write(self.spec, qkv, head_norm, rotation, self.cache, metadata)
         if wanted is None:
             return self.backend.attend(self.spec, q, self.cache, metadata)
-        # A sum is finite only if all that it adds is.
-        keys_and_values = qkv[:, self.spec.num_heads * self.spec.head_dim :]
-        wanted.finite.copy_(keys_and_values.sum(-1, dtype=torch.float32).isfinite())
-        q = q.index_select(0, wanted.tokens)
+        self.backend.note_finite(qkv[:, self.spec.num_heads * self.spec.head_dim :], wanted.finite)
+        q = self._gather_rows(q, wanted.tokens)
         return self.backend.attend(self.spec, q, self.cache, wanted.attention[self.group])

@@ -14,6 +14,7 @@ from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, R
 from quire.layers.norm import ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
+from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
 
 
@@ -50,6 +51,7 @@ class AttentionBlock(nn.Module):
                 soft_cap=config.attention_soft_cap,
             ),
             layer,
+            ctx.target,
         )
 
     def forward(
@@ -150,6 +152,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = AttentionBlock(config, ctx, layer)
         self.mlp = GatedMLP(config, ctx)
         self._multiplier = config.residual_multiplier
+        self._gather_rows = GATHER_ROWS.bind(ctx.target)
 
     def forward(
         self,
@@ -166,7 +169,7 @@ class DecoderLayer(nn.Module):
         normed, residual = self.attn_norm.merge(hidden, residual)
         hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch, wanted)))
         if wanted is not None:
-            residual = residual.index_select(0, wanted.tokens)
+            residual = self._gather_rows(residual, wanted.tokens)
         normed, residual = self.mlp_norm.merge(hidden, residual)
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 

@@ -12,6 +12,7 @@ from quire.ops.fp8 import LINEAR_FP8
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 from quire.ops.rope import GATHER_ROTATION
+from quire.ops.select import GATHER_ROWS
 from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
@@ -23,6 +24,7 @@ OPS: tuple[Op[Any], ...] = (
     RMS_NORM,
     ADD_RMS_NORM,
     GATHER_ROTATION,
+    GATHER_ROWS,
     FIRST_MAX,
     DRAW,
     KEEP_TOP_P,

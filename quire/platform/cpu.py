@@ -29,7 +29,7 @@ class CpuPlatform(Platform):
     asynchronous = False
     batch_invariant = True
     graph_sizes = ()
-    narrow_above = None
+    narrow_above = 0
 
     def start(self, num_threads: int | None) -> None:
         torch.set_num_threads(num_threads or _DEFAULT_THREADS)

@@ -24,6 +24,7 @@ class InputBatch:
     positions: Tensor  # [num_tokens_padded] int64
     groups: list[AttentionBatch]  # what each KV group sees
     forward: ForwardBatch  # the same, prepared by the backend
+    wanted_group: AttentionBatch | None  # the wanted tokens, if not all are, as the first KV group sees them
     starts: list[int]  # [num_rows] index of each row's first token
     sample_indices: list[int]  # index into the plan's rows of those that sample in this step
     sample_rows: list[int]  # [m] the rows themselves
@@ -43,7 +44,7 @@ class Narrowing:
     """When the last layer of a step computes only the tokens that are sampled from."""
 
     above: int  # tokens of a step
-    ladder: list[int]  # sizes that the number of wanted tokens is padded to
+    ladder: list[int]  # sizes that the number of wanted tokens is padded to; empty: none
 
 
 class InputBuilder:
@@ -107,10 +108,13 @@ class InputBuilder:
             )
             for group in range(tables.num_groups)
         ]
-        wanted = None
+        wanted: WantedTokens | None = None
+        wanted_groups: list[AttentionBatch] = []
         if self._narrowing is not None and total > self._narrowing.above and not every_token:
             ends = [start + count - 1 for start, count in zip(starts, plan.num_tokens, strict=True)]
-            wanted = self._wanted(sample_indices, plan.rows, ends, contexts, total + padding)
+            tokens, wanted_groups = self._wanted(sample_indices, plan.rows, ends, contexts)
+            finite = torch.empty(total + padding, dtype=torch.bool, device=self._device)
+            wanted = WantedTokens(tokens, [self._backend.prepare(group) for group in wanted_groups], finite)
         return InputBatch(
             rows=rows,
             counts=counts,
@@ -118,6 +122,7 @@ class InputBuilder:
             positions=pad(positions, (0, padding)),
             groups=groups,
             forward=ForwardBatch([self._backend.prepare(group) for group in groups], wanted),
+            wanted_group=wanted_groups[0] if wanted_groups else None,
             starts=starts,
             sample_indices=sample_indices,
             sample_rows=sample_rows,
@@ -126,33 +131,31 @@ class InputBuilder:
         )
 
     def _wanted(
-        self, indices: list[int], rows: list[int], ends: list[int], contexts: list[int], num_tokens: int
-    ) -> WantedTokens:
-        """The last tokens of these rows, padded with the last one; some token if there are none."""
+        self, indices: list[int], rows: list[int], ends: list[int], contexts: list[int]
+    ) -> tuple[Tensor, list[AttentionBatch]]:
+        """The last tokens of these rows, padded with the last one (some token if there are none), each as a row."""
         assert self._narrowing is not None
         ladder = self._narrowing.ladder
         chosen = indices or [len(rows) - 1]
-        chosen = [*chosen, *chosen[-1:] * (ladder[bisect_left(ladder, len(chosen))] - len(chosen))]
+        if ladder:
+            chosen = [*chosen, *chosen[-1:] * (ladder[bisect_left(ladder, len(chosen))] - len(chosen))]
         count = len(chosen)
         context_lens = [contexts[index] for index in chosen]
         columns = ([ends[index] for index in chosen], [rows[index] for index in chosen], context_lens)
         packed = upload([*(x for column in columns for x in column), *range(count + 1)], self._device, torch.int64)
         tokens, row_tensor, context_tensor, query_starts = packed.split([count, count, count, count + 1])
         contexts_32, starts_32 = context_tensor.to(torch.int32), query_starts.to(torch.int32)
-        attention = [
-            self._backend.prepare(
-                AttentionBatch(
-                    query_lens=[1] * count,
-                    context_lens=context_lens,
-                    tables=self._tables.tables[group],
-                    rows=row_tensor,
-                    contexts=contexts_32,
-                    query_starts=starts_32,
-                    slot_mapping=tokens[:0],  # nothing is written
-                    block_size=self._tables.block_size,
-                )
+        groups = [
+            AttentionBatch(
+                query_lens=[1] * count,
+                context_lens=context_lens,
+                tables=self._tables.tables[group],
+                rows=row_tensor,
+                contexts=contexts_32,
+                query_starts=starts_32,
+                slot_mapping=tokens[:0],  # nothing is written
+                block_size=self._tables.block_size,
             )
             for group in range(self._tables.num_groups)
         ]
-        finite = torch.empty(num_tokens, dtype=torch.bool, device=self._device)
-        return WantedTokens(tokens, attention, finite)
+        return tokens, groups

@@ -107,7 +107,9 @@ def build_runner(
     )
     head = LogitsHead(model, sample_ladder)
     above = platform.narrow_above
-    narrowing = None if above is None else Narrowing(above, coarse_ladder(settings.max_num_seqs))
+    # Where products were checked, the wanted tokens are padded to sizes that were admitted, as all tokens are.
+    ladder = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
+    narrowing = None if above is None else Narrowing(above, ladder)
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device)
     graphs, mixed_graphs = make_graphs(plan, model, rows, tables, sampler)
     return Runner(

@@ -6,12 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from quire.engine.core import EngineCore
 from quire.kernels.cpu import library
 from quire.types.sampling import SamplingParams
 from quire.worker.graphs import NoForwardGraphs, NoGraphs
 from quire.worker.inproc import InProcExecutor
+from quire.worker.input_batch import InputBatch
 from quire.worker.recorded_forward import RecordedForward
 from quire.worker.runner import Runner
 from tests.e2e.tiny import Driver, make_engine, make_model
@@ -57,10 +59,39 @@ def test_a_replay_gives_the_bits_of_the_model_at_every_size(tmp_path: Path) -> N
         for engine in (core, launched):
             driver = Driver(engine)
             for index, prompt in enumerate(prompts):
-                params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=3)
+                params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3)
                 driver.add(f"{length}-{index}", prompt, params)
             found.append({name: answer.content() for name, answer in driver.finish().items()})
         assert found[0] == found[1]
+
+
+class Counted(RecordedForward):
+    """Counts the steps that it is asked for and those that it ran."""
+
+    asked = ran = 0
+
+    def run(self, batch: InputBatch) -> Tensor | None:
+        hidden = super().run(batch)
+        self.asked += 1
+        self.ran += hidden is not None
+        return hidden
+
+
+def test_steps_whose_tokens_are_all_wanted_are_launched(tmp_path: Path) -> None:
+    """A recording computes the last layer for the tokens that are sampled from, and a chunk may have none."""
+    core = make_engine(make_model(tmp_path, "llama"), max_num_batched_tokens=16)
+    forward = runner_of(core).mixed_graphs
+    assert isinstance(forward, RecordedForward)
+    forward.__class__ = Counted
+    assert isinstance(forward, Counted)
+    driver = Driver(core)
+    prompt = [(7 * i) % 60 for i in range(40)]
+    driver.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    driver.finish()
+    assert (forward.asked, forward.ran) == (3, 3)
+    driver.add("b", prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1))
+    driver.finish()
+    assert (forward.asked, forward.ran) == (6, 3)
 
 
 def test_a_recording_leaves_nothing_behind(tmp_path: Path) -> None:

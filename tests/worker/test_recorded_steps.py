@@ -64,6 +64,7 @@ def test_same_tokens_as_launched_steps(folder: Path, monkeypatch: pytest.MonkeyP
     prompts = [stem, [7, 8, 9], [*stem[:16], 11, 12]]
     launched = tokens_of(folder, prompts)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
+    monkeypatch.setattr(CpuPlatform, "narrow_above", None)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.SIZES", (32, 64))

@@ -1,4 +1,4 @@
-// The small kernels between products: norms and gated activations.
+// The small kernels between products: norms, gated activations, and what picks rows.
 #include "norm.h"
 
 namespace quire {
@@ -42,6 +42,22 @@ void gated(const float* x, float* out, int64_t rows, int64_t width, int gelu) {
                 if (gelu) inner = mul(inner, fma(mul(g, g), cubic, one));
                 put(out + r * width + i, mul(div(g, add(exp(inner), one)), get(up + i, n)), n);
             });
+        }
+    });
+}
+
+void gather_rows(const float* x, const int64_t* rows, float* out, int64_t count, int64_t width) {
+    parallel(count, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) std::memcpy(out + r * width, x + rows[r] * width, sizeof(float) * width);
+    });
+}
+
+void note_finite(const float* x, int64_t rows, int64_t width, int64_t stride, uint8_t* out) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            Vec broken = zero();
+            map(width, [&](int64_t i, int n) { broken = fma(get(x + r * stride + i, n), zero(), broken); });
+            out[r] = sum(broken) == 0.0f;  // NaN if a value is NaN or infinite
         }
     });
 }

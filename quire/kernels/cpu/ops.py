@@ -75,6 +75,15 @@ def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     return out
 
 
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = empty(indices.shape[0], *x.shape[1:])
+    bound().gather_rows(
+        x.data_ptr(), indices.contiguous().data_ptr(), out.data_ptr(), indices.shape[0], x.shape[1:].numel()
+    )
+    return out
+
+
 def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.stride(-1) != 1:
         scores = scores.contiguous()

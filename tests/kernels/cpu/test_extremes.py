@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.attention.base import AttentionSpec
+from quire.attention.cpu_native import NativeAttention
 from quire.kernels.cpu import ops
 from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Product
 from quire.loader.gguf_quants import dequantize
@@ -58,6 +59,27 @@ def test_products(isa: str, kind: str, rows: int) -> None:
     expected = torch.nn.functional.linear(x.double(), weight.double())
     scale = 1e-6 * x.nan_to_num(0, 0, 0).double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
     assert_same_kind(found, expected, scale)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_are_picked_as_they_are(isa: str, width: int) -> None:
+    x = rows_with_special(41, width)
+    indices = torch.tensor([40, 0, 3, 3, 12] * 9)
+    with using(isa, threads=2):
+        assert_bits(ops.gather_rows(x, indices), x[indices])
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_not_finite_is_found_in_its_row(isa: str, width: int) -> None:
+    x, out = rows_with_special(41, width), torch.zeros(41, dtype=torch.bool)
+    beside = torch.cat([torch.full_like(x, NAN), x], dim=1)[:, width:]
+    with using(isa, threads=2):
+        NativeAttention().note_finite(beside, out)
+    assert torch.equal(out, x.isfinite().all(-1))
+    assert not out.all()
+    assert out.any()
 
 
 @each_instruction_set
