@@ -9,6 +9,7 @@ from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.fp8 import LINEAR_FP8
+from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
 from quire.ops.rope import GATHER_ROTATION
@@ -29,4 +30,5 @@ OPS: tuple[Op[Any], ...] = (
     DRAW,
     KEEP_TOP_P,
     DRAW_WITHIN,
+    KEEP_ALLOWED,
 )

@@ -39,13 +39,16 @@ class SizedRecorder(Protocol):
 
 
 class Recorder:
-    """Its recordings share memory, so the result of one is valid until the next is replayed."""
+    """Its recordings share memory: one may overwrite what another has left, except for results that are kept."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """(what replays `step`, where each replay leaves its result). Runs `step` once before, to warm up."""
+    def record(self, step: Callable[[], Tensor], *, keep: bool = True) -> tuple[Callable[[], None], Tensor]:
+        """(what replays `step`, where each replay leaves its result). Runs `step` once before, to warm up.
+
+        A result that is not kept is valid until another recording of this recorder is replayed.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -54,4 +57,23 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = step()
-        return graph.replay, out
+        return graph.replay, out if keep else _borrowed(out)
+
+
+class _Memory:
+    """Device memory as a tensor can be made of it that does not own it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same values in the same place, which is free for others once `tensor` is gone."""
+    octets = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return octets.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,8 +1,9 @@
 """Decode steps as graphs: recorded once per batch size, then replayed without the host.
 
-A graph reads rows, positions and tables where they stand on the device, feeds each row's last token to the model,
-appends the next token, the likeliest or one that is drawn, and advances the row. So a replay needs nothing from the
-host but, when the batch has changed, its list of rows.
+A step is two graphs, forward and sample, that replay back to back unless masks are waited for between them. They
+read rows, positions, tables and masks where they stand on the device: the first feeds each row's last token to the
+model, the second appends the next token and advances the row. So a replay needs nothing from the host but, when the
+batch has changed, its list of rows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.triton import TritonAttention
-from quire.kernels.triton.sampling import draw_within
-from quire.kernels.triton.step import append_chosen, append_likeliest, gather_inputs
+from quire.kernels.triton.step import gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
 from quire.platform.recording import Recorder
@@ -25,8 +25,8 @@ from quire.platform.transfer import Download, upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
-from quire.worker.sampling.base import output_lengths
-from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.recorded import sample_step
+from quire.worker.sampling.sampler import RecordedKind, Sampler
 
 # From this many rows on, and where the longest is this many times the mean, attention is shared evenly.
 _MIN_EVEN_ROWS = 32
@@ -34,11 +34,13 @@ _UNEVEN = 1.15
 
 
 class _Kind(NamedTuple):
-    """What a recording is made for."""
+    """What a forward pass is recorded for."""
 
     size: int
     uneven: bool  # contexts differ much
-    draws: bool  # some rows do not just take the likeliest token
+
+
+_Recording = tuple[Callable[[], None], Tensor]
 
 
 class DecodeGraphs:
@@ -58,10 +60,14 @@ class DecodeGraphs:
         self._sizes = sizes
         self._max_model_len = max_model_len
         self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=tables.tables.device)
-        self._graphs: dict[_Kind, tuple[Callable[[], None], Tensor]] = {}
-        self._recorder = Recorder()
-        self._loaded: list[int] = []  # what the buffer holds, and for which kind
-        self._loaded_kind: _Kind | None = None
+        # Logits are not kept, so that those of all sizes share memory: what samples from them has memory of its own.
+        self._forwards: dict[_Kind, _Recording] = {}
+        self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
+        self._forward_recorder, self._sample_recorder = Recorder(), Recorder()
+        self._loaded: list[int] = []  # what the buffer holds, and how it is sampled
+        self._loaded_kind: RecordedKind | None = None
+        self._forward: _Recording | None = None
+        self._sample: _Recording | None = None
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a recorded size can hold this step and every row computes its one last known token.
@@ -73,35 +79,55 @@ class DecodeGraphs:
         computed, known = self._rows.host_num_computed, self._rows.host_num_tokens
         return all(computed[row] + 1 == known[row] for row in plan.rows)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Download:
-        """Replay; the result, once it has arrived, is [2, size] int32: tokens, and 1 where logits were not finite."""
-        draws = not self._sampler.all_plain(plan.rows)
-        if self._loaded_kind is None or plan.rows != self._loaded or self._loaded_kind.draws != draws:
-            self._load(plan, draws)
-        assert self._loaded_kind is not None
-        replay, out = self._graphs[self._loaded_kind]
+        """Replay both pieces back to back."""
+        self.forward(plan)
+        return self.sample()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        """Replay the model's part."""
+        kind = self._sampler.recorded_kind(plan.rows, bool(plan.mask_slots))
+        assert kind is not None, "such rows are sampled from the host"
+        if plan.rows != self._loaded or kind != self._loaded_kind:
+            self._load(plan, kind)
+        assert self._forward is not None
+        self._forward[0]()
+
+    @torch.inference_mode()
+    def sample(self) -> Download:
+        """Replay the rest. The result, once it has arrived, is [2, size] int32: tokens, and what was wrong or 0."""
+        assert self._sample is not None
+        replay, out = self._sample
         replay()
         return Download(out)
 
-    def _load(self, plan: StepPlan, draws: bool) -> None:
+    def _load(self, plan: StepPlan, sampling: RecordedKind) -> None:
         """Choose the kind of step for these rows, and put them where it reads them."""
         size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
         lengths = [self._rows.host_num_computed[row] for row in plan.rows]
         uneven = size >= _MIN_EVEN_ROWS and max(lengths) * len(lengths) > _UNEVEN * sum(lengths)
-        kind = _Kind(size, uneven, draws)
-        if kind not in self._graphs:
-            self._graphs[kind] = self._record(kind)
+        kind = _Kind(size, uneven)
+        self._record(kind, sampling)
         padding = [self._rows.scratch_row] * (size - len(plan.rows))
         self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
-        self._loaded, self._loaded_kind = list(plan.rows), kind
+        self._loaded, self._loaded_kind = list(plan.rows), sampling
+        self._forward, self._sample = self._forwards[kind], self._samples[kind, sampling]
 
-    def _record(self, kind: _Kind) -> tuple[Callable[[], None], Tensor]:
-        # Recorded on rows that belong to nobody, so that the warm-up changes no request.
-        self._row_buffer[: kind.size] = self._rows.scratch_row
-        return self._recorder.record(lambda: self._step(kind))
+    def _record(self, kind: _Kind, sampling: RecordedKind) -> None:
+        """Record what is missing, on rows that belong to nobody, so that the warm-up changes no request."""
+        if (kind, sampling) in self._samples:
+            return
+        rows = self._row_buffer[: kind.size]
+        rows.fill_(self._rows.scratch_row)
+        if kind not in self._forwards:
+            self._forwards[kind] = self._forward_recorder.record(lambda: self._logits(kind), keep=False)
+        logits = self._forwards[kind][1]
+        self._samples[kind, sampling] = self._sample_recorder.record(
+            lambda: sample_step(sampling, self._sampler, logits, rows, self._rows)
+        )
 
-    def _step(self, kind: _Kind) -> Tensor:
+    def _logits(self, kind: _Kind) -> Tensor:
         state, tables, size = self._rows, self._tables, kind.size
         rows = self._row_buffer[:size]
         input_ids, positions, contexts, slots = gather_inputs(
@@ -127,12 +153,4 @@ class DecodeGraphs:
             for group in range(tables.num_groups)
         ]
         hidden = self._model(input_ids, positions, ForwardBatch(attention=list(attention)))
-        logits = self._model.compute_logits(hidden)
-        place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
-        if not kind.draws:
-            return append_likeliest(logits, *place)
-        assert self._sampler.draw_table is not None
-        parameters = self._sampler.draw_table.parameters.index_select(1, rows)
-        seeds = state.seeds.index_select(0, rows)
-        tokens, highest = draw_within(logits, parameters, seeds, output_lengths(rows, state))
-        return append_chosen(tokens, highest, *place)
+        return self._model.compute_logits(hidden)

@@ -26,6 +26,19 @@ class StepGraphs(Protocol):
         """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 1 where logits were not finite."""
 
 
+class PieceGraphs(Protocol):
+    """Recorded steps in two pieces, for those whose sampling waits for masks."""
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a recorded step can run this plan."""
+
+    def forward(self, plan: StepPlan) -> None:
+        """Replay the model's part. `sample` comes next, when the masks are where it reads them."""
+
+    def sample(self) -> Arriving:
+        """Replay the rest; the result is that of StepGraphs.run, with other numbers for other errors of sampling."""
+
+
 class ForwardGraphs(Protocol):
     def run(self, batch: InputBatch) -> Tensor | None:
         """Hidden states of a step that fits a recorded size, padded; None if the host must run it.
@@ -48,4 +61,10 @@ class NoGraphs:
         return False
 
     def run(self, plan: StepPlan) -> Arriving:
+        raise AssertionError("takes() is always False")
+
+    def forward(self, plan: StepPlan) -> None:
+        raise AssertionError("takes() is always False")
+
+    def sample(self) -> Arriving:
         raise AssertionError("takes() is always False")

@@ -13,13 +13,13 @@ from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult, TokenLogprobs
 from quire.worker.block_tables import BlockTables
 from quire.worker.containment import MESSAGE, BrokenRows, Containment
-from quire.worker.graphs import ForwardGraphs, StepGraphs
+from quire.worker.graphs import Arriving, ForwardGraphs, PieceGraphs, StepGraphs
 from quire.worker.input_batch import InputBatch, InputBuilder
 from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.sampler import SampleOutput, Sampler
+from quire.worker.sampling.sampler import SampleOutput, Sampler, error_of
 
 Finish = Callable[[], StepResult]
 
@@ -36,6 +36,14 @@ class RunningStep:
     broken: BrokenRows | None = None  # None: not sampled yet
 
 
+@dataclass
+class ReplayedStep:
+    """A recorded step from its forward pass to its result."""
+
+    plan: StepPlan
+    arriving: Arriving | None = None  # None: not sampled yet
+
+
 class Runner:
     def __init__(
         self,
@@ -47,6 +55,7 @@ class Runner:
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
         graphs: StepGraphs,
+        masked_graphs: PieceGraphs,
         mixed_graphs: ForwardGraphs,
     ) -> None:
         self.model = model
@@ -56,10 +65,10 @@ class Runner:
         self.head = head
         self.sampler = sampler
         self.prompt_logprobs = prompt_logprobs
-        self.graphs = graphs
+        self.graphs, self.masked_graphs = graphs, masked_graphs
         self.mixed_graphs = mixed_graphs
         self.containment = Containment(model.attention_layers(), tables)
-        self._unsampled: RunningStep | None = None
+        self._unsampled: RunningStep | ReplayedStep | None = None
 
     def execute(self, plan: StepPlan) -> Finish:
         """Start a step; what is returned waits for it and builds its result.
@@ -68,7 +77,9 @@ class Runner:
         """
         if plan.starts or plan.freed_rows or plan.block_ids:
             self._apply(plan)
-        if not plan.mask_slots and self.graphs.takes(plan) and self.sampler.can_be_recorded(plan.rows):
+        masked = bool(plan.mask_slots)
+        graphs = self.masked_graphs if masked else self.graphs
+        if graphs.takes(plan) and self.sampler.recorded_kind(plan.rows, masked) is not None:
             return self._replay(plan)
         return self._launch(plan)
 
@@ -93,7 +104,10 @@ class Runner:
         step, self._unsampled = self._unsampled, None
         assert step is not None, "no step waits for masks"
         self.sampler.masks.load(step.plan.mask_slots, masks)
-        self._complete(step)
+        if isinstance(step, ReplayedStep):
+            step.arriving = self.masked_graphs.sample()
+        else:
+            self._complete(step)
         self.sampler.masks.clear()
 
     def _complete(self, step: RunningStep) -> None:
@@ -115,17 +129,23 @@ class Runner:
         return result
 
     def _replay(self, plan: StepPlan) -> Finish:
-        arriving = self.graphs.run(plan)
+        step = ReplayedStep(plan)
+        if plan.mask_slots:
+            self.masked_graphs.forward(plan)
+            self._unsampled = step
+        else:
+            step.arriving = self.graphs.run(plan)
         self.rows.advance_host(plan.rows)
+        return lambda: self._finish_replayed(step)
 
-        def finish() -> StepResult:
-            tokens, broken = arriving.get()[:, : len(plan.rows)].tolist()
-            errors = {index: MESSAGE for index, flag in enumerate(broken) if flag} if any(broken) else {}
-            for index in errors:
-                self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
-            return StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
-
-        return finish
+    def _finish_replayed(self, step: ReplayedStep) -> StepResult:
+        plan = step.plan
+        assert step.arriving is not None, "the step still waits for masks"
+        tokens, codes = step.arriving.get()[:, : len(plan.rows)].tolist()
+        errors = {index: error_of(code) for index, code in enumerate(codes) if code} if any(codes) else {}
+        for index in errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        return StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
 
     @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:

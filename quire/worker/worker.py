@@ -20,7 +20,7 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.block_tables import BlockTables
-from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, StepGraphs
+from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, PieceGraphs, StepGraphs
 from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
@@ -111,7 +111,7 @@ def build_runner(
     ladder = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
     narrowing = None if above is None else Narrowing(above, ladder)
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device)
-    graphs, mixed_graphs = make_graphs(plan, model, rows, tables, sampler)
+    graphs, masked_graphs, mixed_graphs = make_graphs(plan, model, rows, tables, sampler)
     return Runner(
         model=model,
         rows=rows,
@@ -121,33 +121,38 @@ def build_runner(
         sampler=sampler,
         prompt_logprobs=PromptLogprobs(rows, head),
         graphs=graphs,
+        masked_graphs=masked_graphs,
         mixed_graphs=mixed_graphs,
     )
 
 
 def make_graphs(
     plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables, sampler: Sampler
-) -> tuple[StepGraphs, ForwardGraphs]:
+) -> tuple[StepGraphs, PieceGraphs, ForwardGraphs]:
+    """What replays whole decode steps, those that wait for masks, and the model's part of all other steps."""
     recorder = plan.backend.recorder()
     if recorder is not None:
         room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * tables.block_size)
         if room < MOST_TOKENS:
-            return NoGraphs(), NoForwardGraphs()
+            return NoGraphs(), NoGraphs(), NoForwardGraphs()
         max_tokens, max_rows = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
         return (
             RecordedDecode(model, rows, tables, plan.backend, recorder, max_rows),
+            NoGraphs(),
             RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
         )
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
     if not sizes or not plan.backend.records:
-        return NoGraphs(), NoForwardGraphs()
+        return NoGraphs(), NoGraphs(), NoForwardGraphs()
     # These need Triton, which a CPU does without.
     from quire.worker.decode_graphs import DecodeGraphs
     from quire.worker.mixed_graphs import MixedGraphs
 
     length = plan.ledger.max_model_len
+    decode_graphs = DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length)
     return (
-        DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length),
+        decode_graphs,
+        decode_graphs,
         MixedGraphs(model, rows, tables, plan.backend, length, plan.settings.max_num_batched_tokens),
     )
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.types.sampling import SamplingParams
+from quire.types.structured import GrammarSource
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model
+from tests.e2e.tiny_grammar import VOCABULARY, regex
 from tests.kernels.device import NATIVE
 
 needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
@@ -39,6 +42,7 @@ class Job:
     name: str
     token_ids: list[int]
     params: SamplingParams
+    grammar: GrammarSource | None = None
 
 
 def make_jobs(count: int, seed: int = 0, longest: int = 400) -> list[Job]:
@@ -62,16 +66,32 @@ def make_jobs(count: int, seed: int = 0, longest: int = 400) -> list[Job]:
     return jobs
 
 
+def constrained(jobs: list[Job]) -> list[Job]:
+    """The same requests, two of three of them under a grammar that most never come to the end of."""
+    patterns = [
+        r"[a-z ]{2,30}",
+        None,
+        r"(0|[1-9][0-9]{0,5};)*",
+        r"\{[a-z]{1,6}: ([0-9]+|[A-Z]{2,8})\}",
+        None,
+        r"x?y{3,}",
+    ]
+    return [
+        job if pattern is None else replace(job, grammar=regex(pattern))
+        for job, pattern in zip(jobs, cycle(patterns), strict=False)
+    ]
+
+
 def run_jobs(core: Any, jobs: Iterable[Job], seed: int, aborted: Iterable[str] = ()) -> dict[str, Answer]:
     """Submit in a random order at random steps; those to be aborted are, some steps after they came."""
     rng = random.Random(seed)
     waiting, driver, doomed = list(jobs), Driver(core), set(aborted)
     rng.shuffle(waiting)
-    while waiting or core.has_work():
+    while waiting or core.has_unfinished():
         for _ in range(rng.choice([0, 0, 1, 3, 20])):
             if waiting:
                 job = waiting.pop()
-                driver.add(job.name, job.token_ids, job.params)
+                driver.add(job.name, job.token_ids, job.params, grammar=job.grammar)
         going = [name for name in doomed if name in driver.answers]
         if going and rng.random() < 0.3:
             doomed.remove(going[0])
@@ -81,4 +101,6 @@ def run_jobs(core: Any, jobs: Iterable[Job], seed: int, aborted: Iterable[str] =
 
 
 def engine(model: Path, **settings: Any) -> Any:
-    return make_engine(model, **{"device": "cuda", "max_model_len": 1024, **settings})
+    core = make_engine(model, **{"device": "cuda", "max_model_len": 1024, **settings})
+    core.constraints.set_vocabulary(VOCABULARY)
+    return core

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,19 @@ import pytest
 import torch
 
 from quire.platform.cuda import CudaPlatform
-from tests.e2e.tiny import Answer, Driver
-from tests.gpu.helpers import ROOMY_CACHE, SMALL_CACHE, engine, make_jobs, needs_gpu, run_jobs, tiny_model
+from quire.types.sampling import SamplingParams
+from tests.e2e.tiny import VOCAB, Answer, Driver
+from tests.gpu.helpers import (
+    ROOMY_CACHE,
+    SMALL_CACHE,
+    Job,
+    constrained,
+    engine,
+    make_jobs,
+    needs_gpu,
+    run_jobs,
+    tiny_model,
+)
 
 pytestmark = needs_gpu
 
@@ -53,6 +66,56 @@ def test_waiting_and_overlapping_loops(model: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_masked_rows_in_all_loops(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars beside free rows, with preemption: recorded at every depth, then launched, the same to the bit."""
+    jobs = [replace(job, params=plain(job.params)) for job in constrained(make_jobs(48, longest=200))]
+    found = []
+    for depth in (1, 2, 3, 1):
+        if len(found) == 3:
+            monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
+        core = engine(
+            model, deterministic=True, kv_cache_memory=SMALL_CACHE, steps_in_flight=depth, max_model_len=512
+        )
+        graphs = core.executor._worker.runner.masked_graphs
+        found.append(contents(run_jobs(core, jobs, seed=depth)))
+        assert core.scheduler.stats().num_preemptions > 0
+        if len(found) < 4:
+            assert any(kind.masked for _, kind in graphs._samples)
+        core.shutdown()
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def plain(params: SamplingParams) -> SamplingParams:
+    """Without log-probabilities."""
+    values = {name: getattr(params, name) for name in ("temperature", "seed", "top_k", "top_p", "min_p")}
+    return SamplingParams(**values, max_tokens=24)
+
+
+def test_full_prompt_steps_recorded_and_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2,048 tokens: parts of long prompts, several prompts, and prompts beside rows that decode."""
+    size = 2048
+    rng = random.Random(5)
+    jobs = [
+        Job(str(index), [rng.randrange(3, VOCAB) for _ in range(rng.choice([60, 300, 700, 1000]))], job.params)
+        for index, job in enumerate(make_jobs(40))
+    ]
+    settings: dict[str, Any] = {
+        "deterministic": True,
+        "kv_cache_memory": ROOMY_CACHE,
+        "max_num_batched_tokens": size,
+        "max_num_seqs": 64,
+    }
+    core = engine(model, **settings)
+    graphs = core.executor._worker.runner.mixed_graphs
+    recorded = contents(run_jobs(core, jobs, seed=1))
+    assert size in {recorded_size for recorded_size, _ in graphs._graphs}
+    core.shutdown()
+    monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
+    core = engine(model, **settings)
+    assert contents(run_jobs(core, jobs, seed=1)) == recorded
+    core.shutdown()
+
+
 def test_one_hash_of_200_schedules(model: Path) -> None:
     """Batches, chunks, prefix hits and preemptions change; tokens and log-probabilities do not, to the bit."""
     jobs = make_jobs(12, longest=300)
@@ -77,15 +140,16 @@ def test_one_hash_of_200_schedules(model: Path) -> None:
 def test_the_loop_never_waits_for_the_device(model: Path) -> None:
     """Results are waited for by events; any other wait would stall the queue, and raises here."""
     core = engine(model, kv_cache_memory=ROOMY_CACHE)
-    jobs = [job for job in make_jobs(60) if job.params.logprobs is None]
+    jobs = constrained([job for job in make_jobs(60) if job.params.logprobs is None])
     assert len({job.params.temperature for job in jobs}) > 1
 
     def run() -> dict[str, Answer]:
         core.scheduler.reset_prefix_cache()
         driver = Driver(core)
         for job in jobs:
-            driver.add(job.name, job.token_ids, job.params)
-        driver.finish()
+            driver.add(job.name, job.token_ids, job.params, grammar=job.grammar)
+        while core.has_unfinished():
+            driver.step()
         return driver.answers
 
     contents(run())  # records steps and compiles kernels

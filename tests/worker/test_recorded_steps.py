@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
+from quire.engine.core import EngineCore
 from quire.ops.base import Target
 from quire.platform.cpu import CpuPlatform
+from quire.platform.transfer import Download
+from quire.types.masks import Masks
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
+from quire.types.structured import GrammarSource
 from quire.worker.input_batch import InputBatch
 from quire.worker.request_rows import RequestRows
-from tests.e2e.tiny import Driver, make_engine, make_model
+from quire.worker.sampling.sampler import RecordedKind
+from tests.e2e.tiny import VOCAB, Driver, make_engine, make_model
+from tests.e2e.tiny_grammar import VOCABULARY, regex, text_of
 from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
@@ -28,7 +40,7 @@ class Rerun:
 
     recorded = 0
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, step: Callable[[], Tensor], *, keep: bool = True) -> tuple[Callable[[], None], Tensor]:
         Rerun.recorded += 1
         out = step().clone()
 
@@ -104,29 +116,135 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_draws_and_even_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.kernels.triton.sampling import draw_within
-
-    class Kernel:
-        """The op where it has a kernel."""
-
-        reference = None
-
-        @staticmethod
-        def bind(target: Target) -> object:
-            return draw_within
-
     prompts = [[3, 8, 13, 18, 23], [4, 9]]
     params = SamplingParams(temperature=0.9, top_k=9, top_p=0.8, min_p=0.01, max_tokens=3, ignore_eos=True, seed=2)
     launched = tokens_of(folder, prompts, params)
-    monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
-    monkeypatch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
-    monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
+    record_steps(monkeypatch)
     monkeypatch.setattr("quire.worker.decode_graphs._MIN_EVEN_ROWS", 1)
     monkeypatch.setattr("quire.worker.decode_graphs._UNEVEN", 0.5)
     Rerun.recorded = 0
     assert tokens_of(folder, prompts, params) == launched
     assert Rerun.recorded >= 2
+
+
+class Kernel:
+    """The op `draw_within` where it has a kernel."""
+
+    reference = None
+
+    @staticmethod
+    def bind(target: Target) -> object:
+        from quire.kernels.triton.sampling import draw_within
+
+        return draw_within
+
+
+def record_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
+    monkeypatch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
+    monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    params: SamplingParams
+    grammar: GrammarSource | None = None
+
+
+def ask(folder: Path, requests: list[Asked], **settings: Any) -> tuple[list[object], EngineCore]:
+    """What is answered when a request comes at each step."""
+    fixed = {"attention_backend": "triton", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    core = make_engine(folder, **{**fixed, **settings})
+    core.constraints.set_vocabulary(VOCABULARY)
+    driver = Driver(core)
+    for index, request in enumerate(requests):
+        fields = {} if request.grammar is None else {"grammar": request.grammar}
+        driver.add(str(index), request.prompt, request.params, **fields)
+        wait_for_grammars(core)
+        driver.step()
+    answers = driver.finish().values()
+    assert all(answer.error is None for answer in answers)
+    return [(answer.token_ids, answer.logprobs, answer.finish_reason) for answer in answers], core
+
+
+def wait_for_grammars(core: EngineCore) -> None:
+    ready = threading.Event()
+    core.constraints.when_ready(ready.set)
+    assert not core.constraints.is_holding or core.constraints.has_news or ready.wait(30)
+
+
+class SpiedGraphs:
+    """Counts the recorded steps of each kind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from quire.worker.decode_graphs import DecodeGraphs
+
+        self.kinds: Counter[RecordedKind] = Counter()
+        spy = self
+
+        class Spied(DecodeGraphs):
+            def sample(self) -> Download:
+                assert self._loaded_kind is not None
+                spy.kinds[self._loaded_kind] += 1
+                return super().sample()
+
+        monkeypatch.setattr("quire.worker.decode_graphs.DecodeGraphs", Spied)
+
+
+MASKED = [
+    Asked([3, 8, 13], SamplingParams(temperature=0.0, max_tokens=3), regex("[a-c]{2,4}x")),
+    Asked([4, 9], SamplingParams(temperature=1.2, top_k=20, seed=3, max_tokens=3, ignore_eos=True)),
+    Asked([5, 6, 7], SamplingParams(temperature=1.5, top_p=0.9, seed=4, max_tokens=3), regex("[0-9]{3,9}")),
+]
+
+
+def test_masked_rows_beside_free_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _ = ask(folder, MASKED)
+    record_steps(monkeypatch)
+    spied = SpiedGraphs(monkeypatch)
+    recorded, _ = ask(folder, MASKED, steps_in_flight=2)
+    assert recorded == launched
+    assert spied.kinds[RecordedKind(draws=True, masked=True)] >= 2
+    first, _, third = launched
+    assert re.fullmatch("[a-c]{3}", text_of(first[0]))
+    assert re.fullmatch("[0-9]{3}", text_of(third[0]))
+
+
+@pytest.mark.nightly
+def test_masked_rows_are_preempted_and_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are three blocks of 4 KiB and a null one, of which each request needs two in the end."""
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)
+    requests = [Asked([3 + row] * 12, params, regex("([a-f]|[0-9])*")) for row in range(2)]
+    launched, _ = ask(folder, requests)
+    record_steps(monkeypatch)
+    spied = SpiedGraphs(monkeypatch)
+    recorded, core = ask(folder, requests, kv_cache_memory=16 << 10, max_model_len=33)
+    assert recorded == launched
+    assert core.scheduler.stats().num_preemptions > 0
+    assert spied.kinds[RecordedKind(draws=True, masked=True)] > 10
+
+
+def test_a_row_whose_grammar_leaves_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails alone, and the message is that of a step sampled from the host."""
+    record_steps(monkeypatch)
+    core = make_engine(folder, attention_backend="triton", max_num_seqs=4, max_model_len=64, kv_cache_memory=1 << 20)
+    core.constraints.set_vocabulary(VOCABULARY)
+    nothing = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
+    driver = Driver(core)
+    driver.add("masked", [3, 4], SamplingParams(temperature=0.0, max_tokens=5), grammar=regex("a*"))
+    driver.add("free", [5, 6], GREEDY)
+    wait_for_grammars(core)
+    driver.step()
+    made: Future[Masks] = Future()
+    made.set_result(nothing)
+    monkeypatch.setattr(core.constraints, "start_masks", lambda requests: made)
+    answers = driver.finish()
+    assert answers["masked"].error is not None
+    assert "no token may be chosen" in answers["masked"].error
+    assert answers["free"].error is None
+    assert len(answers["free"].token_ids) == 3
 
 
 def test_a_chunk_of_one_token_is_no_decode_step() -> None:

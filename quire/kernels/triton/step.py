@@ -10,6 +10,10 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _CHUNK = 8192
+# What is told of a row beside its token; 0 where all is well.
+_BAD_LOGITS = tl.constexpr(1)
+_NO_TOKEN = tl.constexpr(2)
+_OVERFLOW = tl.constexpr(3)
 
 
 @triton.jit
@@ -66,15 +70,18 @@ def _append_kernel(
     rows_ptr,
     best_ptr,
     at_ptr,
+    raw_ptr,
     token_ids_ptr,
     num_tokens_ptr,
     num_computed_ptr,
     out_ptr,
     token_stride,
     num_chunks,
+    raw_chunks,
     count,
     scratch_row,
     CHUNKS: tl.constexpr,
+    RAW_CHUNKS: tl.constexpr,  # 0: what was chosen from is what the model said
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
@@ -85,9 +92,17 @@ def _append_kernel(
     at = tl.load(at_ptr + index * num_chunks + chunks, mask=inside, other=0)
     highest = tl.max(best, axis=0)
     token = tl.min(tl.where(best == highest, at, 2147483647), axis=0)
-    broken = (highest == float("inf")) | (highest == float("-inf"))
+    raw = highest
+    status = tl.zeros([], tl.int32)
+    if RAW_CHUNKS > 0:
+        chunks = tl.arange(0, RAW_CHUNKS)
+        raw = tl.max(
+            tl.load(raw_ptr + index * raw_chunks + chunks, mask=chunks < raw_chunks, other=float("-inf")), axis=0
+        )
+        status = tl.where(highest == float("-inf"), _NO_TOKEN, tl.where(highest == float("inf"), _OVERFLOW, 0))
+    status = tl.where((raw == float("inf")) | (raw == float("-inf")), _BAD_LOGITS, status)
     tl.store(out_ptr + index, token.to(tl.int32))
-    tl.store(out_ptr + count + index, broken.to(tl.int32))
+    tl.store(out_ptr + count + index, status.to(tl.int32))
     row = tl.load(rows_ptr + index)
     if row != scratch_row:
         length = tl.load(num_tokens_ptr + row)
@@ -150,10 +165,15 @@ def append_chosen(
     num_tokens: Tensor,
     num_computed: Tensor,
     scratch_row: int,
+    raw_highest: Tensor | None = None,
 ) -> Tensor:
-    """The same with tokens [n] int32 that are chosen already; highest [n] float32 are the rows' highest logits."""
+    """The same with tokens [n] int32 that are chosen already; highest [n] float32 are the rows' highest logits.
+
+    Where logits were changed before the choice, raw_highest [n, chunks] are the highest of those the model gave. Then
+    2 is told where no token was left to choose, and 3 where the changed ones overflow.
+    """
     state = (token_ids, num_tokens, num_computed)
-    return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row)
+    return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row, raw_highest)
 
 
 def _append(
@@ -164,23 +184,28 @@ def _append(
     num_tokens: Tensor,
     num_computed: Tensor,
     scratch_row: int,
+    raw_highest: Tensor | None = None,
 ) -> Tensor:
     """`best` and `at` [n, chunks] are the highest logit of each part of a row and its token."""
     count, chunks = best.shape
+    raw_chunks = 0 if raw_highest is None else raw_highest.shape[1]
     out = torch.empty(2, count, dtype=torch.int32, device=best.device)
     _append_kernel[(count,)](
         rows,
         best,
         at,
+        best if raw_highest is None else raw_highest,
         token_ids,
         num_tokens,
         num_computed,
         out,
         token_ids.stride(0),
         chunks,
+        raw_chunks,
         count,
         scratch_row,
         CHUNKS=triton.next_power_of_2(chunks),
+        RAW_CHUNKS=triton.next_power_of_2(raw_chunks) if raw_chunks else 0,
         num_warps=1,
         **launch_options(),
     )

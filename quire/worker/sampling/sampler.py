@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +94,13 @@ class SampleOutput:
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+class RecordedKind(NamedTuple):
+    """What the sampling of a recorded step has to do."""
+
+    draws: bool = False  # some rows do not just take the likeliest token of all
+    masked: bool = False  # some rows have a grammar's mask
+
+
 class Sampler:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._shaping: list[Feature] = [
@@ -120,6 +128,7 @@ class Sampler:
         self._whole_vocabulary = ActiveRows()
         self._plain: set[int] = set()
         self._simple: set[int] = set()  # plain, or drawing within limits
+        self._kind_of: tuple[bool, list[int], RecordedKind | None] | None = None  # what was last asked for
 
     def add_request(self, row: int, start: RowStart) -> None:
         """Stage a request's parameters. Host only."""
@@ -147,6 +156,7 @@ class Sampler:
         for feature in self._features:
             feature.remove_request(row)
         self._logprobs.remove_request(row)
+        self._kind_of = None
         self._plain.discard(row)
         self._simple.discard(row)
         for group in (self._greedy, self._few_candidates, self._whole_vocabulary):
@@ -156,9 +166,21 @@ class Sampler:
         """Whether all these rows take the likeliest token and ask for nothing else."""
         return self._plain.issuperset(row_list)
 
-    def can_be_recorded(self, row_list: list[int]) -> bool:
-        """Whether a recorded step can choose for these rows: the likeliest token or, with a kernel, a draw."""
-        return (self._plain if self.draw_table is None else self._simple).issuperset(row_list)
+    def recorded_kind(self, row_list: list[int], masked: bool) -> RecordedKind | None:
+        """How a recorded step chooses for these rows, some of which may be masked; None if it cannot.
+
+        Without kernels for it, it can only take the likeliest token.
+        """
+        if self._kind_of is None or self._kind_of[:2] != (masked, row_list):
+            self._kind_of = (masked, list(row_list), self._find_kind(row_list, masked))
+        return self._kind_of[2]
+
+    def _find_kind(self, row_list: list[int], masked: bool) -> RecordedKind | None:
+        if self.draw_table is None:
+            return RecordedKind() if self.all_plain(row_list) and not masked else None
+        if not self._simple.issuperset(row_list):
+            return None
+        return RecordedKind(draws=masked or not self.all_plain(row_list), masked=masked)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
@@ -228,6 +250,11 @@ def _is_simple(params: SamplingParams) -> bool:
         params.bad_words_token_ids,
     )
     return not any(shaping) and params.logprobs is None
+
+
+def error_of(code: int) -> str:
+    """Why a row has no token; the code is not 0."""
+    return _MESSAGES[code]
 
 
 def _status(raw_best: Tensor, best: Tensor) -> Tensor:
