@@ -145,7 +145,7 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         metadata.qkv = metadata.keys = None
-        if metadata.whole and _is_plain(spec):
+        if metadata.whole and is_plain(spec):
             metadata.qkv = qkv
             metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
         slots = metadata.batch.slot_mapping
@@ -154,7 +154,7 @@ class TritonAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         batch = metadata.batch
-        plain = _is_plain(spec)
+        plain = is_plain(spec)
         if plain and metadata.whole == [(0, query.shape[0])]:
             return _whole_prompt(spec, query, metadata, 0)
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
@@ -179,8 +179,8 @@ class TritonAttention(AttentionBackend):
         return out
 
 
-def _is_plain(spec: AttentionSpec) -> bool:
-    """Whether torch's fused attention can do it."""
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether a query sees all keys before it, and scores are as they are."""
     return spec.soft_cap is None and spec.sliding_window is None
 
 
@@ -202,14 +202,19 @@ def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
     return splits, 64, 3
 
 
-def _whole_prompt(spec: AttentionSpec, query: Tensor, metadata: TritonMetadata, start: int) -> Tensor:
-    """Causal attention of a prompt over itself. query: [n, heads, dim], which begins at token `start`."""
+def keys_and_values(spec: AttentionSpec, metadata: TritonMetadata, span: slice) -> tuple[Tensor, Tensor]:
+    """Those of some tokens of this step, as `write` left them: [n, KV heads, dim] each."""
     assert metadata.qkv is not None
     assert metadata.keys is not None
-    span = slice(start, start + query.shape[0])
     first_value = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     values = metadata.qkv[span, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, metadata.keys[span], values))
+    return metadata.keys[span], values
+
+
+def _whole_prompt(spec: AttentionSpec, query: Tensor, metadata: TritonMetadata, start: int) -> Tensor:
+    """Causal attention of a prompt over itself. query: [n, heads, dim], which begins at token `start`."""
+    keys, values = keys_and_values(spec, metadata, slice(start, start + query.shape[0]))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True

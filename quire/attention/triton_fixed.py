@@ -1,4 +1,7 @@
-"""Paged attention whose queries have the same bits whatever else is in the step: segments of keys at fixed places."""
+"""Paged attention whose queries have the same bits whatever else is in the step: segments of keys at fixed places.
+
+Long prompts without a cached prefix have a kernel of their own, with the same arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import NO_HEAD_NORM, AttentionBatch, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
-from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata
+from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata, is_plain, keys_and_values
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
+from quire.kernels.triton.whole_attention import whole_attention, whole_fits
 
-MIN_SEGMENT = 256
+MIN_SEGMENT = 512
 MAX_SEGMENTS = 64
+_KEYS = 64  # taken in at a time
 _WANTED_PROGRAMS = 2048
 _MAX_SPLITS = 8
 
@@ -24,12 +29,7 @@ class FixedTritonAttention(TritonAttention):
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         per_query = spec.num_heads * MAX_SEGMENTS * (spec.head_dim + 2) * 4
-        return 256 * per_query + (64 << 20)
-
-    def prepare(self, batch: AttentionBatch) -> TritonMetadata:
-        metadata = super().prepare(batch)
-        metadata.whole = []
-        return metadata
+        return 256 * per_query + super().workspace_bytes(spec, max_model_len, itemsize)
 
     def prepare_decode(
         self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool
@@ -48,8 +48,14 @@ class FixedTritonAttention(TritonAttention):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         slots = metadata.batch.slot_mapping
+        metadata.qkv = metadata.keys = None
+        # From a cache of another type, other steps read other values.
+        is_same = cache.dtype == qkv.dtype and whole_fits(spec.head_dim, qkv.element_size())
+        if metadata.whole and is_same and is_plain(spec):
+            metadata.qkv = qkv
+            metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
         # So many heads a program for any number of tokens: the order of a norm's sum may depend on it.
-        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, heads_per_program=8)
+        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys, heads_per_program=8)
 
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
@@ -59,9 +65,14 @@ class FixedTritonAttention(TritonAttention):
         scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         max_len = batch.tables.shape[1] * batch.block_size
         segment = segment_size(max_len - batch.block_size)  # without the spare block
-        split = Cut(
-            tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=128, num_stages=2
-        )
+        whole = [] if metadata.keys is None else metadata.whole
+        for start, length in whole:
+            span = slice(start, start + length)
+            keys, values = keys_and_values(spec, metadata, span)
+            whole_attention(query[span], keys, values, out[span], scale, segment, _KEYS)
+        if whole == [(0, query.shape[0])]:
+            return out
+        split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=_KEYS)
         index = metadata.singles[0]
         if index.shape[0]:
             cut = replace(split, splits=_splits(index.shape[0] * spec.num_kv_heads))
@@ -70,9 +81,10 @@ class FixedTritonAttention(TritonAttention):
             tile_attention(
                 *given, *metadata.few, out, scale, cap, window, replace(split, tile=FEW_QUERIES, splits=_MAX_SPLITS)
             )
-        if metadata.tiles[0].shape[0]:
-            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=128, keys=128, num_warps=8, num_stages=2)
-            tile_attention(*given, *metadata.tiles, out, scale, cap, window, cut)
+        tiles = metadata.partial_tiles if whole else metadata.tiles
+        if tiles[0].shape[0]:
+            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=64, keys=_KEYS)
+            tile_attention(*given, *tiles, out, scale, cap, window, cut)
         return out
 
 

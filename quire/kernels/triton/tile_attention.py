@@ -16,18 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
 _FOLDED_AT_ONCE = 8
 
 
 @triton.jit
-def _take_in(
-    q,
-    positions,
-    highest,
-    totals,
-    acc,
+def _load(
     start,
     end,
     cache_ptr,
@@ -35,21 +31,14 @@ def _take_in(
     kv_head,
     first_position,
     value_offset,
-    scale,
-    soft_cap,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """The highest scores, sums of weights and weighted values with the keys [start, start + KEYS) before `end` added.
-
-    Exponentials are in base 2. Weights are added up by a matrix product too: its order of sums is the same for
-    tiles of all shapes.
-    """
+    """Keys and values [start, start + KEYS) before `end`, each [KEYS, DIM]."""
     dims = tl.arange(0, DIM)
     keys = start + tl.arange(0, KEYS)
     exists = keys < end
@@ -59,42 +48,8 @@ def _take_in(
     cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     at = cell[:, None] + dims[None, :]
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
-    v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if HAS_CAP:
-        scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (scale * 2.0 / soft_cap)) + 1.0)
-        scores = scores * 1.4426950408889634
-    else:
-        scores = scores * (scale * 1.4426950408889634)
-    if start + KEYS > first_position:
-        scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-    if WINDOW > 0:
-        scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    # A tile may hold nothing that a query sees: exp(-inf - -inf) must not become NaN.
-    shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - shift[:, None]).to(v.dtype)
-    decay = tl.exp2(highest - shift)
-    ones = tl.full([KEYS, 16], 1.0, q.dtype)
-    totals = tl.dot(weights, ones, totals * decay[:, None], input_precision="ieee")
-    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
-    return new_highest, totals, acc
-
-
-@triton.jit
-def _nothing(LINES: tl.constexpr, DIM: tl.constexpr):
-    """Highest scores, sums of weights and weighted values before any key."""
-    highest = tl.full([LINES], float("-inf"), tl.float32)
-    return highest, tl.zeros([LINES, 16], tl.float32), tl.zeros([LINES, DIM], tl.float32)
-
-
-@triton.jit
-def _factors(highest, other):
-    """The common highest score, and what each side is to be multiplied by."""
-    both = tl.maximum(highest, other)
-    shift = tl.where(both == float("-inf"), 0.0, both)
-    return both, tl.exp2(highest - shift), tl.exp2(other - shift)
+    k = tl.load(cache_ptr + at, mask=mask, other=0.0)
+    return k, tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -166,20 +121,27 @@ def _tile_kernel(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
-    highest, totals, acc = _nothing(LINES, DIM)
+    highest, totals, acc = nothing(LINES, DIM, KEYS)
     if SPLITS == 0:
-        whole_highest, _, whole = _nothing(LINES, DIM)
+        whole_highest, _, whole = nothing(LINES, DIM, KEYS)
         whole_total = tl.zeros([LINES], tl.float32)
         for start in range(lowest, seen, KEYS):
-            highest, totals, acc = _take_in(
-                q, positions, highest, totals, acc, start, seen, cache_ptr, table, kv_head, first_position,
-                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+            # Folded before the next product and not after the last: a branch that reads a product's result at the
+            # end of the loop makes every single matrix instruction wait for the one before.
+            if start % segment_size == 0:
+                total = line_sums(totals, LINES, KEYS)
+                whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
+                highest, totals, acc = nothing(LINES, DIM, KEYS)
+            k, v = _load(
+                start, seen, cache_ptr, table, kv_head, first_position, value_offset,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, DIM, KEYS,
             )  # fmt: skip
-            if (start + KEYS) % segment_size == 0 or start + KEYS >= seen:
-                whole_highest, keep, add = _factors(whole_highest, highest)
-                whole = tl.fma(whole, keep[:, None] + tl.zeros_like(whole), acc * add[:, None])
-                whole_total = tl.fma(whole_total, keep, tl.max(totals, axis=1) * add)
-                highest, totals, acc = _nothing(LINES, DIM)
+            highest, totals, acc = take_in(
+                q, k.to(q.dtype), v.to(q.dtype), positions, first_position, start, highest, totals, acc,
+                scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS,
+            )  # fmt: skip
+        total = line_sums(totals, LINES, KEYS)
+        whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -188,16 +150,20 @@ def _tile_kernel(
         begin = tl.program_id(2) * run
         end = tl.minimum(begin + run, seen)
         for start in range(tl.maximum(begin, lowest), end, KEYS):
-            highest, totals, acc = _take_in(
-                q, positions, highest, totals, acc, start, end, cache_ptr, table, kv_head, first_position,
-                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, KEYS,
+            k, v = _load(
+                start, end, cache_ptr, table, kv_head, first_position, value_offset,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, DIM, KEYS,
+            )  # fmt: skip
+            highest, totals, acc = take_in(
+                q, k.to(q.dtype), v.to(q.dtype), positions, first_position, start, highest, totals, acc,
+                scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS,
             )  # fmt: skip
             if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
                 at = number_at + start // segment_size
                 tl.store(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
                 tl.store(numbers_ptr + at, highest, mask=inside)
-                tl.store(numbers_ptr + number_offset + at, tl.max(totals, axis=1), mask=inside)
-                highest, totals, acc = _nothing(LINES, DIM)
+                tl.store(numbers_ptr + number_offset + at, line_sums(totals, LINES, KEYS), mask=inside)
+                highest, totals, acc = nothing(LINES, DIM, KEYS)
 
 
 @triton.jit
@@ -244,7 +210,7 @@ def _fold_kernel(
     line = (query_start + query).to(tl.int64) * NUM_HEADS + head
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
-    whole = tl.zeros([DIM], tl.float32)
+    whole = tl.zeros([1, DIM], tl.float32)
     whole_highest = tl.full([1], float("-inf"), tl.float32)
     whole_total = tl.zeros([1], tl.float32)
     one = tl.arange(0, 1)
@@ -256,14 +222,14 @@ def _fold_kernel(
             segment = start + step + one
             exists = segment < segments
             at = line * NUM_SEGMENTS + segment
-            part = tl.load(parts_ptr + at * HEAD_DIM + dims, mask=in_head & exists, other=0.0)
+            mask = exists[:, None] & in_head[None, :]
+            part = tl.load(parts_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
             highest = tl.load(numbers_ptr + at, mask=exists, other=float("-inf"))
             total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
-            whole_highest, keep, add = _factors(whole_highest, highest)
-            whole = tl.fma(whole, keep + tl.zeros_like(whole), part * add)
-            whole_total = tl.fma(whole_total, keep, total * add)
-    result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)
-    tl.store(out_ptr + line * HEAD_DIM + dims, result.to(out_ptr.dtype.element_ty), mask=in_head)
+            whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, part)
+    result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+    out_at = line * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_head[None, :])
 
 
 @dataclass(frozen=True)

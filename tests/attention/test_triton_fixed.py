@@ -1,0 +1,114 @@
+"""The backend whose bits never change: prompts at once, in chunks and beside others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionSpec, HeadNorm, make_batch
+from tests.attention.test_torch_ref import dense
+from tests.kernels.device import DEVICE, HALF, HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+
+BLOCK = 16
+LENGTHS = [70, 33, 3]
+SPEC = AttentionSpec(2, 1, 16, 0.25)
+# Rows and their contexts after each step.
+AT_ONCE = [([0, 1, 2], LENGTHS)]
+ALONE = [([row], [length]) for row, length in enumerate(LENGTHS)]
+IN_CHUNKS = [([0], [40]), ([1, 0, 2], [1, 68, 3]), ([0, 1], [70, 33])]
+
+
+def outputs(
+    plans: list[tuple[list[int], list[int]]],
+    spec: AttentionSpec = SPEC,
+    dtype: torch.dtype = HALF,
+    cache_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """What each row's tokens get, under steps that take them as `plans` say."""
+    from quire.attention.triton_fixed import FixedTritonAttention
+
+    backend, generator = FixedTritonAttention(), torch.Generator().manual_seed(0)
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    tokens = [torch.randn(n, width, generator=generator).to(DEVICE, dtype) for n in LENGTHS]
+    weight = torch.randn(spec.head_dim, generator=generator).to(DEVICE, dtype)
+    blocks = [-(-n // BLOCK) for n in LENGTHS]
+    order = 1 + torch.randperm(sum(blocks), generator=generator)
+    tables = torch.zeros(len(LENGTHS), max(blocks) + 1, dtype=torch.int32)
+    for row, part in enumerate(order.split(blocks)):
+        tables[row, : len(part)] = part.int()
+    shape = backend.cache_shape(1 + sum(blocks), BLOCK, spec.num_kv_heads, spec.head_dim)
+    cache = torch.zeros(shape, device=DEVICE).to(cache_dtype or dtype)
+    done, found = [0] * len(LENGTHS), [[] for _ in LENGTHS]  # type: tuple[list[int], list[list[Tensor]]]
+    for rows, contexts in plans:
+        before = [done[row] for row in rows]
+        slots = []
+        for row, start, context in zip(rows, before, contexts, strict=True):
+            at = torch.arange(start, context)
+            slots.append(tables[row, at // BLOCK].long() * BLOCK + at % BLOCK)
+            done[row] = context
+        counts = [context - start for start, context in zip(before, contexts, strict=True)]
+        batch = make_batch(counts, contexts, tables[rows].to(DEVICE), torch.cat(slots).to(DEVICE), BLOCK)
+        metadata = backend.prepare(batch)
+        spans = zip(rows, before, contexts, strict=True)
+        qkv = torch.cat([tokens[row][start:context] for row, start, context in spans])
+        query = backend.write(spec, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None, cache, metadata)
+        for row, part in zip(rows, backend.attend(spec, query, cache, metadata).split(counts), strict=True):
+            found[row].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton, triton_fixed
+
+    monkeypatch.setattr(triton, "_FUSED_QUERIES", 33)
+    monkeypatch.setattr(triton_fixed, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(triton_fixed, "_KEYS", 32)
+
+
+@pytest.mark.parametrize("plans", [ALONE, IN_CHUNKS], ids=["alone", "in chunks"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_same_bits(plans: list[tuple[list[int], list[int]]], window: int | None) -> None:
+    spec = AttentionSpec(2, 1, 16, 0.25, window)
+    for mine, theirs in zip(outputs(plans, spec), outputs(AT_ONCE, spec), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_same_bits_from_a_cache_of_another_type() -> None:
+    """A prompt's own keys have more digits than those the cache keeps; later steps see only the latter."""
+    kind = (SPEC, HALF, torch.float8_e4m3fn)
+    for mine, theirs in zip(outputs(ALONE, *kind), outputs(IN_CHUNKS, *kind), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_whole_prompts_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton_fixed
+
+    taken: list[int] = []
+    run = triton_fixed.whole_attention
+
+    def spy(query: Tensor, *rest: object) -> None:
+        taken.append(query.shape[0])
+        run(query, *rest)  # type: ignore[arg-type]  # passed through as they came
+
+    monkeypatch.setattr(triton_fixed, "whole_attention", spy)
+    outputs(AT_ONCE)
+    assert taken == [70, 33]
+    outputs(ALONE, SPEC, torch.float32)
+    outputs(ALONE, AttentionSpec(2, 1, 16, 0.25, sliding_window=50))
+    assert taken == [70, 33], "neither wide types nor windows"
+
+
+def test_against_dense_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    width = (SPEC.num_heads + 2 * SPEC.num_kv_heads) * SPEC.head_dim
+    tokens = [torch.randn(n, width, generator=generator).to(HALF).float() for n in LENGTHS]
+    weight = torch.randn(SPEC.head_dim, generator=generator).to(HALF).float()
+    for qkv, mine in zip(tokens, outputs(AT_ONCE), strict=True):
+        heads = qkv.unflatten(-1, (-1, SPEC.head_dim))
+        q, k, v = heads.split([SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads], dim=1)
+        q, k = (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight for x in (q, k))
+        torch.testing.assert_close(mine.cpu().float(), dense(SPEC, q, k, v).float(), atol=3e-2, rtol=3e-2)
