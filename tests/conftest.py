@@ -28,6 +28,10 @@ if HAS_TRITON and not NATIVE and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture
 def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without the native library: what the torch references do."""

@@ -38,9 +38,10 @@ X86 = {
     ),
 }
 # Checks are calls, not inlined: else they take minutes to compile, as would those left out; address finds the same.
+# Not optimized: half the time to compile, and the tests, which are mostly Python and checks, run no longer.
 SANITIZE = (
     *("-fsanitize=address,undefined", "-fno-sanitize=null,pointer-overflow,object-size", "-fno-sanitize-recover=all"),
-    *("--param", "asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"),
+    *("--param", "asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O0"),
 )
 
 

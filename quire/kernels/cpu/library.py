@@ -112,8 +112,11 @@ def num_threads() -> int:
 
 
 def _find_or_build() -> Path:
+    return find_or_build(build.SANITIZE if env.cpu_sanitizers() else ())
+
+
+def find_or_build(extra_flags: tuple[str, ...]) -> Path:
     """The library for these sources: the installed one, else the cached one, compiled if it is not there."""
-    extra_flags = build.SANITIZE if env.cpu_sanitizers() else ()
     name = build.library_name(extra_flags)
     target = env.cache_dir() / "native" / name
     for path in (INSTALLED / name, target):

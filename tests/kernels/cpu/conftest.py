@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.config import env
-from quire.kernels.cpu import matrix
+from quire.kernels.cpu import library, matrix
+
+if env.cpu_sanitizers():
+    assert library.load() is not None, "the tests would all be skipped"
 
 
 class SeparateMemory:
