@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, native
 from quire.ops.choice import draw, first_max
 from quire.ops.order import keep_prefix
 from quire.ops.top_p import keep_top_p
@@ -60,5 +60,5 @@ DRAW_WITHIN = Op(
     draw_within,
     generate_inputs,
     0.0,
-    (Implementation("triton", "triton.sampling:draw_within", ("cuda",), (torch.float32,)),),
+    (Implementation("triton", "triton.sampling:draw_within", ("cuda",), (torch.float32,)), native("draw_within")),
 )

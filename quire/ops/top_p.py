@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Op
 from quire.ops.order import keep_prefix
 
 _ONE = float(1 << 40)
@@ -42,4 +42,4 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, probabilities, torch.rand(rows, generator=generator, dtype=torch.float64)
 
 
-KEEP_TOP_P = Op("keep_top_p", keep_top_p, generate_inputs, 0.0, (native("keep_top_p"),))
+KEEP_TOP_P = Op("keep_top_p", keep_top_p, generate_inputs, 0.0)

@@ -1,7 +1,8 @@
 """Whole decode steps, recorded once when the engine starts and replayed, on backends that can record.
 
-A replay reads rows, positions and tables where they stand, feeds each row's last token to the model, appends the
-likeliest next token and advances the row. It needs nothing but, when the batch has changed, its list of rows.
+A replay reads rows, positions and tables where they stand, feeds each row's last token to the model, appends the next
+token, the likeliest or one that is drawn, and advances the row. It needs nothing but, when the batch has changed, its
+list of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.kernels.cpu.step import append_likeliest, gather_inputs
+from quire.kernels.cpu.step import append_chosen, draw_by_row, gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
 from quire.platform.recording import NotRecordableError, SizedRecorder, SizedRecording
@@ -20,6 +21,7 @@ from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.sampler import RecordedKind, Sampler
 
 logger = get_logger(__name__)
 
@@ -49,8 +51,11 @@ class RecordedDecode:
         tables: BlockTables,
         backend: AttentionBackend,
         recorder: SizedRecorder,
+        sampler: Sampler,
         max_rows: int,
     ) -> None:
+        assert sampler.draw_table is not None, "what can record has kernels, and so has the draw"
+        self._sampler, self._draw_parameters = sampler, sampler.draw_table.parameters
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         limit = max(max_rows, MOST_ROWS)
         self._row_buffer = torch.full((limit,), rows.scratch_row, dtype=torch.int64)
@@ -69,8 +74,14 @@ class RecordedDecode:
         return self._recording is not None
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether every row computes its one last known token, and not a token of a prompt with more to follow."""
+        """Whether every row computes its one last known token, and not a token of a prompt with more to follow.
+
+        And whether all rows take the likeliest token or draw one, and nothing shapes their logits.
+        """
         if self._recording is None or sum(plan.num_tokens) != len(plan.rows):
+            return False
+        kind = self._sampler.recorded_kind(plan.rows, bool(plan.mask_slots))
+        if kind is None or kind != RecordedKind(draws=kind.draws):
             return False
         computed, known = self._rows.host_num_computed, self._rows.host_num_tokens
         return all(computed[row] + 1 == known[row] for row in plan.rows)
@@ -124,5 +135,8 @@ class RecordedDecode:
             for group in range(tables.num_groups)
         ]
         logits = self._model.compute_logits(self._model(input_ids, positions, ForwardBatch(attention)))
-        out = append_likeliest(logits, rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
-        return [out, logits]
+        tokens, highest = draw_by_row(
+            logits, rows, self._draw_parameters, state.seeds, state.num_tokens, state.num_prompt_tokens
+        )
+        place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
+        return [append_chosen(tokens, highest, *place), logits]

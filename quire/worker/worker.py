@@ -137,7 +137,7 @@ def make_graphs(
             return NoGraphs(), NoGraphs(), NoForwardGraphs()
         max_tokens, max_rows = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
         return (
-            RecordedDecode(model, rows, tables, plan.backend, recorder, max_rows),
+            RecordedDecode(model, rows, tables, plan.backend, recorder, sampler, max_rows),
             NoGraphs(),
             RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
         )

@@ -1,35 +1,23 @@
-"""top_p against a plain Python computation, in the torch reference and in the native library."""
+"""top_p against a plain Python computation."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu import library, ops
 from quire.ops.top_p import keep_top_p
 from tests.worker.sampling.reference import in_order
 
 VALUES = st.sampled_from([float("-inf"), -3.5, -1.0, -0.0, 0.0, 1.0, 2.5, 30.0])
-WAYS = [
-    pytest.param(keep_top_p, id="torch"),
-    pytest.param(
-        ops.keep_top_p,
-        id="native",
-        marks=pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler"),
-    ),
-]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @given(line=st.lists(VALUES, min_size=1, max_size=40), top_p=st.floats(1e-6, 1.0))
 @settings(max_examples=60)
-def test_the_shortest_prefix_that_reaches_p_stays(way: Any, line: list[float], top_p: float) -> None:
+def test_the_shortest_prefix_that_reaches_p_stays(line: list[float], top_p: float) -> None:
     logits = torch.tensor([line])
     probabilities = torch.tensor([[1.0 if value == 0 else 2.0 for value in line]]) / (2 * len(line))
     pairs = zip(line, probabilities[0].tolist(), strict=True)
@@ -42,15 +30,14 @@ def test_the_shortest_prefix_that_reaches_p_stays(way: Any, line: list[float], t
             break
         expected[token] = line[token]
         reached += weights[token]
-    found = way(logits, probabilities, torch.tensor([top_p], dtype=torch.float64))[0].tolist()
+    found = keep_top_p(logits, probabilities, torch.tensor([top_p], dtype=torch.float64))[0].tolist()
     assert found == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_row_is_cut_alike_in_any_batch(way: Any) -> None:
+def test_a_row_is_cut_alike_in_any_batch() -> None:
     logits = torch.randn(9, 4097, generator=torch.Generator().manual_seed(3)) * 4
     probabilities, top_p = logits.softmax(-1), torch.linspace(0.05, 0.99, 9, dtype=torch.float64)
-    together = way(logits, probabilities, top_p)
+    together = keep_top_p(logits, probabilities, top_p)
     for row in range(9):
         part = slice(row, row + 1)
-        assert torch.equal(way(logits[part], probabilities[part], top_p[part]), together[part])
+        assert torch.equal(keep_top_p(logits[part], probabilities[part], top_p[part]), together[part])

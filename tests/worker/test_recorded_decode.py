@@ -72,13 +72,29 @@ def test_tokens_are_those_of_other_steps(
     assert set(counted.sizes) == ({0, 1, 2, 3, 4, 5} if is_recorded else {0})
 
 
-def test_rows_that_draw_or_ask_for_more_go_another_way(tmp_path: Path) -> None:
+def test_draws_are_those_of_other_steps(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "llama")
+    core, other = make_engine(model), make_engine(model)
+    graphs = runner_of(core).graphs
+    assert isinstance(graphs, RecordedDecode)
+    counted = runner_of(core).graphs = Counted(graphs)
+    runner_of(other).graphs = NoGraphs()
+    params: dict[str, Any]
+    for params in ({"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.8, "min_p": 0.01}, {"top_k": 5}):
+        assert answers(core, seed=1, **params) == answers(other, seed=1, **params)
+    assert set(counted.sizes) == {0, 1, 2, 3, 4, 5}
+
+
+def test_rows_that_ask_for_more_go_another_way(tmp_path: Path) -> None:
     core = make_engine(make_model(tmp_path, "llama"))
     graphs = runner_of(core).graphs
     assert isinstance(graphs, RecordedDecode)
     counted = runner_of(core).graphs = Counted(graphs)
-    answers(core, temperature=0.7, seed=1)
+    answers(core, temperature=0.7, seed=1, presence_penalty=0.5)
     answers(core, temperature=0.0, logprobs=1)
+    answers(core, temperature=0.0, logit_bias={5: 2.0})
+    answers(core, temperature=0.0, allowed_token_ids=[5, 6])
+    answers(core, temperature=0.0, min_tokens=3)
     assert counted.sizes == [0]
 
 

@@ -93,22 +93,24 @@ def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     return ids, best
 
 
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, size = logits.shape
-    seeds, positions, ids = seeds.contiguous(), positions.contiguous(), empty(rows, dtype=torch.int64)
-    bound().draw(
-        logits.data_ptr(), seeds.data_ptr(), positions.data_ptr(), rows, size, logits.stride(0), ids.data_ptr()
+    tokens, highest = empty(rows, dtype=torch.int32), empty(rows)
+    parameters, seeds, positions = parameters.contiguous(), seeds.contiguous(), positions.contiguous()
+    bound().draw_within(
+        logits.data_ptr(),
+        parameters.data_ptr(),
+        seeds.data_ptr(),
+        positions.data_ptr(),
+        rows,
+        size,
+        logits.stride(0),
+        tokens.data_ptr(),
+        highest.data_ptr(),
     )
-    return ids
-
-
-def keep_top_p(logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor:
-    logits, probabilities, top_p = logits.contiguous(), probabilities.contiguous(), top_p.contiguous()
-    out = empty(*logits.shape)
-    bound().keep_top_p(logits.data_ptr(), probabilities.data_ptr(), top_p.data_ptr(), *logits.shape, out.data_ptr())
-    return out
+    return tokens, highest
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

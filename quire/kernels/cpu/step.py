@@ -1,4 +1,4 @@
-"""The two ends of a decode step over permanent rows: gather its inputs, then choose and append tokens."""
+"""The two ends of a decode step over permanent rows: gather its inputs, then draw and append tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.library import bound
 from quire.kernels.cpu.memory import empty
-from quire.kernels.cpu.ops import first_max
+from quire.kernels.cpu.ops import draw_within
 
 
 def gather_inputs(
@@ -45,25 +45,52 @@ def gather_inputs(
     return input_ids, positions, contexts, slots
 
 
-def append_likeliest(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
-) -> Tensor:
-    """Append each row's likeliest token (the lowest id among equals) and advance the row; `scratch_row` stays.
+def draw_by_row(
+    logits: Tensor, rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """draw_within for rows [n] whose parameters are columns of table [4, max_rows] float64."""
+    count = rows.shape[0]
+    parameters = empty(4, count, dtype=torch.float64)
+    row_seeds, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
+    bound().gather_draws(
+        rows.data_ptr(),
+        table.data_ptr(),
+        table.stride(0),
+        seeds.data_ptr(),
+        num_tokens.data_ptr(),
+        num_prompt_tokens.data_ptr(),
+        count,
+        parameters.data_ptr(),
+        row_seeds.data_ptr(),
+        positions.data_ptr(),
+    )
+    return draw_within(logits, parameters, row_seeds, positions)
 
-    Returns [n, 2] int32: the tokens, and 1 where the logits were not finite.
+
+def append_chosen(
+    tokens: Tensor,
+    highest: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    scratch_row: int,
+) -> Tensor:
+    """Append tokens [n] int32 to their rows and advance these; `scratch_row` stays.
+
+    Returns [n, 2] int32: the tokens, and 1 where the highest logit is not finite.
     """
-    ids, best = first_max(logits)
-    out = empty(len(ids), 2, dtype=torch.int32)
+    out = empty(len(tokens), 2, dtype=torch.int32)
     bound().append_tokens(
         rows.data_ptr(),
-        ids.data_ptr(),
-        best.data_ptr(),
+        tokens.data_ptr(),
+        highest.data_ptr(),
         token_ids.data_ptr(),
         num_tokens.data_ptr(),
         num_computed.data_ptr(),
         token_ids.stride(0),
         scratch_row,
-        len(ids),
+        len(tokens),
         out.data_ptr(),
     )
     return out

@@ -9,9 +9,8 @@ import pytest
 from quire.kernels.cpu import library
 from tests.attention import test_cpu_native
 from tests.kernels.cpu import test_extremes, test_matrix, test_native, test_sampling, test_step
-from tests.ops import test_top_p
 
-MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_sampling, test_step, test_top_p)
+MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_sampling, test_step)
 
 
 class Held(NamedTuple):
@@ -47,19 +46,15 @@ COVERED = {
         "test_matches_dense_attention", "test_attention_with_extreme_scores", "test_any_schedule_gives_the_same_bits"
     ),
     "first_max": Held("test_the_first_maximum", "test_nan_is_reported", "test_draws"),
-    "draw": Held("test_draws_are_the_references_bit_for_bit", "test_draws", "test_rows_do_not_depend_on_the_batch"),
-    "keep_top_p": Held(
-        "test_the_shortest_prefix_that_reaches_p_stays",
-        "test_the_shortest_prefix_that_reaches_p_stays",
-        "test_a_row_is_cut_alike_in_any_batch",
-    ),
+    "draw_within": Held("test_draws_are_the_references", "test_draws", "test_rows_do_not_depend_on_the_batch"),
     # Copies of whole numbers, row by row.
     "gather_tokens": Held(*["test_inputs_are_gathered_by_row"] * 3),
     "gather_slots": Held(*["test_inputs_are_gathered_by_row"] * 3),
+    "gather_draws": Held(*["test_rows_draw_with_their_own_parameters"] * 3),
     "append_tokens": Held(
-        "test_the_likeliest_token_is_appended_and_the_row_advances",
+        "test_the_chosen_token_is_appended_and_the_row_advances",
         "test_rows_whose_logits_broke_are_told",
-        "test_the_likeliest_token_is_appended_and_the_row_advances",
+        "test_the_chosen_token_is_appended_and_the_row_advances",
     ),
 }
 

@@ -15,6 +15,7 @@ from quire.kernels.cpu import ops
 from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Product
 from quire.loader.gguf_quants import dequantize
 from quire.ops import activation, choice, norm
+from quire.ops.draw_within import draw_within
 from tests.attention.test_cpu_native import native
 from tests.attention.test_torch_ref import dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
@@ -183,17 +184,28 @@ def test_rotations_are_looked_up(isa: str, rotary: int) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("size", [1, 15, 1000, 8200])
-def test_draws(isa: str, size: int) -> None:
+@pytest.mark.parametrize(
+    "limits", [(-INF, 0, 1.0), (-2.0, 0, 1.0), (-INF, 3, 1.0), (-INF, 0, 0.7), (-9.0, 900, 0.999)]
+)
+def test_draws(isa: str, size: int, limits: tuple[float, float, float]) -> None:
     logits = rows_with_special(18, size, seed=5)
-    logits[logits.isnan()] = 0.0  # what a draw does with NaN is not specified; first_max reports it
+    logits[5, ::2], logits[5, -1] = -INF, 0.5
     seeds, positions = torch.arange(18), torch.arange(18) * 7
-    with using(isa):
-        found = ops.draw(logits, seeds, positions)
-        assert torch.equal(ops.draw(logits[5:9], seeds[5:9], positions[5:9]), found[5:9])
-        ids, highest = ops.first_max(logits)
-    assert torch.equal(found, choice.draw(logits, seeds, positions))
-    assert torch.equal(ids, choice.first_max(logits)[0])
-    assert torch.equal(highest, choice.first_max(logits)[1])
+    parameters = torch.tensor([(0.9, *limits)] * 18, dtype=torch.float64).T.contiguous()
+    parameters[0, 7] = 1e-3
+    with using(isa, threads=2):
+        found, highest = ops.draw_within(logits, parameters, seeds, positions)
+        part = slice(5, 9)
+        alone = ops.draw_within(logits[part], parameters[:, part], seeds[part], positions[part])
+        ids, best = ops.first_max(logits)
+    expected, expected_highest = draw_within(logits, parameters, seeds, positions)
+    fine = expected_highest.isfinite()
+    assert torch.equal(found[fine], expected[fine]), "a row that broke may have any token"
+    assert ((found >= 0) & (found < size)).all()
+    assert_bits(highest, expected_highest)
+    assert torch.equal(alone[0], found[part])
+    assert torch.equal(ids[~best.isnan()], choice.first_max(logits)[0][~best.isnan()])
+    assert_bits(best, choice.first_max(logits)[1])
 
 
 @each_instruction_set

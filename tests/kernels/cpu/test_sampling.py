@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from quire.kernels.cpu import ops
 from quire.ops import choice
+from quire.ops.draw_within import draw_within
 from quire.ops.gumbel import gumbel_noise
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
@@ -44,20 +46,36 @@ def test_nan_is_reported(isa: str, place: int) -> None:
     assert ids.tolist() == [17, place, 30]
 
 
-@examples(60)
+@examples(80)
 @given(data=st.data(), rows=st.integers(1, 6), size=SIZES, isa=st.sampled_from(INSTRUCTION_SETS or [""]))
-def test_draws_are_the_references_bit_for_bit(data: st.DataObject, rows: int, size: int, isa: str) -> None:
+def test_draws_are_the_references(data: st.DataObject, rows: int, size: int, isa: str) -> None:
+    """Any seeds, positions and limits; logits without a difference, with few values, and with any."""
     whole = st.integers(-(2**63), 2**63 - 1)
     seeds = torch.tensor(data.draw(st.lists(whole, min_size=rows, max_size=rows)))
     positions = torch.tensor(data.draw(st.lists(st.integers(0, 2**40), min_size=rows, max_size=rows)))
-    logits = torch.zeros(rows, size)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    logits = torch.randn(rows, size, generator=generator) * data.draw(st.sampled_from([0.0, 0.3, 3.0, 12.0]))
     if data.draw(st.booleans()):
-        logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(size)) * 3
-        logits[:, ::3] = -torch.inf
-        logits[:, 0] = 0
+        logits = logits.round()
+        logits[:, 1::3] = -torch.inf
+    limits = st.tuples(
+        st.sampled_from([0.0, 0.1, 0.7, 1.0, 5.0]),
+        st.sampled_from([-torch.inf, -0.1, -3.0, -40.0]),
+        st.sampled_from([0, 1, 2, 50, size, 10**6]),
+        st.sampled_from([1.0, 1e-9, 0.3, 0.9, 0.99999]),
+    )
+    chosen = data.draw(st.lists(limits, min_size=rows, max_size=rows))
+    parameters = torch.tensor(chosen, dtype=torch.float64).T.contiguous()
     with using(isa, threads=data.draw(st.integers(1, 3))):
-        ids = ops.draw(logits, seeds, positions)
-    assert torch.equal(ids, choice.draw(logits, seeds, positions))
+        tokens, highest = ops.draw_within(logits, parameters, seeds, positions)
+    expected, expected_highest = draw_within(logits, parameters, seeds, positions)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(highest, expected_highest)
+
+
+def free(rows: int) -> Tensor:
+    """Parameters of draws at temperature 1, without limits."""
+    return torch.tensor([[1.0, -torch.inf, 0.0, 1.0]] * rows, dtype=torch.float64).T.contiguous()
 
 
 @each_instruction_set
@@ -67,17 +85,37 @@ def test_every_bit_of_the_noise_counts(isa: str) -> None:
     logits = -gumbel_noise(seeds, positions, 10001)
     logits[:, 777] += 1e-3
     with using(isa):
-        assert ops.draw(logits, seeds, positions).tolist() == [777, 777, 777]
+        assert ops.draw_within(logits, free(3), seeds, positions)[0].tolist() == [777, 777, 777]
         logits[:, 777] -= 2e-3
-        assert ops.draw(logits, seeds, positions).tolist() == [0, 0, 0]
+        assert ops.draw_within(logits, free(3), seeds, positions)[0].tolist() == [0, 0, 0]
+
+
+@each_instruction_set
+def test_a_token_with_much_noise_wins_from_far_below(isa: str) -> None:
+    """No token is left out that could still win: here each row's luckiest token, just above what it needs."""
+    seeds, positions, size = torch.arange(20), torch.arange(20) * 3, 50_000
+    noise = gumbel_noise(seeds, positions, size)
+    luckiest = noise.argmax(1)
+    first = (luckiest == 0).long()
+    logits = torch.full((20, size), -60.0)
+    line = torch.arange(20)
+    logits[line, first] = 0.0
+    logits[line, luckiest] = noise[line, first] - noise[line, luckiest] + 1e-3
+    with using(isa, threads=2):
+        assert torch.equal(ops.draw_within(logits, free(20), seeds, positions)[0].long(), luckiest)
+        logits[line, luckiest] -= 2e-3
+        assert torch.equal(ops.draw_within(logits, free(20), seeds, positions)[0].long(), first)
 
 
 @each_instruction_set
 def test_rows_do_not_depend_on_the_batch(isa: str) -> None:
-    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) * 3
     seeds, positions = torch.arange(64), torch.arange(64) * 3
+    parameters = free(64)
+    parameters[2, ::3], parameters[3, ::2] = 40.0, 0.9
     with using(isa):
-        whole = ops.draw(logits, seeds, positions)
+        whole = ops.draw_within(logits, parameters, seeds, positions)[0]
         for start, count in ((0, 1), (63, 1), (5, 7), (30, 33)):
             part = slice(start, start + count)
-            assert torch.equal(ops.draw(logits[part], seeds[part], positions[part]), whole[part])
+            found = ops.draw_within(logits[part], parameters[:, part], seeds[part], positions[part])[0]
+            assert torch.equal(found, whole[part])

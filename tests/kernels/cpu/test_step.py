@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.step import append_likeliest, gather_inputs
+from quire.kernels.cpu.ops import first_max
+from quire.kernels.cpu.step import append_chosen, draw_by_row, gather_inputs
+from quire.ops.draw_within import draw_within
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
 
@@ -41,11 +43,12 @@ class State:
 
     def append(self, logits: Tensor, rows: list[int]) -> list[list[int]]:
         state = (self.token_ids, self.num_tokens, self.num_computed)
-        out: list[list[int]] = append_likeliest(logits, torch.tensor(rows), *state, SCRATCH).tolist()
+        ids, best = first_max(logits)
+        out: list[list[int]] = append_chosen(ids.int(), best, torch.tensor(rows), *state, SCRATCH).tolist()
         return out
 
 
-def test_the_likeliest_token_is_appended_and_the_row_advances() -> None:
+def test_the_chosen_token_is_appended_and_the_row_advances() -> None:
     state = State()
     logits = torch.zeros(3, 301)
     logits[0, 300], logits[1, [7, 290]], logits[2, 5] = 2.0, 1.0, 3.0
@@ -63,3 +66,17 @@ def test_rows_whose_logits_broke_are_told(value: float) -> None:
     logits[1, 17] = value
     flags = [broken for _, broken in State().append(logits, [0, 1, 2])]
     assert flags == [0, 1, 0]
+
+
+def test_rows_draw_with_their_own_parameters() -> None:
+    generator = torch.Generator().manual_seed(1)
+    table = torch.zeros(4, 5, dtype=torch.float64)
+    table[0], table[1], table[2], table[3] = torch.tensor([0.0, 0.7, 1.0, 2.0, 0.5]), -torch.inf, 7, 0.95
+    seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)
+    known, prompt = torch.tensor([9, 4, 6, 8, 2**40]), torch.tensor([3, 4, 1, 2, 1])
+    rows = torch.tensor([4, 0, 3, 3])
+    logits = torch.randn(4, 333, generator=generator)
+    tokens, highest = draw_by_row(logits, rows, table, seeds, known, prompt)
+    expected = draw_within(logits, table[:, rows], seeds[rows], known[rows] - prompt[rows])
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(highest, expected[1])
