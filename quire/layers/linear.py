@@ -12,6 +12,7 @@ from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.registry import choose_method
 from quire.layers.weights import F32, Blocks, Format, Weight, WeightedLayer, as_tensor
 from quire.ops.base import Target
+from quire.ops.fp8 import Fp8Lines
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
@@ -52,9 +53,9 @@ class Linear(WeightedLayer):
     def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
         return quantization.linear(spec)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Lines) -> Tensor:
         """x: [n, in_features] -> [n, out_features]."""
-        return self.method.multiply(x)
+        return self.method.multiply_lines(x) if isinstance(x, Fp8Lines) else self.method.multiply(x)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.method.spec.bias else ("weight",)
@@ -164,8 +165,8 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
         self._group = group
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._group.collectives.all_reduce(self.method.multiply(x))
+    def forward(self, x: Tensor | Fp8Lines) -> Tensor:
+        return self._group.collectives.all_reduce(super().forward(x))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
-from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
+from quire.ops.fp8 import Fp8Lines
+from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
 from quire.parallel.groups import ParallelGroup
 
 
-class RMSNorm(WeightedLayer):
+class _NormWeight(WeightedLayer):
     """x / rms(x) * (weight_offset + weight) over the last dimension. Gemma stores weights around 0: offset 1."""
 
     def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
@@ -18,6 +19,13 @@ class RMSNorm(WeightedLayer):
         self.eps = eps
         self.weight_offset = weight_offset
         self.weight = empty_parameter(width, dtype=target.dtype)
+
+
+class RMSNorm(_NormWeight):
+    """The norm in the type of its input."""
+
+    def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
+        super().__init__(width, eps=eps, target=target, weight_offset=weight_offset)
         self._norm = RMS_NORM.bind(target)
         self._add_norm = ADD_RMS_NORM.bind(target)
 
@@ -29,6 +37,24 @@ class RMSNorm(WeightedLayer):
         if residual is None:
             return self(hidden), hidden
         return self._add_norm(hidden, residual, self.weight, self.eps, self.weight_offset)
+
+
+class Fp8RMSNorm(_NormWeight):
+    """A norm whose result only products in fp8 read: it is quantized in the same pass."""
+
+    def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
+        super().__init__(width, eps=eps, target=target, weight_offset=weight_offset)
+        self._norm_lines = RMS_NORM_FP8.bind(target)
+        self._add_norm_lines = ADD_RMS_NORM_FP8.bind(target)
+
+    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Fp8Lines, Tensor]:
+        """As that of RMSNorm."""
+        kind = (self.weight, self.eps, self.weight_offset)
+        if residual is None:
+            values, scale = self._norm_lines(hidden, *kind)
+            return Fp8Lines(values, scale, hidden.dtype), hidden
+        values, scale, total = self._add_norm_lines(hidden, residual, *kind)
+        return Fp8Lines(values, scale, hidden.dtype), total
 
 
 class ParallelRMSNorm(RMSNorm):

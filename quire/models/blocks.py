@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
-from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import ParallelRMSNorm, RMSNorm
+from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.norm import Fp8RMSNorm, ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
+from quire.ops.fp8 import Fp8Lines
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
 
@@ -55,7 +56,7 @@ class AttentionBlock(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
+        self, hidden: Tensor | Fp8Lines, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Tensor:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
         out: Tensor = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
@@ -126,9 +127,10 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             width, config.hidden_size, bias=config.mlp_bias, target=ctx.target, group=ctx.group
         )
-        self._activation = gated_activation(config.activation, ctx.target)
+        takes_lines = self.down_proj.method.takes_lines
+        self._activation = gated_activation(config.activation, ctx.target, takes_lines=takes_lines)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor | Fp8Lines) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_up_proj(hidden)))
         return out
 
@@ -138,19 +140,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
+        self.self_attn = AttentionBlock(config, ctx, layer)
+        self.mlp = GatedMLP(config, ctx)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(
+        def norm(before: Linear | None = None) -> RMSNorm | Fp8RMSNorm:
+            kind = Fp8RMSNorm if before is not None and before.method.takes_lines else RMSNorm
+            return kind(
                 config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
             )
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
-        self.attn_norm = norm() if pre else NoNorm()
+        self.attn_norm = norm(self.self_attn.qkv_proj) if pre else NoNorm()
         self.attn_post_norm = norm() if post else nn.Identity()
-        self.mlp_norm = norm() if pre else NoNorm()
+        self.mlp_norm = norm(self.mlp.gate_up_proj) if pre else NoNorm()
         self.mlp_post_norm = norm() if post else nn.Identity()
-        self.self_attn = AttentionBlock(config, ctx, layer)
-        self.mlp = GatedMLP(config, ctx)
         self._multiplier = config.residual_multiplier
         self._gather_rows = GATHER_ROWS.bind(ctx.target)
 

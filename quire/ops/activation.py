@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
+from quire.ops.fp8 import quantize_lines
 
 Gated = Callable[[Tensor], Tensor]
+GatedLines = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
+_STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -29,6 +32,16 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     inner = (gate * gate).mul_(_GELU_CUBIC).add_(1.0).mul_(gate).mul_(_GELU_SCALE)
     return torch.div(gate, inner.exp_().add_(1.0), out=inner).mul_(up).to(gate_up.dtype)
+
+
+def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up quantized line by line: (values [n, width], scale [n])."""
+    return quantize_lines(silu_and_mul(gate_up))
+
+
+def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu(gate) * up quantized line by line: (values [n, width], scale [n])."""
+    return quantize_lines(gelu_tanh_and_mul(gate_up))
 
 
 def generate_inputs(seed: int) -> tuple[Tensor]:
@@ -50,4 +63,18 @@ GELU_TANH_AND_MUL: Op[Gated] = Op(
     generate_inputs,
     1e-5,
     (Implementation("triton", "triton.activation:gelu_tanh_and_mul", ("cuda",)), native("gelu_tanh_and_mul")),
+)
+SILU_AND_MUL_FP8: Op[GatedLines] = Op(
+    "silu_and_mul_fp8",
+    silu_and_mul_fp8,
+    generate_inputs,
+    _STEP_OF_FP8,
+    (Implementation("triton", "triton.activation:silu_and_mul_fp8", ("cuda",)),),
+)
+GELU_TANH_AND_MUL_FP8: Op[GatedLines] = Op(
+    "gelu_tanh_and_mul_fp8",
+    gelu_tanh_and_mul_fp8,
+    generate_inputs,
+    _STEP_OF_FP8,
+    (Implementation("triton", "triton.activation:gelu_tanh_and_mul_fp8", ("cuda",)),),
 )

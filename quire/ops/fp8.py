@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,18 @@ FP8_MAX = 448.0
 MIN_SCALE = 1e-30
 
 Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+LinesProduct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+
+
+class Fp8Lines(NamedTuple):
+    """Activations quantized line by line where they were computed."""
+
+    values: Tensor  # [n, width] fp8
+    scale: Tensor  # [n] float32
+    dtype: torch.dtype  # what they were before
+
+    def unpacked(self) -> Tensor:
+        return (self.values.float() * self.scale[:, None]).to(self.dtype)
 
 
 def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,9 +39,15 @@ def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, x being quantized line by line first. In x's type."""
-    lines, line_scale = quantize_lines(x)
+    return lines_fp8(*quantize_lines(x), weight, scale, bias, x.dtype)
+
+
+def lines_fp8(
+    lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(lines [n, K] * line_scale [n, 1]) @ (weight [N, K] * scale [N, 1]).T + bias, in `dtype`; both are fp8."""
     out = (lines.float() @ weight.float().t()) * line_scale[:, None] * scale
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,6 +60,11 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, quantized, scale, torch.randn(outputs, generator=generator)
 
 
+def generate_lines(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+    x, weight, scale, bias = generate_inputs(seed)
+    return *quantize_lines(x), weight, scale, bias, x.dtype
+
+
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LINEAR_FP8: Op[Fp8Product] = Op(
     "linear_fp8",
@@ -50,5 +74,15 @@ LINEAR_FP8: Op[Fp8Product] = Op(
     (
         Implementation("triton", "triton.fp8:linear_fp8", ("cuda",), _TYPES, varies=True),
         Implementation("triton_fixed", "triton.fp8:linear_fp8_fixed", ("cuda",), _TYPES),
+    ),
+)
+LINES_FP8: Op[LinesProduct] = Op(
+    "lines_fp8",
+    lines_fp8,
+    generate_lines,
+    2e-2,
+    (
+        Implementation("triton", "triton.fp8:lines_fp8", ("cuda",), _TYPES, varies=True),
+        Implementation("triton_fixed", "triton.fp8:lines_fp8_fixed", ("cuda",), _TYPES),
     ),
 )

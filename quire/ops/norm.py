@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
+from quire.ops.fp8 import quantize_lines
+
+_STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -27,6 +30,19 @@ def add_rms_norm(
     """(the norm of x + residual, x + residual); both [n, width]."""
     total = residual + x
     return rms_norm(total, weight, eps, weight_offset), total
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The norm of x [n, width] quantized line by line: (values, scale [n])."""
+    return quantize_lines(rms_norm(x, weight, eps, weight_offset))
+
+
+def add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x + residual quantized line by line, and x + residual: (values, scale [n], sum)."""
+    normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
+    return *quantize_lines(normed), total
 
 
 def generate_inputs(seed: int) -> tuple[Tensor, Tensor, float]:
@@ -54,4 +70,18 @@ ADD_RMS_NORM = Op(
     generate_add_inputs,
     1e-5,
     (Implementation("triton", "triton.norm:add_rms_norm", ("cuda",)), native("add_rms_norm")),
+)
+RMS_NORM_FP8 = Op(
+    "rms_norm_fp8",
+    rms_norm_fp8,
+    generate_inputs,
+    _STEP_OF_FP8,
+    (Implementation("triton", "triton.norm:rms_norm_fp8", ("cuda",)),),
+)
+ADD_RMS_NORM_FP8 = Op(
+    "add_rms_norm_fp8",
+    add_rms_norm_fp8,
+    generate_add_inputs,
+    _STEP_OF_FP8,
+    (Implementation("triton", "triton.norm:add_rms_norm_fp8", ("cuda",)),),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.ops.activation import GELU_TANH_AND_MUL, SILU_AND_MUL
+from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
-from quire.ops.fp8 import LINEAR_FP8
+from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
-from quire.ops.norm import ADD_RMS_NORM, RMS_NORM
+from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
 from quire.ops.rope import GATHER_ROTATION
 from quire.ops.select import GATHER_ROWS
 from quire.ops.top_p import KEEP_TOP_P
@@ -19,11 +19,16 @@ from quire.ops.top_p import KEEP_TOP_P
 OPS: tuple[Op[Any], ...] = (
     SILU_AND_MUL,
     GELU_TANH_AND_MUL,
+    SILU_AND_MUL_FP8,
+    GELU_TANH_AND_MUL_FP8,
     LINEAR,
     LINEAR_TRANSPOSED,
     LINEAR_FP8,
+    LINES_FP8,
     RMS_NORM,
     ADD_RMS_NORM,
+    RMS_NORM_FP8,
+    ADD_RMS_NORM_FP8,
     GATHER_ROTATION,
     GATHER_ROWS,
     FIRST_MAX,

@@ -1,4 +1,4 @@
-"""Products of fp8 activations, quantized here line by line, with fp8 weights [out_features, in_features]."""
+"""Products of fp8 activations, each line with a scale, with fp8 weights [out_features, in_features]."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ _MAX_FEW_ROWS = 64
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, in x's type."""
-    rows, (n, k) = x.shape[0], weight.shape
-    lines, line_scale = quantize_rows(x)
-    if rows > _MAX_FEW_ROWS and x.dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0:
-        return torch._scaled_mm(
-            lines, weight.t(), line_scale[:, None], scale[None, :], bias, out_dtype=x.dtype, use_fast_accum=True
-        )
-    shape = _shape(rows, n)
-    if rows <= 16 and triton.cdiv(n, shape.bn) < 96:
-        shape = replace(shape, splits=4)
-    counters = arrival_counters(x.device)
-    scales = (line_scale, scale)
-    return matmul_tiles(lines, weight, bias, shape=shape, counters=counters, scales=scales, out_dtype=x.dtype)
+    """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, in x's type; x is quantized here."""
+    return lines_fp8(*quantize_rows(x), weight, scale, bias, x.dtype)
 
 
 def linear_fp8_fixed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same, the inner sum in one order for any number of lines."""
-    lines, line_scale = quantize_rows(x)
-    shape = _shape(x.shape[0], weight.shape[0])
-    return matmul_tiles(lines, weight, bias, shape=shape, scales=(line_scale, scale), out_dtype=x.dtype)
+    return lines_fp8_fixed(*quantize_rows(x), weight, scale, bias, x.dtype)
+
+
+def lines_fp8(
+    lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(lines [n, K] * line_scale [n, 1]) @ (weight [N, K] * scale [N, 1]).T + bias, in `dtype`; both are fp8."""
+    rows, (n, k) = lines.shape[0], weight.shape
+    if rows > _MAX_FEW_ROWS and dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0:
+        return torch._scaled_mm(
+            lines, weight.t(), line_scale[:, None], scale[None, :], bias, out_dtype=dtype, use_fast_accum=True
+        )
+    shape = _shape(rows, n)
+    if rows <= 16 and triton.cdiv(n, shape.bn) < 96:
+        shape = replace(shape, splits=4)
+    counters = arrival_counters(lines.device)
+    scales = (line_scale, scale)
+    return matmul_tiles(lines, weight, bias, shape=shape, counters=counters, scales=scales, out_dtype=dtype)
+
+
+def lines_fp8_fixed(
+    lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The same, the inner sum in one order for any number of lines."""
+    shape = _shape(lines.shape[0], weight.shape[0])
+    return matmul_tiles(lines, weight, bias, shape=shape, scales=(line_scale, scale), out_dtype=dtype)
 
 
 def _shape(rows: int, n: int) -> TileShape:

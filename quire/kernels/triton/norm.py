@@ -1,4 +1,4 @@
-"""RMS normalization, with the residual addition before it in the same pass."""
+"""RMS normalization, with the residual addition before it and the quantization after it in the same pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.quantize import empty_lines, quantize_line
 
 
 @triton.jit
@@ -17,11 +18,13 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     sum_ptr,
+    scale_ptr,  # [rows] float32, of quantized lines
     width,
     x_stride,
     eps,
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -37,14 +40,20 @@ def _rms_norm_kernel(
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
-    tl.store(out_ptr + row * width + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    out = (value * scale * weight).to(x_ptr.dtype.element_ty)
+    if QUANTIZED:
+        out, line_scale = quantize_line(out.to(tl.float32))
+        tl.store(scale_ptr + row, line_scale)
+        # No more at a time than without quantization: a thread's share of the line decides the order of the sum.
+        columns = tl.max_contiguous(tl.arange(0, BLOCK), 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x [..., width], the last dimension contiguous."""
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    _launch(flat, flat, weight, out, out, eps, weight_offset, has_residual=False)
+    _launch(flat, None, weight, out, out, None, eps, weight_offset)
     return out.view(x.shape)
 
 
@@ -53,20 +62,36 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(the norm of x + residual, x + residual); both [n, width]."""
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, out, total, eps, weight_offset, has_residual=True)
+    _launch(x, residual, weight, out, total, None, eps, weight_offset)
     return out, total
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """What `quantize_rows` makes of the norm of x [n, width]."""
+    values, scale = empty_lines(x)
+    _launch(x, None, weight, values, values, scale, eps, weight_offset)
+    return values, scale
+
+
+def add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `quantize_rows` makes of the norm of x + residual, and x + residual."""
+    total = torch.empty_like(x)
+    values, scale = empty_lines(x)
+    _launch(x, residual, weight, values, total, scale, eps, weight_offset)
+    return values, scale, total
 
 
 def _launch(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     out: Tensor,
     total: Tensor,
+    scale: Tensor | None,
     eps: float,
     weight_offset: float,
-    *,
-    has_residual: bool,
 ) -> None:
     rows, width = x.shape
     if rows == 0:
@@ -74,15 +99,17 @@ def _launch(
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x,
-        residual,
+        x if residual is None else residual,
         weight,
         out,
         total,
+        out if scale is None else scale,
         width,
         x.stride(0),
         eps,
         weight_offset,
-        HAS_RESIDUAL=has_residual,
+        HAS_RESIDUAL=residual is not None,
+        QUANTIZED=scale is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
         **launch_options(),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quire.layers.weights import Weight, empty_parameter
 from quire.ops.base import Target
+from quire.ops.fp8 import Fp8Lines
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class LinearMethod(nn.Module, ABC):
 
     What is allocated in the constructor lands on the current default device, which may be "meta" in planning.
     """
+
+    takes_lines: bool = False
+    """Whether it quantizes activations line by line anyway, so that they may as well come so."""
 
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__()
@@ -62,6 +66,10 @@ class LinearMethod(nn.Module, ABC):
     def multiply(self, x: Tensor) -> Tensor:
         """x [n, in_features] -> [n, out_features], in x's type, the bias added."""
 
+    def multiply_lines(self, x: Fp8Lines) -> Tensor:
+        """The same of activations that were quantized where they were computed."""
+        return self.multiply(x.unpacked())
+
     @abstractmethod
     def planned_bytes(self, formats: Sequence[str]) -> int:
         """Bytes that the matrix, without its bias, takes when pieces come in these formats ("F32", "BF16", "Q4_K").
@@ -87,10 +95,16 @@ class Quantization(ABC):
     """A way to keep a whole model's weights: what each kind of layer gets. One instance serves all layers."""
 
     name: str
+    rounds_activations: bool = False
+    """Whether it can round what it multiplies to 16-bit integers, as `Target.activations` may ask."""
 
     @abstractmethod
     def refuses(self, target: Target) -> str | None:
         """Why it cannot serve this target, with the fix; None if it can."""
+
+    def activations(self, target: Target) -> str:
+        """What "auto" activations are on this machine."""
+        return str(target.dtype).removeprefix("torch.")
 
     @abstractmethod
     def linear(self, spec: MatrixSpec) -> LinearMethod:

@@ -14,18 +14,21 @@ from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, Tabl
 from quire.layers.quant.plain import PlainLinear, PlainTable
 from quire.layers.weights import Weight, as_tensor, empty_parameter
 from quire.ops.base import Target
-from quire.ops.fp8 import FP8, LINEAR_FP8, quantize_lines
+from quire.ops.fp8 import FP8, LINEAR_FP8, LINES_FP8, Fp8Lines, quantize_lines
 
 # Lines quantized at a time: float32 copies of a whole matrix would not be in any plan.
 _LINES = 4096
 
 
 class Fp8Linear(LinearMethod):
+    takes_lines = True
+
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__(spec)
         self.weight = empty_parameter(spec.out_features, spec.in_features, dtype=FP8)
         self.scale = empty_parameter(spec.out_features, dtype=torch.float32)
-        self._product, self._why = LINEAR_FP8.choose(spec.target)
+        self._product = LINEAR_FP8.bind(spec.target)
+        self._lines_product = LINES_FP8.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
         tensor, start = as_tensor(rows), sum(self.spec.pieces[:piece])
@@ -36,6 +39,9 @@ class Fp8Linear(LinearMethod):
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._product(x, self.weight, self.scale, self.bias)
+
+    def multiply_lines(self, x: Fp8Lines) -> Tensor:
+        return self._lines_product(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
 
     def planned_bytes(self, formats: Sequence[str]) -> int:
         return self.spec.out_features * (self.spec.in_features + 4)
