@@ -26,6 +26,7 @@ from quire.engine.transport import Meeting, Receiver, Sender, UndecodableError
 from quire.types.errors import EngineError, QuireError
 from quire.types.messages import EngineFailure, EngineInfo, Hello, Ready, StartupPhase, ToEngine
 from quire.types.outputs import EngineOutput
+from quire.utils.collector import paused_collector
 from quire.utils.log import get_logger, setup_logging
 from quire.utils.phases import ReportPhase
 
@@ -54,10 +55,11 @@ BuildLoop = Callable[[EngineConfig, ReportPhase], "tuple[EngineLoop, EngineInfo]
 def build_loop(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, EngineInfo]:
     """The real engine; tests serve others."""
     report("import")
-    from quire.engine.build import build_engine
-    from quire.engine.loop import EngineLoop
+    with paused_collector():
+        from quire.engine.build import build_engine
+        from quire.engine.loop import EngineLoop
 
-    core, info, debug_checks = build_engine(config, report)
+        core, info, debug_checks = build_engine(config, report)
     return EngineLoop(core, debug_checks=debug_checks), info
 
 

@@ -28,6 +28,7 @@ from quire.types.errors import (
 )
 from quire.types.outputs import EngineOutput, RequestOutput
 from quire.types.sampling import OutputKind, SamplingParams
+from quire.utils.collector import paused_collector
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -45,8 +46,9 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: str | None = None, **settings: Any) -> None:
         """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048."""
         config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
-        text = load_text_model(config.model)
-        self._wire(make_inproc_client(config), text)
+        with paused_collector():
+            text = load_text_model(config.model)
+            self._wire(make_inproc_client(config), text)
 
     @classmethod
     def from_client(cls, client: EngineClient, text: TextModel) -> Self:

@@ -1,0 +1,27 @@
+"""Python's garbage collector at start-up, when there is much to look at and nothing to collect."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Collect nothing in here; afterwards all that lives counts as old, as if it had been looked at.
+
+    Importing torch makes a million objects, which the collector would walk over again and again.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            # Into the permanent generation and from there into the oldest one: nothing is walked over.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
