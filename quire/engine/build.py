@@ -33,7 +33,7 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         kv=kv,
     )
     limits = grammar_limits(config.structured)
-    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size)
+    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, worker.mask_room)
     core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight, Constraints(grammars))
     info = EngineInfo(
         model=worker.plan.source.name,

@@ -51,7 +51,13 @@ def ignore_news() -> None:
 class GrammarManager:
     """Everything but `compile`'s completion happens on the engine's thread."""
 
-    def __init__(self, limits: GrammarLimits | None = None, cache_size: int = 128) -> None:
+    def __init__(
+        self,
+        limits: GrammarLimits | None = None,
+        cache_size: int = 128,
+        room: Callable[[int], Masks] | None = None,
+    ) -> None:
+        """`room` gives arrays of so many lines to write masks into, one after the other."""
         self.on_news: Callable[[], None] = ignore_news
         """Called on some thread whenever `take_compiled` has something new to say."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
@@ -61,6 +67,7 @@ class GrammarManager:
         self._eos_token_ids: list[int] = []
         self._num_words = 0
         self._thread: ThreadPoolExecutor | None = None
+        self._room = room or self._new_masks
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Say what the tokens stand for; comes before the first `open`."""
@@ -134,13 +141,18 @@ class GrammarManager:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _new_masks(self, count: int) -> Masks:
+        return np.empty((count, self._num_words), dtype=np.int32)
+
     def _fill(self, entries: list[_Entry | None]) -> Masks:
-        masks = np.full((len(entries), self._num_words), -1, dtype=np.int32)
+        masks = self._room(len(entries))
         lines = [index for index, entry in enumerate(entries) if entry is not None]
         known = [entry for entry in entries if entry is not None]
+        if len(known) < len(entries):
+            masks.fill(-1)
         if not known:
             return masks
-        filled = masks if len(known) == len(entries) else np.empty((len(known), self._num_words), dtype=np.int32)
+        filled = masks if len(known) == len(entries) else self._new_masks(len(known))
         self._compiler.backend().fill([entry.matcher for entry in known], filled)
         for index, entry in enumerate(known):
             if entry.matcher.error is not None:

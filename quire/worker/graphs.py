@@ -23,7 +23,10 @@ class StepGraphs(Protocol):
         """Whether a recorded step can run this plan."""
 
     def run(self, plan: StepPlan) -> Arriving:
-        """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 1 where logits were not finite."""
+        """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 0 or what was wrong with the logits.
+
+        `error_of` of the sampler says what; further lines are those of `packed_logprobs`, where they are wanted.
+        """
 
 
 class PieceGraphs(Protocol):
@@ -36,7 +39,7 @@ class PieceGraphs(Protocol):
         """Replay the model's part. `sample` comes next, when the masks are where it reads them."""
 
     def sample(self) -> Arriving:
-        """Replay the rest; the result is that of StepGraphs.run, with other numbers for other errors of sampling."""
+        """Replay the rest; the result is that of StepGraphs.run."""
 
 
 class ForwardGraphs(Protocol):

@@ -32,7 +32,7 @@ from quire.platform.base import Platform
 from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError
 from quire.worker.ledger import MemoryDemand, MemoryLedger, make_ledger
-from quire.worker.sampling.grammar_masks import mask_words
+from quire.worker.sampling.mask_buffer import mask_words
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
+from quire.worker.sampling.logprobs import unpack_logprobs
 from quire.worker.sampling.sampler import SampleOutput, Sampler, error_of
 
 Finish = Callable[[], StepResult]
@@ -41,6 +42,7 @@ class ReplayedStep:
     """A recorded step from its forward pass to its result."""
 
     plan: StepPlan
+    wanted_logprobs: dict[int, int]  # places in the batch, and how many likeliest tokens
     arriving: Arriving | None = None  # None: not sampled yet
 
 
@@ -129,7 +131,7 @@ class Runner:
         return result
 
     def _replay(self, plan: StepPlan) -> Finish:
-        step = ReplayedStep(plan)
+        step = ReplayedStep(plan, self.sampler.wanted_logprobs(plan.rows))
         if plan.mask_slots:
             self.masked_graphs.forward(plan)
             self._unsampled = step
@@ -141,11 +143,16 @@ class Runner:
     def _finish_replayed(self, step: ReplayedStep) -> StepResult:
         plan = step.plan
         assert step.arriving is not None, "the step still waits for masks"
-        tokens, codes = step.arriving.get()[:, : len(plan.rows)].tolist()
+        found = step.arriving.get()[:, : len(plan.rows)]
+        tokens, codes = found[:2].tolist()
         errors = {index: error_of(code) for index, code in enumerate(codes) if code} if any(codes) else {}
         for index in errors:
             self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
-        return StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
+        result = StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
+        if step.wanted_logprobs and isinstance(found, Tensor):
+            entries = unpack_logprobs(tokens, found[2:], step.wanted_logprobs)
+            result.logprobs = {index: [entry] for index, entry in entries.items()}
+        return result
 
     @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:

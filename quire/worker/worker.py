@@ -79,6 +79,10 @@ class Worker:
     def sample(self, masks: Masks) -> None:
         self.runner.sample(masks)
 
+    def mask_room(self, count: int) -> Masks:
+        """Where so many masks are best written for `sample`; the one after the next is the same again."""
+        return self.runner.sampler.mask_buffer.room(count)
+
     def shutdown(self) -> None:
         del self.runner
 

@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.types.sampling import SamplingParams
@@ -79,6 +80,24 @@ def constrained(jobs: list[Job]) -> list[Job]:
     return [
         job if pattern is None else replace(job, grammar=regex(pattern))
         for job, pattern in zip(jobs, cycle(patterns), strict=False)
+    ]
+
+
+def shaped(jobs: list[Job]) -> list[Job]:
+    """The same requests, most of them with something else that changes their logits."""
+    changes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {7: 4.0, 11: -3.5, 190: 2.0}},
+        {},
+        {"frequency_penalty": 0.4, "presence_penalty": -0.2, "logprobs": 5},
+        {"bad_words_token_ids": ((60,), (35, 36), (70, 71, 72))},
+        {"allowed_token_ids": [*range(30, 120)]},
+        {"min_tokens": 6, "stop_token_ids": [*range(40, 60)], "ignore_eos": False},
+        {"allowed_token_ids": [*range(30, 125)], "repetition_penalty": 0.8, "logit_bias": {40: 1.0}, "logprobs": 0},
+    ]
+    return [
+        replace(job, params=msgspec.structs.replace(job.params, **change))
+        for job, change in zip(jobs, cycle(changes), strict=False)
     ]
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from quire.platform.cuda import CudaPlatform
-from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import VOCAB, Answer, Driver
 from tests.gpu.helpers import (
     ROOMY_CACHE,
@@ -23,6 +23,7 @@ from tests.gpu.helpers import (
     make_jobs,
     needs_gpu,
     run_jobs,
+    shaped,
     tiny_model,
 )
 
@@ -40,9 +41,12 @@ def contents(answers: dict[str, Answer]) -> dict[str, object]:
 
 
 def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = make_jobs(40)
+    """With everything that changes logits, beside each other and beside plain rows."""
+    jobs = [*make_jobs(40), *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(40, seed=1)))]
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
     recorded = contents(run_jobs(core, jobs, seed=1))
+    kinds = {kind for _, kind in core.executor._worker.runner.graphs._samples}
+    assert all(any(kind[place] for kind in kinds) for place in (0, 2, 3, 4, 5)), "draws, and all ways to shape"
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
@@ -52,7 +56,9 @@ def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_waiting_and_overlapping_loops(model: Path) -> None:
     """With arrivals at random steps, aborts, and blocks for a few requests only, so that many are preempted."""
-    jobs = make_jobs(60, longest=200)
+    jobs = [
+        replace(job, params=msgspec.structs.replace(job.params, max_tokens=24)) for job in make_jobs(60, longest=200)
+    ]
     doomed = [job.name for job in jobs[::7]]
     found = []
     for depth in (1, 2, 3):
@@ -68,7 +74,10 @@ def test_waiting_and_overlapping_loops(model: Path) -> None:
 
 def test_masked_rows_in_all_loops(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars beside free rows, with preemption: recorded at every depth, then launched, the same to the bit."""
-    jobs = [replace(job, params=plain(job.params)) for job in constrained(make_jobs(48, longest=200))]
+    jobs = [
+        replace(job, params=msgspec.structs.replace(job.params, max_tokens=24, ignore_eos=False))
+        for job in constrained(make_jobs(48, longest=200))
+    ]
     found = []
     for depth in (1, 2, 3, 1):
         if len(found) == 3:
@@ -83,12 +92,6 @@ def test_masked_rows_in_all_loops(model: Path, monkeypatch: pytest.MonkeyPatch) 
             assert any(kind.masked for _, kind in graphs._samples)
         core.shutdown()
     assert found[0] == found[1] == found[2] == found[3]
-
-
-def plain(params: SamplingParams) -> SamplingParams:
-    """Without log-probabilities."""
-    values = {name: getattr(params, name) for name in ("temperature", "seed", "top_k", "top_p", "min_p")}
-    return SamplingParams(**values, max_tokens=24)
 
 
 def test_full_prompt_steps_recorded_and_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +143,8 @@ def test_one_hash_of_200_schedules(model: Path) -> None:
 def test_the_loop_never_waits_for_the_device(model: Path) -> None:
     """Results are waited for by events; any other wait would stall the queue, and raises here."""
     core = engine(model, kv_cache_memory=ROOMY_CACHE)
-    jobs = constrained([job for job in make_jobs(60) if job.params.logprobs is None])
+    others = (replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(40, seed=1)))
+    jobs = [*constrained(make_jobs(40)), *others]
     assert len({job.params.temperature for job in jobs}) > 1
 
     def run() -> dict[str, Answer]:

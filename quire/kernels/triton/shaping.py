@@ -10,6 +10,10 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _CHUNK = 4096  # tokens of a program, as in quire/ops/keep_allowed.py
+_ENTRIES = 64  # edits at a time
+_POSITIONS = 1024  # tokens of a row that a program counts
+FIXED_COLUMNS = 4  # of an edit
+_IN_PROMPT = tl.constexpr(1 << 30)  # above any count of outputs
 
 
 @triton.jit
@@ -70,3 +74,206 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> 
         **launch_options(),
     )
     return out, highest
+
+
+@triton.jit
+def _edit_kernel(
+    out_ptr,
+    rows_ptr,
+    edits_ptr,
+    counts_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_prompt_ptr,
+    out_stride,
+    row_stride,
+    edit_stride,
+    token_stride,
+    ENTRIES: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index)
+    count = tl.load(counts_ptr + row)
+    known = tl.load(num_tokens_ptr + row)
+    outputs = known - tl.load(num_prompt_ptr + row)
+    # First what is added, a number to a token; then what is banned, since threads must not overwrite a ban.
+    for banning in tl.static_range(2):
+        for start in range(0, count, ENTRIES):
+            entries = start + tl.arange(0, ENTRIES)
+            inside = entries < count
+            edit = edits_ptr + row * row_stride + entries * edit_stride
+            token = tl.load(edit, mask=inside, other=0)
+            value = tl.load(edit + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
+            active = inside & (outputs < tl.load(edit + 2, mask=inside, other=0))
+            active = active & (tl.load(edit + 3, mask=inside, other=0) <= outputs)
+            for k in tl.static_range(BEFORE):
+                wanted = tl.load(edit + 4 + k, mask=inside, other=-1)
+                there = tl.load(token_ids_ptr + row * token_stride + tl.maximum(known - 1 - k, 0))
+                active = active & ((wanted == -1) | (wanted == there))
+            at = out_ptr + index * out_stride + token
+            if banning == 0:
+                active = active & (value > float("-inf"))
+                x = tl.load(at, mask=active, other=float("-inf"))
+                tl.store(at, x + value, mask=active & (x > float("-inf")))
+            else:
+                tl.store(at, value, mask=active & (value == float("-inf")))
+        tl.debug_barrier()
+
+
+def apply_edits(
+    logits: Tensor,
+    rows: Tensor,
+    edits: Tensor,
+    counts: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_prompt: Tensor,
+) -> None:
+    """Change some logits of rows [m] in place: logits [m, vocab_size] float32.
+
+    edits [max_rows, entries, columns] int32, of which a row has counts [max_rows] int32: a token, the bits of the
+    float32 that is added (-inf bans), how many outputs there must be at most, less one, and at least, then the tokens
+    that the row must end with, the last first, -1 for any.
+    """
+    _edit_kernel[(len(rows),)](
+        logits,
+        rows,
+        edits,
+        counts,
+        token_ids,
+        num_tokens,
+        num_prompt,
+        logits.stride(0),
+        edits.stride(0),
+        edits.stride(1),
+        token_ids.stride(0),
+        ENTRIES=_ENTRIES,
+        BEFORE=edits.shape[2] - FIXED_COLUMNS,
+        num_warps=2,
+        **launch_options(),
+    )
+
+
+@triton.jit
+def _is_penalized(penalties_ptr, stride, row):
+    presence = tl.load(penalties_ptr + row)
+    frequency = tl.load(penalties_ptr + stride + row)
+    repetition = tl.load(penalties_ptr + 2 * stride + row)
+    return (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0), presence, frequency, repetition
+
+
+@triton.jit
+def _clear_kernel(
+    rows_ptr, penalties_ptr, seen_ptr, vocab_size, penalties_stride, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    wanted, _, _, _ = _is_penalized(penalties_ptr, penalties_stride, tl.load(rows_ptr + index))
+    if wanted:
+        tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        tl.store(seen_ptr + index * vocab_size + tokens, tl.zeros([CHUNK], tl.int32), mask=tokens < vocab_size)
+
+
+@triton.jit
+def _count_kernel(
+    rows_ptr,
+    penalties_ptr,
+    seen_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_prompt_ptr,
+    vocab_size,
+    penalties_stride,
+    token_stride,
+    POSITIONS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index)
+    wanted, _, _, _ = _is_penalized(penalties_ptr, penalties_stride, row)
+    known = tl.load(num_tokens_ptr + row)
+    if wanted & (tl.program_id(1) * POSITIONS < known):
+        positions = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
+        tokens = tl.load(token_ids_ptr + row * token_stride + positions, mask=positions < known, other=-1)
+        # Placeholders of media may lie outside the vocabulary.
+        counted = (tokens >= 0) & (tokens < vocab_size)
+        num_prompt = tl.load(num_prompt_ptr + row)
+        at = seen_ptr + index * vocab_size + tokens
+        tl.atomic_add(at, tokens * 0 + 1, mask=counted & (positions >= num_prompt), sem="relaxed")
+        tl.atomic_or(at, tokens * 0 + _IN_PROMPT, mask=counted & (positions < num_prompt), sem="relaxed")
+
+
+@triton.jit
+def _penalize_kernel(
+    logits_ptr,
+    rows_ptr,
+    penalties_ptr,
+    seen_ptr,
+    vocab_size,
+    logits_stride,
+    penalties_stride,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index)
+    wanted, presence, frequency, repetition = _is_penalized(penalties_ptr, penalties_stride, row)
+    if wanted:
+        tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        inside = tokens < vocab_size
+        at = logits_ptr + index * logits_stride + tokens
+        x = tl.load(at, mask=inside, other=0.0)
+        possible = x > float("-inf")  # what is banned stays so
+        seen = tl.load(seen_ptr + index * vocab_size + tokens, mask=inside, other=0)
+        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where(seen != 0, repeated, x)
+        outputs = seen & (_IN_PROMPT - 1)
+        x = x - outputs.to(tl.float32) * frequency
+        x = x - tl.where(outputs > 0, presence, 0.0)
+        tl.store(at, x, mask=inside & possible)
+
+
+def apply_penalties(
+    logits: Tensor, rows: Tensor, penalties: Tensor, token_ids: Tensor, num_tokens: Tensor, num_prompt: Tensor
+) -> None:
+    """Penalize in place the logits [m, vocab_size] float32 of those rows [m] that ask for it.
+
+    penalties [3, max_rows] float32: presence, frequency, repetition. Tokens are counted afresh from those of the row.
+    """
+    count, vocab_size = logits.shape
+    grid = (count, triton.cdiv(vocab_size, _CHUNK))
+    seen = torch.empty(count, vocab_size, dtype=torch.int32, device=logits.device)
+    options = launch_options()
+    _clear_kernel[grid](rows, penalties, seen, vocab_size, penalties.stride(0), CHUNK=_CHUNK, num_warps=8, **options)
+    _count_kernel[(count, triton.cdiv(token_ids.shape[1], _POSITIONS))](
+        rows,
+        penalties,
+        seen,
+        token_ids,
+        num_tokens,
+        num_prompt,
+        vocab_size,
+        penalties.stride(0),
+        token_ids.stride(0),
+        POSITIONS=_POSITIONS,
+        num_warps=4,
+        **options,
+    )
+    _penalize_kernel[grid](
+        logits,
+        rows,
+        penalties,
+        seen,
+        vocab_size,
+        logits.stride(0),
+        penalties.stride(0),
+        CHUNK=_CHUNK,
+        num_warps=8,
+        enable_fp_fusion=False,
+        **options,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.platform.transfer import refresh
 from quire.types.step import RowStart
 from quire.worker.sampling.base import (
     ActiveRows,
@@ -55,7 +56,8 @@ class BadWords(Feature):
             for word in words
         ]
         table = torch.tensor(lines, dtype=torch.int64).view(-1, 2 + longest)
-        self._table = table.to(self._table.device)
+        self._table = torch.empty(table.shape, dtype=torch.int64, device=self._table.device)
+        refresh(self._table, table)
         self._changed = False
 
     def apply(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:

@@ -14,6 +14,9 @@ from quire.ops.order import likeliest
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.base import ActiveRows, SampleRows, Selection, sampling_params
 
+# Rows at a time in a recorded step, whose memory is never given back.
+_PACKED_ROWS = 16
+
 
 @dataclass
 class BatchLogprobs:
@@ -60,6 +63,12 @@ class Logprobs:
         """How many likeliest tokens each of these rows wants, the chosen one apart."""
         return [self._counts[row] for row in rows.row_list]
 
+    def wanted_counts(self, row_list: list[int]) -> dict[int, int]:
+        """The same for those places of a batch that want any."""
+        if not self._counts:
+            return {}
+        return {place: self._counts[row] for place, row in enumerate(row_list) if row in self._counts}
+
 
 def resolve_count(count: int, vocab_size: int) -> int:
     """-1 asks for the whole vocabulary."""
@@ -75,6 +84,29 @@ def gather_logprobs(logprobs: Tensor, chosen: Tensor, count: int) -> BatchLogpro
     else:
         top_logprobs, top = logprobs[:, :0], chosen.unsqueeze(1)[:, :0]
     return BatchLogprobs(chosen, chosen_logprobs.squeeze(1), ranks, top, top_logprobs)
+
+
+def packed_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
+    """[2 + 2 * count, a] int32 of logits [a, vocab_size] when `chosen` [a] was taken. No sync.
+
+    The ranks, the likeliest tokens, then the bits of their log-probabilities after that of the chosen one.
+    """
+    parts = []
+    for some, taken in zip(logits.split(_PACKED_ROWS), chosen.to(torch.int64).split(_PACKED_ROWS), strict=True):
+        found = gather_logprobs(some.to(torch.float32).log_softmax(-1), taken, count)
+        parts.append(torch.cat([found.integers()[:, 1:], found.floats().view(torch.int32)], dim=1))
+    return torch.cat(parts).T
+
+
+def unpack_logprobs(tokens: list[int], packed: Tensor, counts: dict[int, int]) -> dict[int, TokenLogprobs]:
+    """Entries from packed_logprobs() on the host: those at the places in `counts`, with so many likeliest tokens."""
+    lines = packed.T.contiguous()
+    width = lines.shape[1] // 2
+    integers, floats = lines[:, :width].tolist(), lines[:, width:].contiguous().view(torch.float32).tolist()
+    return {
+        place: token_logprobs([tokens[place], *integers[place]], floats[place], count)
+        for place, count in counts.items()
+    }
 
 
 def token_logprobs(integers: list[int], floats: list[float], count: int) -> TokenLogprobs:

@@ -5,29 +5,51 @@ Gives each row the token that Sampler.sample would. Which rows can be sampled so
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.kernels.triton.sampling import draw_within
-from quire.kernels.triton.shaping import keep_allowed
+from quire.kernels.triton.shaping import apply_edits, apply_penalties, keep_allowed
 from quire.kernels.triton.step import append_chosen, append_likeliest
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import output_lengths
+from quire.worker.sampling.logprobs import packed_logprobs
 from quire.worker.sampling.sampler import RecordedKind, Sampler
 
 
 def sample_step(kind: RecordedKind, sampler: Sampler, logits: Tensor, rows: Tensor, state: RequestRows) -> Tensor:
     """Choose a token for each of the rows [n] from its logits [n, vocab_size], append it, and advance the row.
 
-    Returns [2, n] int32: the tokens, and 0 or what `error_of` says more about.
+    Returns [2, n] int32: the tokens, and 0 or what `error_of` explains. Log-probabilities follow in more lines.
     """
     place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
     if not kind.draws:
         return append_likeliest(logits, *place)
-    raw_highest = None
-    if kind.masked:
-        logits, raw_highest = keep_allowed(logits, rows, sampler.masks.buffer, sampler.masks.lines)
+    shaped, raw_highest = _shape(kind, sampler, logits, rows, state) if kind.shapes else (logits, None)
     assert sampler.draw_table is not None
     parameters = sampler.draw_table.parameters.index_select(1, rows)
     seeds = state.seeds.index_select(0, rows)
-    tokens, highest = draw_within(logits, parameters, seeds, output_lengths(rows, state))
-    return append_chosen(tokens, highest, *place, raw_highest)
+    tokens, highest = draw_within(shaped, parameters, seeds, output_lengths(rows, state))
+    out = append_chosen(tokens, highest, *place, raw_highest)
+    if kind.logprobs is None:
+        return out
+    return torch.cat([out, packed_logprobs(logits, tokens, min(kind.logprobs, logits.shape[1]))])
+
+
+def _shape(
+    kind: RecordedKind, sampler: Sampler, logits: Tensor, rows: Tensor, state: RequestRows
+) -> tuple[Tensor, Tensor]:
+    """Logits with every change that may move the likeliest token, and the highest of what they were.
+
+    Masks may come first, since what is impossible stays so.
+    """
+    buffer, table = sampler.mask_buffer, sampler.shaping_table
+    assert table is not None
+    first, last = (0 if kind.masked else 1), (2 if kind.allows else 1)
+    shaped, raw_highest = keep_allowed(logits, rows, buffer.masks, buffer.lines[first:last])
+    known = (state.token_ids, state.num_tokens, state.num_prompt_tokens)
+    if kind.edits:
+        apply_edits(shaped, rows, table.edits, table.counts, *known)
+    if kind.penalizes:
+        apply_penalties(shaped, rows, table.penalties, *known)
+    return shaped, raw_highest

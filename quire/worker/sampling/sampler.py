@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,17 @@ from quire.worker.sampling.draw_table import DrawTable
 from quire.worker.sampling.grammar_masks import GrammarMasks
 from quire.worker.sampling.logit_bias import LogitBias
 from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
+from quire.worker.sampling.mask_buffer import MaskBuffer
 from quire.worker.sampling.min_p import MinP
 from quire.worker.sampling.min_tokens import MinTokens
 from quire.worker.sampling.penalties import Penalties
 from quire.worker.sampling.temperature import Temperature
 from quire.worker.sampling.top_k_top_p import TopKTopP
 
+if TYPE_CHECKING:
+    from quire.worker.sampling.shaping_table import ShapingTable
+
+_RECORDED_LOGPROBS = (0, 1, 5, 20)  # numbers of likeliest tokens for which sampling is recorded
 _BAD_LOGITS, _NO_TOKEN, _OVERFLOW = 1, 2, 3
 _MESSAGES = {
     _BAD_LOGITS: "the model produced NaN or infinite logits; the weights or the dtype are unsuitable",
@@ -95,10 +100,19 @@ class SampleOutput:
 
 
 class RecordedKind(NamedTuple):
-    """What the sampling of a recorded step has to do."""
+    """What the sampling of a recorded step has to do: what some of its rows ask for."""
 
-    draws: bool = False  # some rows do not just take the likeliest token of all
-    masked: bool = False  # some rows have a grammar's mask
+    draws: bool = False  # not just the likeliest token of all
+    masked: bool = False  # a grammar's mask
+    allows: bool = False  # a list of allowed tokens
+    edits: bool = False  # bans and biases of single tokens
+    penalizes: bool = False
+    logprobs: int | None = None  # log-probabilities of so many likeliest tokens
+
+    @property
+    def shapes(self) -> bool:
+        """Whether it chooses from other logits than the model's."""
+        return self.masked or self.allows or self.edits or self.penalizes
 
 
 class Sampler:
@@ -110,7 +124,6 @@ class Sampler:
             MinTokens(vocab_size, device),
             Penalties(max_rows, device),
         ]
-        self.masks = GrammarMasks(vocab_size, max_rows, device)
         self._temperature = Temperature(max_rows, device)
         self._min_p = MinP(max_rows, device)
         self._top_k_top_p = TopKTopP(vocab_size, max_rows, device)
@@ -122,12 +135,19 @@ class Sampler:
         self._draw_within = DRAW_WITHIN.bind(Target(device.type))
         has_kernel = self._draw_within is not DRAW_WITHIN.reference
         self.draw_table = DrawTable(vocab_size, max_rows, device) if has_kernel else None
+        self.mask_buffer = MaskBuffer(vocab_size, max_rows, 2 if has_kernel else 1, device)
+        self.masks = GrammarMasks(vocab_size, self.mask_buffer)
+        self.shaping_table: ShapingTable | None = None
+        if has_kernel:
+            from quire.worker.sampling.shaping_table import ShapingTable
+
+            self.shaping_table = ShapingTable(vocab_size, max_rows, self.mask_buffer, device)
         # Every row is in one of these.
         self._greedy = ActiveRows()
         self._few_candidates = ActiveRows()
         self._whole_vocabulary = ActiveRows()
         self._plain: set[int] = set()
-        self._simple: set[int] = set()  # plain, or drawing within limits
+        self._recordable: set[int] = set()  # in steps whose sampling has kernels
         self._kind_of: tuple[bool, list[int], RecordedKind | None] | None = None  # what was last asked for
 
     def add_request(self, row: int, start: RowStart) -> None:
@@ -138,14 +158,14 @@ class Sampler:
         for feature in self._features:
             feature.add_request(row, start)
         self._logprobs.add_request(row, start)
-        if self.draw_table is not None:
+        if self.draw_table is not None and self.shaping_table is not None:
             self.draw_table.set(row, start.params)
-        is_simple = _is_simple(start.params)
-        if is_simple:
-            self._simple.add(row)
+            self.shaping_table.set(row, start)
+            if row not in self.shaping_table.too_large:
+                self._recordable.add(row)
         if sampling_params(start).greedy:
             self._greedy.add(row)
-            if is_simple:
+            if _is_simple(start.params):
                 self._plain.add(row)
         elif self._top_k_top_p.has_few_candidates(row):
             self._few_candidates.add(row)
@@ -158,7 +178,9 @@ class Sampler:
         self._logprobs.remove_request(row)
         self._kind_of = None
         self._plain.discard(row)
-        self._simple.discard(row)
+        self._recordable.discard(row)
+        if self.shaping_table is not None:
+            self.shaping_table.remove(row)
         for group in (self._greedy, self._few_candidates, self._whole_vocabulary):
             group.discard(row)
 
@@ -176,18 +198,34 @@ class Sampler:
         return self._kind_of[2]
 
     def _find_kind(self, row_list: list[int], masked: bool) -> RecordedKind | None:
-        if self.draw_table is None:
-            return RecordedKind() if self.all_plain(row_list) and not masked else None
-        if not self._simple.issuperset(row_list):
+        if not masked and self.all_plain(row_list):
+            return RecordedKind()
+        table = self.shaping_table
+        if table is None or not self._recordable.issuperset(row_list):
             return None
-        return RecordedKind(draws=masked or not self.all_plain(row_list), masked=masked)
+        most = max(self.wanted_logprobs(row_list).values(), default=None)
+        if most is not None and most > _RECORDED_LOGPROBS[-1]:
+            return None
+        return RecordedKind(
+            draws=True,
+            masked=masked,
+            allows=not table.allowing.isdisjoint(row_list),
+            edits=not table.edited.isdisjoint(row_list),
+            penalizes=not table.penalized.isdisjoint(row_list),
+            logprobs=None if most is None else next(count for count in _RECORDED_LOGPROBS if count >= most),
+        )
+
+    def wanted_logprobs(self, row_list: list[int]) -> dict[int, int]:
+        """How many likeliest tokens are to be told of, for those places of a batch that want log-probabilities."""
+        return self._logprobs.wanted_counts(row_list)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
         for feature in self._features:
             feature.apply_staged_writes()
-        if self.draw_table is not None:
+        if self.draw_table is not None and self.shaping_table is not None:
             self.draw_table.apply_staged_writes()
+            self.shaping_table.apply_staged_writes()
 
     def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:
         """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.grammar_masks import GrammarMasks, mask_words
+from quire.worker.sampling.grammar_masks import GrammarMasks
+from quire.worker.sampling.mask_buffer import MaskBuffer, mask_words
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def test_exactly_the_allowed_tokens_stay(data: st.DataObject, vocab_size: int) -
     for line, row in enumerate(masked):
         for token in allowed[row]:
             masks.view(np.uint32)[line, token // 32] |= np.uint32(1 << token % 32)
-    feature = GrammarMasks(vocab_size, max_rows, CPU)
+    feature = GrammarMasks(vocab_size, MaskBuffer(vocab_size, max_rows, 1, CPU))
     if masked:
         feature.load(slots, masks)
     logits = torch.arange(len(sampling) * vocab_size, dtype=torch.float32).view(len(sampling), vocab_size)
