@@ -13,6 +13,7 @@ import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from gpu import SHAPES, Bench
 from report import environment
@@ -28,9 +29,12 @@ MODEL = "qwen3-0.6b"
 LONG = {"type": "array", "items": SCHEMA, "minItems": 1000}
 
 
-def step_ms(bench: Bench, rows: int, steps: int, context: int, grammar: GrammarSource | None) -> float:
-    """Median milliseconds from one step's outputs to the next's, all rows decoding."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, detokenize=False)
+def step_ms(
+    bench: Bench, rows: int, steps: int, context: int, grammar: GrammarSource | None, **sampling: Any
+) -> float:
+    """Median milliseconds from one step's outputs to the next's, all rows decoding; greedy unless told otherwise."""
+    chosen = {"temperature": 0.0, **sampling}
+    params = SamplingParams(max_tokens=steps, ignore_eos=True, detokenize=False, **chosen)
     for index in range(rows):
         bench.client.add_request(
             EngineRequest(
