@@ -166,6 +166,8 @@ class TritonAttention(AttentionBackend):
             return out
         if singles[0].shape[0]:
             splits, keys, stages = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
+            if not heads_fit(spec.head_dim, query.element_size()):
+                keys, stages = 64, 2
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
             decode_attention(*given, splits=splits, keys=keys, num_stages=stages)
         if few[0].shape[0]:

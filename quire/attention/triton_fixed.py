@@ -22,6 +22,8 @@ MAX_SEGMENTS = 64
 _KEYS = 64  # taken in at a time
 _WANTED_PROGRAMS = 2048
 _MAX_SPLITS = 8
+_FEW_PROGRAMS = 32
+_WIDE = 512  # bytes of a head of which a multiprocessor has no room for several pieces of keys and values
 
 
 class FixedTritonAttention(TritonAttention):
@@ -75,7 +77,7 @@ class FixedTritonAttention(TritonAttention):
         split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=_KEYS)
         index = metadata.singles[0]
         if index.shape[0]:
-            cut = replace(split, splits=_splits(index.shape[0] * spec.num_kv_heads))
+            cut = replace(split, splits=_choose_splits(index.shape[0] * spec.num_kv_heads))
             tile_attention(*given, index, torch.zeros_like(index), out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
             tile_attention(
@@ -83,7 +85,9 @@ class FixedTritonAttention(TritonAttention):
             )
         tiles = metadata.partial_tiles if whole else metadata.tiles
         if tiles[0].shape[0]:
-            cut = Cut(tile=QUERY_TILE, splits=0, segment=segment, lines=64, keys=_KEYS)
+            stages = 1 if spec.head_dim * query.element_size() > _WIDE else 3
+            warps = 8 if spec.head_dim > 128 else 4
+            cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=_KEYS, num_warps=warps, num_stages=stages)
             tile_attention(*given, *tiles, out, scale, cap, window, cut)
         return out
 
@@ -96,7 +100,10 @@ def segment_size(max_len: int) -> int:
     return size
 
 
-def _splits(programs: int) -> int:
+def _choose_splits(programs: int) -> int:
+    """Programs that share a row's segments; measured on an H200."""
+    if programs <= _FEW_PROGRAMS:
+        return 2 * _MAX_SPLITS
     splits = _MAX_SPLITS
     while splits > 1 and programs * splits > _WANTED_PROGRAMS:
         splits //= 2

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 QUERY_TILE = 128
+_WIDE = 256  # bytes of a head
 
 
 @triton.jit
@@ -60,7 +61,8 @@ def _prefill_kernel(
     at = (token[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
     q_mask = in_row[:, None] & in_head[None, :]
     q = tl.load(q_ptr + at, mask=q_mask, other=0.0)
-    q = (q.to(tl.float32) * (scale * 1.4426950408889634)).to(q.dtype) if not HAS_CAP else q
+    # Scaled queries would have to be loaded anew for every product, and each matrix instruction wait for the last.
+    to_base_2 = 1.4426950408889634 if HAS_CAP else scale * 1.4426950408889634
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
@@ -82,14 +84,13 @@ def _prefill_kernel(
         if HAS_CAP:
             scores = scores * scale
             scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
-            scores = scores * 1.4426950408889634
         if start + KEYS > first_position:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
         if WINDOW > 0:
             scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * to_base_2)
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * to_base_2 - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
@@ -115,8 +116,6 @@ def prefill_attention(
     window: int | None,
     query_tile: int = QUERY_TILE,
     keys: int = 128,
-    num_warps: int = 8,
-    num_stages: int = 2,
 ) -> None:
     """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
 
@@ -124,6 +123,11 @@ def prefill_attention(
     """
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
+    dim = triton.next_power_of_2(head_dim)
+    num_stages = 2
+    if dim * q.element_size() > _WIDE:  # fewer keys at a time, for a multiprocessor to have room for them
+        keys = min(keys, 64 if dim * q.element_size() <= 2 * _WIDE else 32)
+        num_stages = 2 if dim * q.element_size() <= 2 * _WIDE else 1
     _prefill_kernel[(tile_index.shape[0], num_heads)](
         q,
         cache,
@@ -145,8 +149,8 @@ def prefill_attention(
         WINDOW=window or 0,
         HAS_CAP=soft_cap is not None,
         QUERIES=query_tile,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=dim,
         KEYS=keys,
-        num_warps=num_warps,
+        num_warps=8,
         num_stages=num_stages,
     )

@@ -72,12 +72,17 @@ def test_padding_and_tokens_of_no_tile() -> None:
     assert bool((out[20:23] == UNTOUCHED).all())
 
 
-def test_the_tiles_that_are_used() -> None:
+@pytest.mark.parametrize("head_dim", [32, 256])
+def test_the_tiles_that_are_used(head_dim: int) -> None:
+    """Of the widest heads, too, a multiprocessor must have room for the tiles."""
     from quire.kernels.triton.prefill_attention import QUERY_TILE
 
-    spec = AttentionSpec(1, 1, 32, 0.2)
+    spec = AttentionSpec(1, 1, head_dim, 0.2)
     paged = make_paged(spec, [QUERY_TILE + 3], [QUERY_TILE + 40])
-    assert_close(run(spec, paged, tiles_of([QUERY_TILE + 3], QUERY_TILE), QUERY_TILE, 128), paged.expected)
+    tiles = tiles_of([QUERY_TILE + 3], QUERY_TILE)
+    assert_close(run(spec, paged, tiles, QUERY_TILE, 128), paged.expected)
+    half = Paged(**{**vars(paged), "query": paged.query.to(HALF), "cache": paged.cache.to(HALF)})
+    assert_close(run(spec, half, tiles, QUERY_TILE, 128), paged.expected, 3e-2)
 
 
 def test_half_precision() -> None:
