@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Activations = Literal["auto", "float32", "int16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -47,6 +48,12 @@ class ModelConfig:
         "How weights are kept: int8 or int4 (quantized while loading, on a CPU), fp8 (the same, on a GPU), stored (as"
         " in the checkpoint), or none (in --dtype). auto: stored where there are kernels for that and --dtype is not"
         " set, else none.",
+    )
+    activations: Activations = setting(
+        "auto",
+        "What activations are rounded to for products with quantized weights on a CPU. int16 has a scale for each 32"
+        " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
+        " float32 is not rounded. auto: int16 on these processors.",
     )
     max_model_len: int | None = setting(
         None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."

@@ -19,6 +19,7 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     steps_in_flight: int
     attention_backend: str
+    activations: str = "auto"  # what `quantization` rounds rows to
     deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
 
 
@@ -32,6 +33,7 @@ class ResolvedConfig:
 
     dtype: str
     quantization: str
+    activations: str
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
@@ -62,6 +64,14 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
             config.model.quantization,
             defaults.quantization if config.model.dtype == "auto" else "none",
             on_device if config.model.dtype == "auto" else "dtype is set",
+        )
+    )
+    activations = str(
+        pick(
+            "activations",
+            config.model.activations,
+            defaults.activations if method == defaults.quantization else "auto",
+            "what the processor multiplies fastest" if method == defaults.quantization else "as quantization needs",
         )
     )
     budget = int(
@@ -106,6 +116,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     return ResolvedConfig(
         dtype=dtype,
         quantization=method,
+        activations=activations,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=min(threshold, budget),

@@ -26,10 +26,11 @@ class BuildContext:
     platform: str = "cpu"  # whose implementations of ops are bound
     quantization: str = "auto"  # how weights are kept, see Target
     deterministic: bool = False
+    activations: str = "auto"
 
     @property
     def target(self) -> Target:
-        return Target(self.platform, self.dtype, self.quantization, self.deterministic)
+        return Target(self.platform, self.dtype, self.quantization, self.deterministic, self.activations)
 
 
 class CausalLM(MappedModule):

@@ -24,6 +24,7 @@ class Target:
     dtype: torch.dtype = torch.float32
     quantization: str = "auto"  # a name in quire/layers/quant/registry.py, or "auto"
     deterministic: bool = False  # whether a row's result may never depend on the other rows
+    activations: str = "auto"  # what rows are rounded to before products with quantized weights on a CPU
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,13 @@ def _dtype(config: EngineConfig, platform: Platform) -> torch.dtype:
 
 
 def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
+    target = Target(platform.name, platform.default_dtype)
+    method = choose_method(target)
     return DeviceDefaults(
         device=platform.name,
         dtype=str(platform.default_dtype).removeprefix("torch."),
-        quantization=choose_method(Target(platform.name, platform.default_dtype)).name,
+        quantization=method.name,
+        activations=method.activations(target),
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,
@@ -196,6 +199,7 @@ def _build_context(
         platform=platform.name,
         quantization=settings.quantization,
         deterministic=deterministic,
+        activations=settings.activations,
     )
 
 

@@ -30,13 +30,19 @@ FLAGS = (
 )
 COMMON = ("dispatch.cpp", "pool.cpp")  # compiled once, for the oldest processor; all others per instruction set
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
+AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+    *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),
+)
 X86 = {
+    "portable": ("-O1",),  # for processors of before 2013: not worth the time to compile it better
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mtune=haswell"),
-    "avx512": (
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
-        *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),
-    ),
+    "avx512": AVX512,
+    "avx512vnni": (*AVX512, "-mavx512vnni"),
 }
+# dispatch.cpp fills the gaps: VNNI differs from AVX-512 in products of integers alone, and without it AVX2's serve.
+COMPLETE = ("portable", "avx2", "avx512")
+SETS_OF = {"integer_products.cpp": ("portable", "avx2", "avx512vnni")}
 # Checks are calls, not inlined: else they take minutes to compile, as would those left out; address finds the same.
 # Not optimized: half the time to compile, and the tests, which are mostly Python and checks, run no longer.
 SANITIZE = (
@@ -69,7 +75,7 @@ def library_name(extra_flags: Sequence[str] = ()) -> str:
 def instruction_sets() -> dict[str, tuple[str, ...]]:
     """Name and compiler flags of each instruction set that the library is compiled for."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return PORTABLE | X86 if is_x86 else PORTABLE
+    return X86 if is_x86 else PORTABLE
 
 
 def build(target: Path, extra_flags: Sequence[str] = ()) -> None:
@@ -93,6 +99,8 @@ def _compilations(compiler: str, extra_flags: Sequence[str], scratch: Path) -> d
     sources = [path for path in FOLDER.glob("*.cpp") if path.name not in COMMON]
     for source in sorted(sources, key=lambda path: -path.stat().st_size):
         for name, flags in instruction_sets().items():
+            if name not in SETS_OF.get(source.name, COMPLETE):
+                continue
             output = str(scratch / f"{source.stem}-{name}.o")
             jobs[output] = [*base, *extra_flags, *flags, f"-DQUIRE_NS={name}", str(source), "-o", output]
     for name in COMMON:

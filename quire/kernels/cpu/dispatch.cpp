@@ -18,6 +18,15 @@ namespace avx2 {
 namespace avx512 {
 #include "kernels.def"
 }
+namespace avx512 {  // without VNNI there is nothing to gain from wider vectors
+void integer_product(const void* plan, const float* x, float* out, int64_t rows) {
+    avx2::integer_product(plan, x, out, rows);
+}
+}  // namespace avx512
+namespace avx512vnni {  // AVX-512 but for products of integers
+using namespace avx512;
+void integer_product(const void* plan, const float* x, float* out, int64_t rows);
+}  // namespace avx512vnni
 #endif
 }  // namespace quire
 #undef KERNEL
@@ -82,6 +91,11 @@ const Kernel avx512_kernels[] = {
 #include "kernels.def"
     {nullptr, nullptr, nullptr}};
 #undef QUIRE_SET
+#define QUIRE_SET quire::avx512vnni
+const Kernel avx512vnni_kernels[] = {
+#include "kernels.def"
+    {nullptr, nullptr, nullptr}};
+#undef QUIRE_SET
 
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -91,11 +105,14 @@ bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 // The best first.
 const InstructionSet sets[] = {
 #ifdef QUIRE_X86
+    {"avx512vnni", avx512vnni_kernels, has_avx512vnni},
     {"avx512", avx512_kernels, has_avx512},
     {"avx2", avx2_kernels, has_avx2},
 #endif

@@ -95,6 +95,12 @@ def bound() -> SimpleNamespace:
     return library.kernels
 
 
+def multiplies_integers() -> bool:
+    """Whether the processor has instructions for products of 16-bit integers, which do twice as many as of floats."""
+    library = load()
+    return library is not None and library.instruction_set == "avx512vnni"
+
+
 def take_threads() -> None:
     """Give torch's threads to the kernels, which do the heavy work; what torch still does, it does with one.
 

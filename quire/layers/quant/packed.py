@@ -1,6 +1,7 @@
 """Weights in panels for the native CPU kernels: as the checkpoint stores them, or quantized while they are loaded.
 
-Arithmetic stays float32; only what lies in memory differs. Knows formats by name, not files.
+What lies in memory differs, and for quantized weights the arithmetic may: see `Product`. Knows formats by name, not
+files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.weights import Blocks, Weight, float_format
@@ -44,7 +46,7 @@ class PackedLinear(LinearMethod):
         self._matrices[piece] = PackedMatrix.from_float(rows, kept)
 
     def finish(self) -> None:
-        self._product = Product(self.matrices, self.bias)
+        self._product = Product(self.matrices, self.bias, self.spec.target.activations)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -87,6 +89,7 @@ class Stored(Quantization):
     """Weights keep the format they have in the checkpoint, if there are kernels for it."""
 
     name = "stored"
+    rounds_activations = True
     storage: str | None = None
     table_storage: str | None = None
 
@@ -97,6 +100,9 @@ class Stored(Quantization):
             return f"it computes in float32, not in {target.dtype}; leave --dtype out"
         reason = KERNELS.refuses(target)
         return None if reason is None else f"{reason}; install a C++ compiler, for example g++"
+
+    def activations(self, target: Target) -> str:
+        return "int16" if multiplies_integers() else "float32"
 
     def linear(self, spec: MatrixSpec) -> LinearMethod:
         return PackedLinear(spec, self.storage)

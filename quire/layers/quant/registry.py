@@ -24,6 +24,16 @@ AUTOMATIC = ("stored", "none")
 
 def choose_method(target: Target) -> Quantization:
     """The method that the target names; ConfigError if it cannot serve."""
+    method = _named_method(target)
+    if target.activations == "int16" and not method.rounds_activations:
+        raise ConfigError(
+            f"activations is 'int16' but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
+            " leave --activations out, or use a CPU with --quantization stored, int8 or int4"
+        )
+    return method
+
+
+def _named_method(target: Target) -> Quantization:
     if target.quantization == "auto":
         methods = (METHODS.get(name)() for name in AUTOMATIC)
         return next(method for method in methods if method.refuses(target) is None)

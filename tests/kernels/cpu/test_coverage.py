@@ -23,6 +23,9 @@ BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
 LOOKED_UP = "test_rows_are_looked_up"
 COVERED = {
     "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
+    "integer_product": Held(
+        BATCHED_PRODUCT, "test_products_of_integers", "test_every_batch_size_to_64_gives_the_same_bits"
+    ),
     "panel_bytes": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
     "pack_blocks": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
     "pack_floats": Held(

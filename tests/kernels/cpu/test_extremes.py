@@ -19,7 +19,7 @@ from quire.ops.draw_within import draw_within
 from tests.attention.test_cpu_native import native
 from tests.attention.test_torch_ref import dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
-from tests.kernels.cpu.test_matrix import inner_size, make, random_blocks
+from tests.kernels.cpu.test_matrix import CODED, allowed_error, inner_size, make, random_blocks
 
 pytestmark = needs_library
 
@@ -56,10 +56,28 @@ def test_products(isa: str, kind: str, rows: int) -> None:
     x = rows_with_special(rows, inner)
     with using(isa):
         matrix = make(kind, 37, inner, seed=1)
-        found, weight = Product([matrix])(x), matrix.dequantize()
+        found, weight = Product([matrix], None, "float32")(x), matrix.dequantize()
     expected = torch.nn.functional.linear(x.double(), weight.double())
     scale = 1e-6 * x.nan_to_num(0, 0, 0).double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
     assert_same_kind(found, expected, scale)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("rows", [1, 19, 70])
+def test_products_of_integers(isa: str, kind: str, rows: int) -> None:
+    """A row that is not finite has no scale: all its results are NaN. The others do not feel it."""
+    inner = inner_size(kind, 75)
+    x = rows_with_special(rows, inner)
+    with using(isa):
+        matrix = make(kind, 37, inner, seed=1)
+        found, weight = Product([matrix], None, "int16")(x), matrix.dequantize()
+    finite = x.isfinite().all(1)
+    assert found[~finite].isnan().all()
+    expected = torch.nn.functional.linear(x[finite].double(), weight.double())
+    # Below 2^-126 a scale cannot have an inverse, and numbers become zeros.
+    scale = allowed_error(x[finite], weight, "int16") + 2**-126 * weight.double().abs().sum(1)
+    assert_same_kind(found[finite], expected, scale)
 
 
 @each_instruction_set

@@ -20,6 +20,8 @@ from tests.kernels.cpu.isa import examples
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
 KINDS = (*BLOCK_TYPES, *STORAGES)
+CODED = (*BLOCK_TYPES, "int8", "int4")  # weights that rows of integers can be multiplied with
+ARITHMETIC = [*((kind, "float32") for kind in KINDS), *((kind, "int16") for kind in CODED)]
 
 
 def random_blocks(type: str, rows: int, inner: int, seed: int) -> NDArray[np.uint8]:
@@ -50,6 +52,17 @@ def inner_size(kind: str, wanted: int) -> int:
     """The next size that the kind can have."""
     unit = BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else 1
     return -(-wanted // unit) * unit
+
+
+def allowed_error(x: Tensor, weight: Tensor, activations: str) -> Tensor:
+    """Of x @ weight.T, float64 [rows, outputs]: what rounding sums costs, and for integers what rounding x costs."""
+    x, weight = x.double(), weight.double()
+    allowed = 1e-6 * x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
+    if activations == "int16":
+        for block, weights in zip(x.split(32, dim=1), weight.split(32, dim=1), strict=True):
+            half_a_step = block.abs().amax(1, keepdim=True) / 32767 / 2
+            allowed += 1.001 * half_a_step * weights.abs().sum(1)
+    return allowed
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -173,7 +186,7 @@ def test_memory_for_panels_is_aligned_apart_and_lives_as_long_as_its_tensor() ->
 # ---- products
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
 @examples(25)
 @given(
     rows=st.integers(0, 70),
@@ -183,35 +196,37 @@ def test_memory_for_panels_is_aligned_apart_and_lives_as_long_as_its_tensor() ->
     bias=st.booleans(),
 )
 def test_a_row_has_the_same_bits_in_any_batch(
-    kind: str, rows: int, inner: int, outputs: int, start: int, bias: bool
+    kind: str, activations: str, rows: int, inner: int, outputs: int, start: int, bias: bool
 ) -> None:
     inner = inner_size(kind, inner)
     matrix, generator = make(kind, outputs, inner, seed=outputs), torch.Generator().manual_seed(inner)
     x = torch.randn(140, inner, generator=generator)
     added = torch.randn(outputs, generator=generator) if bias else None
-    product = Product([matrix], added)
+    product = Product([matrix], added, activations)
+    assert product.activations == activations
     whole = product(x)
     expected = torch.nn.functional.linear(
         x.double(), matrix.dequantize().double(), None if added is None else added.double()
     )
-    scale = x.norm(dim=1, keepdim=True) * matrix.dequantize().norm(dim=1)
-    assert ((whole - expected).abs() <= 1e-6 * scale + 1e-6 * expected.abs()).all()
+    allowed = allowed_error(x, matrix.dequantize(), activations)
+    assert ((whole - expected).abs() <= allowed + 1e-6 * expected.abs()).all()
     assert torch.equal(product(x[start : start + rows]), whole[start : start + rows])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_batch_size_to_64_gives_the_same_bits(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
+def test_every_batch_size_to_64_gives_the_same_bits(kind: str, activations: str) -> None:
     inner = inner_size(kind, 300)
-    product = Product([make(kind, 75, inner, seed=2)])
+    product = Product([make(kind, 75, inner, seed=2)], None, activations)
     x = torch.randn(64, inner)
     whole = product(x)
     for rows in range(1, 65):
         assert torch.equal(product(x[-rows:]), whole[-rows:])
 
 
+@pytest.mark.parametrize("activations", ["float32", "int16"])
 @pytest.mark.parametrize(("rows", "inner"), [(600, 200), (470, 9001)], ids=["chunks", "parts"])
-def test_many_rows_give_the_same_bits_as_few(rows: int, inner: int) -> None:
-    product = Product([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35))
+def test_many_rows_give_the_same_bits_as_few(rows: int, inner: int, activations: str) -> None:
+    product = Product([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35), activations)
     x = torch.randn(rows, inner)
     whole = product(x)
     for start, end in ((0, 1), (rows - 1, rows), (rows // 2 - 3, rows // 2 + 3), (rows // 2 - 50, rows // 2 + 20)):
@@ -230,14 +245,55 @@ def test_each_element_is_summed_from_the_first_to_the_last() -> None:
     assert torch.equal(found[:1], Product([PackedMatrix.from_float(weight)])(x[:1]))
 
 
+def test_integers_are_summed_exactly_and_groups_from_the_first_to_the_last() -> None:
+    """Written out: a scale for each 32 elements of a row, whole numbers, one fused multiply-add for each group."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 100, generator=generator)
+    matrix = PackedMatrix.from_float(torch.randn(40, 100, generator=generator), "int8")
+    weight, total = matrix.dequantize(), torch.zeros(7, 40)
+    for rows, weights in zip(x.split(32, dim=1), weight.split(32, dim=1), strict=True):
+        step = rows.abs().amax(1, keepdim=True) * (1 / torch.tensor(32767.0))
+        scale = weights.abs().amax(1) / 127  # of codes, which reach 127 at the largest
+        codes = (weights / scale[:, None]).round()
+        sums = ((rows / step).round().double() @ codes.double().T).float()
+        total = (total.double() + (sums * (weights / codes).nan_to_num().amax(1)).double() * step.double()).float()
+    torch.testing.assert_close(Product([matrix], None, "int16")(x), total, rtol=1e-6, atol=1e-5)
+
+
+def test_float_weights_are_multiplied_as_floats_whatever_is_asked() -> None:
+    x, weight = torch.randn(5, 64), torch.randn(20, 64)
+    for storage in ("float32", "bfloat16", "float16"):
+        matrix = PackedMatrix.from_float(weight, storage)
+        product = Product([matrix], None, "int16")
+        assert product.activations == "float32"
+        assert torch.equal(product(x), Product([matrix], None, "float32")(x))
+    mixed = [PackedMatrix.from_float(weight, "int8"), PackedMatrix.from_float(weight, "bfloat16")]
+    assert Product(mixed, None, "int16").activations == "float32"
+
+
+def test_integers_are_chosen_where_the_processor_has_instructions_for_them() -> None:
+    loaded = library.load()
+    assert loaded is not None
+    matrix, before = PackedMatrix.from_float(torch.randn(20, 64), "int8"), loaded.instruction_set
+    try:
+        for name in loaded.instruction_sets:
+            loaded.select(name)
+            assert Product([matrix]).activations == ("int16" if name == "avx512vnni" else "float32")
+    finally:
+        loaded.select(before)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int) -> None:
     sizes = {"Q4_1": 40, "Q8_0": 7, "Q4_K": 16, "float32": 33, "int4": 100, "Q6_K": 1, "bfloat16": 64}
     matrices = [make(kind, size, 512, seed=size) for kind, size in sizes.items()]
     x, bias = torch.randn(rows, 512), torch.randn(sum(sizes.values()))
     whole = Product(matrices, bias)(x)
-    parts = torch.cat([Product([matrix])(x) for matrix in matrices], dim=1)
+    parts = torch.cat([Product([matrix], None, "float32")(x) for matrix in matrices], dim=1)
     assert torch.equal(whole, parts + bias)
+    coded = [matrix for matrix in matrices if matrix.format.startswith("code")]
+    whole = Product(coded, None, "int16")(x)
+    assert torch.equal(whole, torch.cat([Product([matrix], None, "int16")(x) for matrix in coded], dim=1))
 
 
 @pytest.mark.parametrize("rows", [1, 30])
@@ -268,8 +324,8 @@ def test_extreme_values_are_passed_on(rows: int, storage: str) -> None:
     assert not out[1:, [0, 1, 3]].isnan().any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "activations"), ARITHMETIC)
+def test_every_instruction_set_gives_the_same_bits(kind: str, activations: str) -> None:
     loaded = library.load()
     assert loaded is not None
     before, results = loaded.instruction_set, []
@@ -279,7 +335,8 @@ def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
         for name in loaded.instruction_sets:
             loaded.select(name)
             matrix = make(kind, 90, inner, seed=4)
-            results.append(torch.cat([Product([matrix])(x[:rows]) for rows in (61, 20, 1)]))
+            product = Product([matrix], None, activations)
+            results.append(torch.cat([product(x[:rows]) for rows in (61, 20, 3, 1)]))
     finally:
         loaded.select(before)
     assert all(torch.equal(result, results[0]) for result in results)

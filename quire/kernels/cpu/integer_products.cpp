@@ -1,0 +1,360 @@
+// Products of rows rounded to 16-bit integers with weights of 4 or 8 bits: out = x @ w^T + bias.
+//
+// Each 32 elements of a row share a scale, the largest of them becoming 32767, so that x is off by 1 / 65534 of that one
+// at most. A group's products are summed as integers, which is exact, and the groups' sums in floats from the first to
+// the last, whatever the number of rows and wherever a row stands in them: results never depend on the batch, nor on the
+// instruction set. Of a row that is not finite, all results are NaN.
+#include "integers.h"
+#include "plan.h"
+
+namespace quire {
+namespace QUIRE_NS {
+namespace {
+
+constexpr int64_t DEPTH = 288;              // elements along k that a tile of weights holds
+constexpr int64_t MOST_ENCODED = 1 << 20;   // elements of x that are encoded at a time
+constexpr int PAIRS = BLOCK / 2;
+
+// ---- rows of x: for each BLOCK along k the scale of each row, the sum of its integers, and [PAIRS][rows] pairs
+constexpr int64_t block_words(int64_t rows) { return (2 + PAIRS) * rows; }
+
+// One row's BLOCK, of which `count` elements are there; pairs become vectors of LANES.
+inline void encode_row(const float* x, int64_t count, float* scale, float* sum, Vec* pairs) {
+    constexpr int N = BLOCK / LANES;
+    Vec v[N], most = zero(), wrong = zero(), total = zero();
+    for (int i = 0; i < N; ++i) {
+        const int64_t left = count - i * LANES;
+        v[i] = left >= LANES ? load(x + i * LANES) : left > 0 ? load_part(x + i * LANES, (int)left) : zero();
+        most = vmax(most, vmax(v[i], sub(zero(), v[i])));
+        wrong = fma(v[i], zero(), wrong);  // NaN if anything is not finite
+    }
+    const float unit = max_lane(most) * (1.0f / 32767.0f);
+    const float step = unit < 0x1p-126f ? 0x1p-126f : unit;  // its inverse must not overflow
+    const Vec inverse = set(1.0f / step);
+    for (int i = 0; i < N; ++i) {
+        v[i] = fma(v[i], inverse, set(ROUNDER));
+        total = add(total, sub(v[i], set(ROUNDER)));
+    }
+    *scale = step + QUIRE_NS::sum(wrong);
+    *sum = QUIRE_NS::sum(total);
+    for (int i = 0; i < N; i += 2)
+        pairs[i / 2] = pair_up(even_quarters(v[i], v[i + 1]), odd_quarters(v[i], v[i + 1]));
+}
+
+// x [ROWS][stride], `depth` elements of each.
+template <int ROWS>
+void encode(const float* x, int64_t stride, int64_t depth, int32_t* out) {
+    constexpr int N = PAIRS / LANES;
+    static_assert(ROWS <= LANES, "rows are transposed in one go");
+    for (int64_t k = 0; k < depth; k += BLOCK, out += block_words(ROWS)) {
+        float *scales = (float*)out, *sums = scales + ROWS, *to = sums + ROWS;
+        Vec rows[N][LANES];
+        for (int i = 0; i < N; ++i)
+            for (int r = 0; r < LANES; ++r) rows[i][r] = zero();
+        for (int r = 0; r < ROWS; ++r) {
+            Vec pairs[N];
+            encode_row(x + r * stride + k, depth - k, scales + r, sums + r, pairs);
+            for (int i = 0; i < N; ++i) rows[i][r] = pairs[i];
+        }
+        for (int i = 0; i < N; ++i) {
+            transpose(rows[i]);
+            for (int j = 0; j < LANES; ++j) put(to + (i * LANES + j) * ROWS, rows[i][j], ROWS);
+        }
+    }
+}
+template <int ROWS>
+struct Encode {
+    static constexpr auto run = encode<ROWS>;
+};
+
+// ---- weights
+// How the sum of a group becomes one over weights.
+enum Kind { SCALE, SCALE_AND_MINIMUM, SCALE_OF_16 };
+constexpr Kind kind_of(int format) {
+    if (LAYOUTS[format].group < BLOCK) return SCALE_OF_16;
+    return LAYOUTS[format].has_min || LAYOUTS[format].zero ? SCALE_AND_MINIMUM : SCALE;
+}
+constexpr int group_of(Kind kind) { return kind == SCALE_OF_16 ? 16 : BLOCK; }
+
+// The scales of a group; a code that means zero makes a minimum.
+template <int F>
+inline Scales<F> scales_at(const uint8_t* p) {
+    static_assert(LAYOUTS[F].group == group_of(kind_of(F)), "a group of another size needs a kind of its own");
+    Scales<F> scales;
+    scales.load_group(p);
+    if constexpr (LAYOUTS[F].zero != 0)
+        for (int v = 0; v < VECS; ++v) scales.minimum[v] = mul(scales.scale[v], set(-LAYOUTS[F].zero));
+    return scales;
+}
+
+// A group's sum over code * x as the sum over weight * x, in units of x's scale.
+template <Kind K>
+inline Vec scaled(Ints total, Vec scale, Vec minimum, Vec x_sum) {
+    const Vec value = to_float(total);
+    return K == SCALE_AND_MINIMUM ? fma(value, scale, mul(minimum, x_sum)) : mul(value, scale);
+}
+
+// Eight elements along k of one panel.
+template <int F>
+struct Eight {
+    static constexpr int BYTES = PANEL * LAYOUTS[F].bits;
+    const uint8_t* p;
+    Words words[VECS];
+
+    inline void load_codes(const uint8_t* from) {
+        p = from;
+        if constexpr (LAYOUTS[F].bits == 4)
+            for (int v = 0; v < VECS; ++v) words[v] = load_words(from + v * LANES * 4);
+    }
+    static inline void prefetch(const uint8_t* from) {
+        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(from + line);
+    }
+    // Elements I and I + 4.
+    template <int I>
+    inline Ints pair(int v) const {
+        if constexpr (LAYOUTS[F].bits == 4)
+            return nibble_pair<I>(words[v]);
+        else
+            return byte_pair(p + I * PANEL + v * LANES, p + (I + 4) * PANEL + v * LANES);
+    }
+};
+
+// ---- few rows: codes are made in registers and used at once
+// DIRECT_PANELS panels, `panel_stride` bytes apart, of which `width` columns are wanted.
+template <int F, int ROWS>
+void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel_stride, float* out, int64_t stride,
+            int64_t width, const float* bias) {
+    constexpr Layout L = LAYOUTS[F];
+    constexpr int PANELS = DIRECT_PANELS, N = PANELS * VECS;
+    Vec acc[ROWS][N];
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < N; ++v) acc[r][v] = zero();
+    const uint8_t *scale_at = panel, *code_at = panel + L.codes_at(inner);
+    for (int64_t k = 0; k < inner; k += BLOCK) {
+        const float *x_scales = (const float*)x, *x_sums = x_scales + ROWS;
+        x += 2 * ROWS;
+        for (int g = 0; g < BLOCK; g += L.group) {
+            Ints totals[ROWS][N];
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < N; ++v) totals[r][v] = no_ints();
+            for (int j = 0; j < L.group; j += 8, x += 4 * ROWS, code_at += Eight<F>::BYTES) {
+                Eight<F> codes[PANELS];
+                for (int p = 0; p < PANELS; ++p) codes[p].load_codes(code_at + p * panel_stride);
+                for (int p = 0; p < PANELS; ++p) Eight<F>::prefetch(code_at + (PANELS + p) * panel_stride);
+                unrolled<4>([&](auto index) __attribute__((always_inline)) {
+                    constexpr int I = decltype(index)::value;
+                    Ints xs[ROWS];
+                    for (int r = 0; r < ROWS; ++r) xs[r] = set_ints(x[I * ROWS + r]);
+                    for (int p = 0; p < PANELS; ++p)
+                        for (int v = 0; v < VECS; ++v) {
+                            const Ints w = codes[p].template pair<I>(v);
+                            for (int r = 0; r < ROWS; ++r)
+                                totals[r][p * VECS + v] = dot(totals[r][p * VECS + v], w, xs[r]);
+                        }
+                });
+            }
+            for (int p = 0; p < PANELS; ++p) {
+                const Scales<F> scales = scales_at<F>(scale_at + p * panel_stride);
+                __builtin_prefetch(scale_at + (PANELS + p) * panel_stride);
+                for (int v = 0; v < VECS; ++v)
+                    for (int r = 0; r < ROWS; ++r) {
+                        const Vec value = scaled<kind_of(F)>(totals[r][p * VECS + v], scales.scale[v],
+                                                             scales.minimum[v], set(x_sums[r]));
+                        acc[r][p * VECS + v] = fma(value, set(x_scales[r]), acc[r][p * VECS + v]);
+                    }
+            }
+            scale_at += L.scales_per_group();
+        }
+    }
+    unrolled<ROWS>([&](auto r) { store_columns<N>(acc[r.value], out + r.value * stride, width, bias); });
+}
+
+// Panels [begin, end) of a segment for at most MOST_DIRECT_ROWS rows.
+template <int F>
+void few(const int32_t* x, int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end, float* out,
+         int64_t stride, const float* bias) {
+    direct_panels<F>(rows, inner, segment, begin, end,
+                     [&](auto count, const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
+                         direct<F, decltype(count)::value>(x, inner, panel, apart, out + column, stride, width,
+                                                           bias ? bias + column : nullptr);
+                     });
+}
+
+// ---- many rows: codes are made once per tile, which all rows of a chunk pass by
+struct Tile {
+    const int32_t* codes;  // [pairs along k][TILE_WIDTH]
+    const float* scales;   // [groups along k][2][TILE_WIDTH]: scales and minima
+    int64_t blocks, width;
+    bool first, last;   // of the tiles along k: starts from zero, ends in `out`; others hand over sums
+    const float* bias;  // added by the last
+};
+
+// Elements [from, from + depth) along k of one panel, both multiples of BLOCK.
+template <int F>
+void expand(const uint8_t* panel, int64_t inner, int64_t from, int64_t depth, int32_t* codes, float* scales) {
+    constexpr Layout L = LAYOUTS[F];
+    const int64_t ahead = TILE_PANELS * L.panel_bytes(inner);
+    const uint8_t* scale_at = panel + from / L.group * L.scales_per_group();
+    const uint8_t* code_at = panel + L.codes_at(inner) + from / 8 * Eight<F>::BYTES;
+    for (int64_t k = 0; k < depth; k += L.group) {
+        const Scales<F> group = scales_at<F>(scale_at);
+        __builtin_prefetch(scale_at + ahead);
+        scale_at += L.scales_per_group();
+        for (int v = 0; v < VECS; ++v) {
+            store(scales + v * LANES, group.scale[v]);
+            if constexpr (kind_of(F) == SCALE_AND_MINIMUM) store(scales + TILE_WIDTH + v * LANES, group.minimum[v]);
+        }
+        scales += 2 * TILE_WIDTH;
+        for (int j = 0; j < L.group; j += 8, code_at += Eight<F>::BYTES) {
+            Eight<F> eight;
+            eight.load_codes(code_at);
+            Eight<F>::prefetch(code_at + ahead);
+            unrolled<4>([&](auto index) __attribute__((always_inline)) {
+                for (int v = 0; v < VECS; ++v)
+                    store_ints(codes + v * LANES, eight.template pair<decltype(index)::value>(v));
+                codes += TILE_WIDTH;
+            });
+        }
+    }
+}
+
+// A group's sums of integers `totals` [ROWS][TILE_WIDTH] onto `sums`.
+template <Kind K, int ROWS>
+inline __attribute__((always_inline)) void add_group(const int32_t* totals, const float* scales, const float* x_scales,
+                                                     const float* x_sums, float* sums) {
+    Vec scale[TILE_VECS], minimum[TILE_VECS];
+    for (int v = 0; v < TILE_VECS; ++v) {
+        scale[v] = load(scales + v * LANES);
+        minimum[v] = K == SCALE_AND_MINIMUM ? load(scales + TILE_WIDTH + v * LANES) : zero();
+    }
+    unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
+        constexpr int R = decltype(i)::value / TILE_VECS, V = decltype(i)::value % TILE_VECS;
+        const Vec value = scaled<K>(load_ints(totals + i.value * LANES), scale[V], minimum[V], set(x_sums[R]));
+        store(sums + i.value * LANES, fma(value, set(x_scales[R]), load(sums + i.value * LANES)));
+    });
+}
+
+template <Kind K, int ROWS>
+void multiply(const Tile& tile, const int32_t* x, float* sums, float* out, int64_t out_stride) {
+    constexpr int GROUP = group_of(K);
+    alignas(64) int32_t held[ROWS * TILE_WIDTH];
+    if (tile.first)
+        unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
+            store(sums + i.value * LANES, zero());
+        });
+    if (tile.last) prefetch_results<ROWS>(out, out_stride);
+    const int32_t* w = tile.codes;
+    const float* scales = tile.scales;
+    for (int64_t block = 0; block < tile.blocks; ++block) {
+        const float *x_scales = (const float*)x, *x_sums = x_scales + ROWS;
+        x += 2 * ROWS;
+        for (int g = 0; g < BLOCK; g += GROUP, scales += 2 * TILE_WIDTH) {
+            Ints totals[ROWS][TILE_VECS];
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < TILE_VECS; ++v) totals[r][v] = no_ints();
+            for (int j = 0; j < GROUP / 2; ++j, w += TILE_WIDTH, x += ROWS) {
+                Ints ws[TILE_VECS];
+                for (int v = 0; v < TILE_VECS; ++v) ws[v] = load_ints(w + v * LANES);
+                for (int r = 0; r < ROWS; ++r) {
+                    const Ints xs = set_ints(x[r]);
+                    for (int v = 0; v < TILE_VECS; ++v) totals[r][v] = dot(totals[r][v], ws[v], xs);
+                }
+            }
+            unrolled<ROWS * TILE_VECS>([&](auto i) __attribute__((always_inline)) {
+                store_ints(held + i.value * LANES, totals[i.value / TILE_VECS][i.value % TILE_VECS]);
+            });
+            // Through memory: all registers are taken, and scales should have some.
+            asm volatile("" : : "r"(held) : "memory");
+            add_group<K, ROWS>(held, scales, x_scales, x_sums, sums);
+        }
+    }
+    if (tile.last)
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+            Vec v[TILE_VECS];
+            for (int i = 0; i < TILE_VECS; ++i) v[i] = load(sums + r.value * TILE_WIDTH + i * LANES);
+            store_columns<TILE_VECS>(v, out + r.value * out_stride, tile.width, tile.bias);
+        });
+}
+template <Kind K>
+struct Of {
+    template <int ROWS>
+    struct Multiply {
+        static constexpr auto run = multiply<K, ROWS>;
+    };
+};
+
+struct Rows : Blocks {
+    const int32_t* codes;  // [tiles along k][count] of what `encode` makes
+
+    Rows(int64_t rows, int64_t inner) : Blocks(rows, inner, DEPTH), codes(nullptr) {}
+    int64_t at(int64_t k, int64_t block) const {
+        return (k / depth * count + block) * (depth / BLOCK) * block_words(TILE_ROWS);
+    }
+};
+
+// One tile of TILE_PANELS panels for the blocks [begin, end) of rows.
+template <int F>
+void tile_rows(const Rows& x, int64_t begin, int64_t end, const Segment& segment, int64_t panel, float* out,
+               int64_t out_stride, const float* bias) {
+    const int64_t panel_bytes = LAYOUTS[F].panel_bytes(x.inner), column = panel * PANEL;
+    const int64_t count = least(TILE_PANELS, ceil_div(segment.outputs, PANEL) - panel);
+    const uint8_t* panels = segment.panels + panel * panel_bytes;
+    int32_t* codes = (int32_t*)scratch(0, TILE_WIDTH * x.depth / 2 * sizeof(int32_t));
+    float* sums = (float*)scratch(1, TILE_WIDTH * TILE_ROWS * (end - begin) * sizeof(float));
+    float* scales = (float*)scratch(3, x.depth / LAYOUTS[F].group * 2 * TILE_WIDTH * sizeof(float));
+    for (int64_t k = 0; k < x.inner; k += x.depth) {
+        const int64_t blocks = ceil_div(x.deep(k), BLOCK);
+        for (int64_t p = 0; p < count; ++p)
+            expand<F>(panels + p * panel_bytes, x.inner, k, blocks * BLOCK, codes + p * PANEL, scales + p * PANEL);
+        const Tile tile{codes,  scales,  blocks, segment.outputs - column, k == 0, k + x.depth >= x.inner,
+                        bias ? bias + column : nullptr};
+        for (int64_t b = begin; b < end; ++b)
+            Table<Of<kind_of(F)>::template Multiply>::of(x.size(b))(tile, x.codes + x.at(k, b),
+                                                           sums + (b - begin) * TILE_WIDTH * TILE_ROWS,
+                                                           out + x.start(b) * out_stride + column, out_stride);
+    }
+}
+
+struct Kernels {
+    void (*direct)(const int32_t*, int64_t, int64_t, const Segment&, int64_t, int64_t, float*, int64_t, const float*);
+    void (*tile)(const Rows&, int64_t, int64_t, const Segment&, int64_t, float*, int64_t, const float*);
+};
+template <int... F>
+struct ByFormat {
+    static constexpr Kernels table[] = {{few<F>, tile_rows<F>}...};
+};
+using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, CODE8_MIN_F32, CODE8_F32>;
+inline const Kernels& kernels_of(const Segment& segment) { return AllKernels::table[segment.format - CODE4]; }
+
+void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
+    int32_t* codes = (int32_t*)scratch(2, ceil_div(plan.inner, BLOCK) * block_words(rows) * sizeof(int32_t));
+    Table<Encode, 1>::of(rows)(x, plan.inner, plan.inner, codes);
+    share_panels(plan, rows, [&](const Segment& segment, int64_t begin, int64_t end, int64_t column) {
+        kernels_of(segment).direct(codes, rows, plan.inner, segment, begin, end, out + column, plan.outputs,
+                                   plan.bias_at(column));
+    });
+}
+
+void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows) {
+    Rows x(num_rows, plan.inner);
+    int32_t* codes = (int32_t*)scratch(2, x.at(x.tiles() * x.depth, 0) * sizeof(int32_t));
+    share_blocks(x, [&](int64_t block, int64_t k, int64_t depth) {
+        Table<Encode, 1>::of(x.size(block))(from + x.start(block) * x.inner + k, x.inner, depth, codes + x.at(k, block));
+    });
+    x.codes = codes;
+    share_tiles(plan, x, [&](const Segment& segment, int64_t panel, int64_t first, int64_t last, int64_t column) {
+        kernels_of(segment).tile(x, first, last, segment, panel, out + column, plan.outputs, plan.bias_at(column));
+    });
+}
+
+}  // namespace
+
+void integer_product(const void* plan_address, const float* x, float* out, int64_t rows) {
+    const Plan& plan = *(const Plan*)plan_address;
+    multiply_rows(
+        plan, x, out, rows, MOST_ENCODED, [&](auto... part) { few_rows(plan, part...); },
+        [&](auto... part) { many_rows(plan, part...); });
+}
+
+}  // namespace QUIRE_NS
+}  // namespace quire
