@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.launch import begin_dependent, heads_of, launch_options
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 
@@ -167,13 +167,12 @@ def decode_attention(
     lines of out [tokens, heads * dim].
     """
     _, num_heads, head_dim = q.shape
-    count = index.shape[0]
-    _, _, num_kv_heads, block_size, _ = cache.shape
+    count, num_kv_heads = index.shape[0], cache.shape[2]
+    heads = heads_of(q, cache, soft_cap, window)
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty(count, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(count, num_heads, splits, dtype=torch.float32, device=q.device)
-    dim = triton.next_power_of_2(head_dim)
     _split_kernel[(count, num_kv_heads, splits)](
         q,
         cache,
@@ -189,18 +188,12 @@ def decode_attention(
         cache.stride(0),
         scale,
         soft_cap or 0.0,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
-        HAS_CAP=soft_cap is not None,
         SPLITS=splits,
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(num_heads // num_kv_heads)),
-        DIM=dim,
         KEYS=keys,
         num_warps=num_warps,
         num_stages=num_stages,
+        **heads,
         **launch_options(),
     )
     if splits > 1:
@@ -213,7 +206,7 @@ def decode_attention(
             NUM_HEADS=num_heads,
             SPLITS=splits,
             HEAD_DIM=head_dim,
-            DIM=dim,
+            DIM=heads["DIM"],
             PADDED=triton.next_power_of_2(splits),
             num_warps=1,
             **launch_options(),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 HOPPER = (9, 0)
 
@@ -54,6 +55,21 @@ def launch_options() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None) -> dict[str, int]:
+    """What kernels of attention know when they are compiled: q [n, heads, dim], a paged cache, and what is seen."""
+    _, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = cache.shape
+    return {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "WINDOW": window or 0,
+        "HAS_CAP": soft_cap is not None,
+        "DIM": triton.next_power_of_2(head_dim),
+    }
 
 
 @cache

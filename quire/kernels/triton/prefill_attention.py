@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.launch import heads_of
+
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
 
@@ -121,14 +123,11 @@ def prefill_attention(
 
     contexts, query_starts, tile_index and tile_offset are int32; `rows` picks lines of tables [max_rows, max_blocks].
     """
-    _, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, block_size, _ = cache.shape
-    dim = triton.next_power_of_2(head_dim)
-    num_stages = 2
-    if dim * q.element_size() > _WIDE:  # fewer keys at a time, for a multiprocessor to have room for them
-        keys = min(keys, 64 if dim * q.element_size() <= 2 * _WIDE else 32)
-        num_stages = 2 if dim * q.element_size() <= 2 * _WIDE else 1
-    _prefill_kernel[(tile_index.shape[0], num_heads)](
+    heads = heads_of(q, cache, soft_cap, window)
+    width, num_stages = heads["DIM"] * q.element_size(), 2
+    if width > _WIDE:  # fewer keys at a time, for a multiprocessor to have room for them
+        keys, num_stages = (min(keys, 64), 2) if width <= 2 * _WIDE else (min(keys, 32), 1)
+    _prefill_kernel[(tile_index.shape[0], q.shape[1])](
         q,
         cache,
         tables,
@@ -142,15 +141,9 @@ def prefill_attention(
         cache.stride(0),
         scale,
         soft_cap or 0.0,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
-        HAS_CAP=soft_cap is not None,
         QUERIES=query_tile,
-        DIM=dim,
         KEYS=keys,
         num_warps=8,
         num_stages=num_stages,
+        **heads,
     )

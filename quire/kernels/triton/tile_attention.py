@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.launch import begin_dependent, heads_of, launch_options
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
@@ -177,8 +177,11 @@ def _fold_kernel(
     out_ptr,
     number_offset,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -267,7 +270,7 @@ def tile_attention(
     lines of tables [max_rows, max_blocks].
     """
     num_tokens, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, block_size, _ = cache.shape
+    num_kv_heads = cache.shape[2]
     group = num_heads // num_kv_heads
     tile, splits, segment = cut.tile, cut.splits, cut.segment
     tokens = min(tile, max(cut.lines, triton.next_power_of_2(group)) // group)
@@ -278,17 +281,13 @@ def tile_attention(
         parts = torch.empty(num_tokens, num_heads, num_segments, head_dim, dtype=torch.float32, device=q.device)
         numbers = torch.empty(2, num_tokens, num_heads, num_segments, dtype=torch.float32, device=q.device)
     number_offset = num_tokens * num_heads * num_segments
-    dim = triton.next_power_of_2(head_dim)
     shared = {
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "WINDOW": window or 0,
+        **heads_of(q, cache, soft_cap, window),
         "TILE": tile,
         "TOKENS": tokens,
         "SEGMENT": segment,
         "NUM_SEGMENTS": num_segments,
         "SPLITS": splits,
-        "DIM": dim,
         "KEYS": cut.keys,
         **launch_options(),
     }
@@ -310,9 +309,6 @@ def tile_attention(
         number_offset,
         scale,
         soft_cap or 0.0,
-        NUM_KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=block_size,
-        HAS_CAP=soft_cap is not None,
         LINES=lines,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
