@@ -154,12 +154,13 @@ class GrammarManager:
             return masks
         filled = masks if len(known) == len(entries) else self._new_masks(len(known))
         self._compiler.backend().fill([entry.matcher for entry in known], filled)
+        endless = [index for index, entry in enumerate(known) if entry.ignores_eos]
+        if endless:
+            for token in self._eos_token_ids:
+                filled.view(np.uint32)[endless, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
         for index, entry in enumerate(known):
             if entry.matcher.error is not None:
                 filled[index] = -1
-            elif entry.ignores_eos:
-                for token in self._eos_token_ids:
-                    filled.view(np.uint32)[index, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
         if filled is not masks:
             masks[lines] = filled
         return masks

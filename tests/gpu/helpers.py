@@ -92,7 +92,7 @@ def shaped(jobs: list[Job]) -> list[Job]:
         {"frequency_penalty": 0.4, "presence_penalty": -0.2, "logprobs": 5},
         {"bad_words_token_ids": ((60,), (35, 36), (70, 71, 72))},
         {"allowed_token_ids": [*range(30, 120)]},
-        {"min_tokens": 6, "stop_token_ids": [*range(40, 60)], "ignore_eos": False},
+        {"min_tokens": 6, "max_tokens": 20, "stop_token_ids": [*range(40, 60)], "ignore_eos": False},
         {"allowed_token_ids": [*range(30, 125)], "repetition_penalty": 0.8, "logit_bias": {40: 1.0}, "logprobs": 0},
     ]
     return [
