@@ -10,6 +10,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.ops import first_max
 from quire.kernels.cpu.step import append_chosen, draw_by_row, gather_inputs
 from quire.ops.draw_within import draw_within
+from tests.kernels.step_inputs import check_inputs_are_gathered_by_row
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
 
@@ -17,22 +18,7 @@ SCRATCH = 4
 
 
 def test_inputs_are_gathered_by_row() -> None:
-    generator = torch.Generator().manual_seed(0)
-    block_size, groups = 8, 3
-    token_ids = torch.randint(0, 1 << 30, (5, 50), generator=generator, dtype=torch.int32)
-    tables = torch.randint(0, (1 << 31) - 1, (groups, 5, 7), generator=generator, dtype=torch.int32)
-    computed = torch.tensor([0, 7, 8, 49, 0])
-    rows = [3, 1, 4, 0, 2, 4]
-    input_ids, positions, contexts, slots = gather_inputs(torch.tensor(rows), token_ids, computed, tables, block_size)
-    at = computed[rows].tolist()
-    assert input_ids.tolist() == [int(token_ids[row, p]) for row, p in zip(rows, at, strict=True)]
-    assert positions.tolist() == at
-    assert contexts.tolist() == [p + 1 for p in at]
-    for group, of_group in enumerate(slots):
-        assert of_group.tolist() == [
-            int(tables[group, row, p // block_size]) * block_size + p % block_size
-            for row, p in zip(rows, at, strict=True)
-        ], "blocks of a large cache need 64 bits"
+    check_inputs_are_gathered_by_row(gather_inputs, torch.device("cpu"))
 
 
 class State:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.device import DEVICE
+from tests.kernels.step_inputs import check_inputs_are_gathered_by_row
 from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
@@ -16,32 +17,7 @@ SCRATCH = 4
 def test_inputs_are_gathered_by_row() -> None:
     from quire.kernels.triton.step import gather_inputs
 
-    generator = torch.Generator().manual_seed(0)
-    block_size, groups = 8, 3
-    token_ids = torch.randint(0, 1 << 30, (5, 50), generator=generator, dtype=torch.int32)
-    tables = torch.randint(0, (1 << 31) - 1, (groups, 5, 7), generator=generator, dtype=torch.int32)
-    computed = torch.tensor([0, 7, 8, 49, 0])
-    rows = [3, 1, 4, 0, 2, 4]
-    input_ids, positions, contexts, slots = gather_inputs(
-        torch.tensor(rows, device=DEVICE), *(x.to(DEVICE) for x in (token_ids, computed, tables)), block_size
-    )
-    at = computed[rows].tolist()
-    assert input_ids.tolist() == [int(token_ids[row, p]) for row, p in zip(rows, at, strict=True)]
-    assert positions.tolist() == at
-    assert contexts.tolist() == [p + 1 for p in at]
-    assert slots.tolist() == [
-        [
-            int(tables[group, row, p // block_size]) * block_size + p % block_size
-            for row, p in zip(rows, at, strict=True)
-        ]
-        for group in range(groups)
-    ], "blocks of a large cache need 64 bits"
-    assert (input_ids.dtype, positions.dtype, contexts.dtype, slots.dtype) == (
-        torch.int64,
-        torch.int64,
-        torch.int32,
-        torch.int64,
-    )
+    check_inputs_are_gathered_by_row(gather_inputs)
 
 
 class State:
