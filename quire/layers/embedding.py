@@ -12,7 +12,8 @@ from quire.layers.quant.registry import choose_method
 from quire.layers.weights import Blocks, Format, Weight, WeightedLayer
 from quire.ops.base import Target
 from quire.ops.embedding import embed_range
-from quire.ops.soft_cap import soft_cap
+from quire.ops.scale import SCALE
+from quire.ops.soft_cap import SOFT_CAP
 from quire.parallel.groups import ParallelGroup
 
 
@@ -81,19 +82,21 @@ class LMHead(nn.Module):
         *,
         logit_divisor: float | None,
         logit_soft_cap: float | None,
+        target: Target,
         group: ParallelGroup,
     ) -> None:
         super().__init__()
         self.projection = projection
         self.logit_divisor = logit_divisor
         self.logit_soft_cap = logit_soft_cap
+        self._scale, self._soft_cap = SCALE.bind(target), SOFT_CAP.bind(target)
         self._group = group
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [m, hidden] -> [m, vocab]."""
         logits = self._group.collectives.all_gather(self.projection(hidden), dim=-1)
         if self.logit_divisor is not None:
-            logits = logits / self.logit_divisor
+            logits = self._scale(logits, 1.0 / self.logit_divisor)
         if self.logit_soft_cap is not None:
-            logits = soft_cap(logits, self.logit_soft_cap)
+            logits = self._soft_cap(logits, self.logit_soft_cap)
         return logits

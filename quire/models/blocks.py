@@ -15,6 +15,7 @@ from quire.layers.norm import Fp8RMSNorm, ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.ops.fp8 import Fp8Lines
+from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
 
@@ -155,7 +156,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm(self.mlp.gate_up_proj) if pre else NoNorm()
         self.mlp_post_norm = norm() if post else nn.Identity()
         self._multiplier = config.residual_multiplier
-        self._gather_rows = GATHER_ROWS.bind(ctx.target)
+        self._gather_rows, self._scale = GATHER_ROWS.bind(ctx.target), SCALE.bind(ctx.target)
 
     def forward(
         self,
@@ -177,7 +178,7 @@ class DecoderLayer(nn.Module):
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self._multiplier is None else hidden * self._multiplier
+        return hidden if self._multiplier is None else self._scale(hidden, self._multiplier)
 
 
 class NoNorm(nn.Module):

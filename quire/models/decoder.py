@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from quire.attention.base import Rotation
@@ -19,6 +18,7 @@ from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM
 from quire.models.blocks import DecoderLayer, merge_residual
 from quire.models.config import DecoderConfig
+from quire.ops.scale import SCALE, rounded
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
@@ -44,9 +44,9 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, target=ctx.target, group=ctx.group
         )
-        self.embedding_scale: Tensor | None
-        scale = None if config.embedding_scale is None else torch.tensor(config.embedding_scale, dtype=ctx.dtype)
-        self.register_buffer("embedding_scale", scale, persistent=False)
+        factor = config.embedding_scale
+        self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
+        self._scale = SCALE.bind(ctx.target)
         self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(
             config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """[n] -> [n, hidden], scaled where the architecture scales embeddings."""
         hidden: Tensor = self.embed_tokens(input_ids)
-        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+        return hidden if self.embedding_scale is None else self._scale(hidden, self.embedding_scale)
 
     def run_layers(
         self,
@@ -121,6 +121,7 @@ class DecoderLM(CausalLM):
             projection,
             logit_divisor=config.logit_divisor,
             logit_soft_cap=config.logit_soft_cap,
+            target=ctx.target,
             group=ctx.group,
         )
 

@@ -13,7 +13,9 @@ from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
 from quire.ops.rope import GATHER_ROTATION
+from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
+from quire.ops.soft_cap import SOFT_CAP
 from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
@@ -31,6 +33,8 @@ OPS: tuple[Op[Any], ...] = (
     ADD_RMS_NORM_FP8,
     GATHER_ROTATION,
     GATHER_ROWS,
+    SCALE,
+    SOFT_CAP,
     FIRST_MAX,
     DRAW,
     KEEP_TOP_P,

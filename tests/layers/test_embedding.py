@@ -35,18 +35,20 @@ def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
     embedding.finish()
     linear.finish()
     projection = TiedProjection(embedding) if tied else linear
-    plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, group=group)(HIDDEN.bfloat16())
+    plain = LMHead(projection, logit_divisor=None, logit_soft_cap=None, target=BF16, group=group)(HIDDEN.bfloat16())
     assert plain.dtype == torch.bfloat16
     assert plain.is_contiguous()
     torch.testing.assert_close(plain.float(), HIDDEN @ TABLE.t(), atol=0.1, rtol=0.02)
-    shaped = LMHead(projection, logit_divisor=2.0, logit_soft_cap=3.0, group=group)(HIDDEN.bfloat16())
+    shaped = LMHead(projection, logit_divisor=2.0, logit_soft_cap=3.0, target=BF16, group=group)(HIDDEN.bfloat16())
     assert shaped.dtype == torch.bfloat16
     torch.testing.assert_close(shaped.float(), 3.0 * torch.tanh(plain.float() / 2.0 / 3.0), atol=0.02, rtol=0)
 
 
 def test_tied_head_holds_no_second_table() -> None:
     embedding = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup())
-    head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, group=ParallelGroup())
+    head = LMHead(
+        TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, target=F32, group=ParallelGroup()
+    )
     assert [id(parameter) for parameter in head.parameters()] == [
         id(parameter) for parameter in embedding.parameters()
     ]

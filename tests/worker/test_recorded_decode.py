@@ -56,7 +56,7 @@ def answers(core: EngineCore, **params: Any) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("model_type", "overrides", "is_recorded"),
-    [("llama", {}, True), ("qwen2", SLIDING, True), ("gemma2", {}, False)],
+    [("llama", {}, True), ("qwen2", SLIDING, True), ("gemma2", {}, True), ("olmo2", {}, False)],
 )
 def test_tokens_are_those_of_other_steps(
     model_type: str, overrides: dict[str, Any], is_recorded: bool, tmp_path: Path

@@ -37,7 +37,10 @@ def answers(core: EngineCore) -> dict[str, object]:
     return {name: answer.content() for name, answer in driver.finish().items()}
 
 
-@pytest.mark.parametrize(("model_type", "is_recorded"), [("llama", True), ("qwen3", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("model_type", "is_recorded"),
+    [("llama", True), ("qwen3", True), ("gemma2", True), ("granite", True), ("olmo2", False)],
+)
 def test_tokens_and_logprobs_are_those_of_launched_steps(model_type: str, is_recorded: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, model_type)
     core, launched = (make_engine(model, max_num_batched_tokens=32) for _ in range(2))

@@ -7,6 +7,14 @@ namespace {
 
 constexpr int64_t GRAIN = 8192;  // elements that are worth another thread
 
+// out = f(x), all of [rows, width]
+template <class F>
+void each_vector(const float* x, float* out, int64_t rows, int64_t width, const F& f) {
+    parallel(rows * width, GRAIN, [&](int64_t begin, int64_t end) {
+        map(end - begin, [&](int64_t i, int n) { put(out + begin + i, f(get(x + begin + i, n)), n); });
+    });
+}
+
 }  // namespace
 
 // total = x + residual (if there is one); out = norm(total) * (offset + weight)
@@ -44,6 +52,17 @@ void gated(const float* x, float* out, int64_t rows, int64_t width, int gelu) {
             });
         }
     });
+}
+
+void scale(const float* x, float* out, int64_t rows, int64_t width, float factor) {
+    each_vector(x, out, rows, width, [v = set(factor)](Vec value) { return mul(value, v); });
+}
+
+// tanh through exp: cap - 2 cap / (e^(2 x / cap) + 1)
+void soft_cap(const float* x, float* out, int64_t rows, int64_t width, float cap) {
+    const Vec most = set(cap), twice = set(2 * cap), factor = set(2 / cap), one = set(1.0f);
+    each_vector(x, out, rows, width,
+                [&](Vec value) { return sub(most, div(twice, add(exp(mul(value, factor)), one))); });
 }
 
 void gather_rows(const float* x, const int64_t* rows, float* out, int64_t count, int64_t width) {

@@ -75,6 +75,20 @@ def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     return out
 
 
+def scale(x: Tensor, factor: float) -> Tensor:
+    x = x.contiguous()
+    out = empty(*x.shape)
+    bound().scale(x.data_ptr(), out.data_ptr(), *x.shape, factor)
+    return out
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    x = x.contiguous()
+    out = empty(*x.shape)
+    bound().soft_cap(x.data_ptr(), out.data_ptr(), *x.shape, cap)
+    return out
+
+
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     x = x.contiguous()
     out = empty(indices.shape[0], *x.shape[1:])

@@ -37,6 +37,8 @@ COVERED = {
     ),
     "add_rms_norm": Held("test_small_ops_do_not_depend_on_the_batch", "test_norms", "test_norms"),
     "gated": Held("test_small_ops_do_not_depend_on_the_batch", "test_activations", "test_activations"),
+    "scale": Held(*["test_scaling_and_soft_caps"] * 3),
+    "soft_cap": Held(*["test_scaling_and_soft_caps"] * 3),
     "gather_rows": Held(*["test_rows_are_picked_as_they_are"] * 3),
     "note_finite": Held(*["test_what_is_not_finite_is_found_in_its_row"] * 3),
     "prepare_qkv": Held(

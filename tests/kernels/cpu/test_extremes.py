@@ -16,6 +16,7 @@ from quire.kernels.cpu.matrix import BLOCK_TYPES, STORAGES, PackedMatrix, Produc
 from quire.loader.gguf_quants import dequantize
 from quire.ops import activation, choice, norm
 from quire.ops.draw_within import draw_within
+from quire.ops.soft_cap import soft_cap
 from tests.attention.test_cpu_native import native
 from tests.attention.test_torch_ref import dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
@@ -78,6 +79,20 @@ def test_products_of_integers(isa: str, kind: str, rows: int) -> None:
     # Below 2^-126 a scale cannot have an inverse, and numbers become zeros.
     scale = allowed_error(x[finite], weight, "int16") + 2**-126 * weight.double().abs().sum(1)
     assert_same_kind(found[finite], expected, scale)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", [*WIDTHS, 3000])
+def test_scaling_and_soft_caps(isa: str, width: int) -> None:
+    x = rows_with_special(40, width) * 20.0
+    with using(isa, threads=2):
+        scaled, capped = ops.scale(x, 0.3), ops.soft_cap(x, 30.0)
+        for start, end in ((0, 1), (7, 9), (11, 40)):
+            assert_bits(ops.scale(x[start:end], 0.3), scaled[start:end])
+            assert_bits(ops.soft_cap(x[start:end], 30.0), capped[start:end])
+    assert_bits(scaled, x * 0.3)
+    assert_same_kind(capped, soft_cap(x, 30.0), 1e-5)
+    assert capped.nan_to_num(0.0).abs().max() <= 30.0
 
 
 @each_instruction_set

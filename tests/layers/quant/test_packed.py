@@ -150,7 +150,7 @@ def test_one_table_serves_lookups_and_the_tied_head(format: str, size: int) -> N
         embedding = VocabParallelEmbedding(48, INNER, target=AUTO, group=group)
         embedding.load("weight", None, table)
         embedding.finish()
-        head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, group=group)
+        head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, target=AUTO, group=group)
         assert isinstance(embedding.method, PackedTable)
         assert embedding.method.num_bytes == embedding.planned_bytes({("weight", None): format_of(table)})
         assert head.projection.method is embedding.method, "the table exists once"
