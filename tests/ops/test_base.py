@@ -46,5 +46,6 @@ sys.modules["triton"] = None
 import quire.worker.worker, quire.ops.registry, quire.attention.registry, quire.models.registry, quire.cli.main
 from quire.ops.base import Target
 [op.bind(Target()) for op in quire.ops.registry.OPS]
+quire.worker.worker.Sampler(100, 4, quire.worker.worker.torch.device("cpu"))
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

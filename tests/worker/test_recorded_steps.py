@@ -142,6 +142,7 @@ class Kernel:
 def record_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
+    monkeypatch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.ops.base import Target
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
+from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, TokenLogprobs
@@ -133,12 +134,13 @@ class Sampler:
         self._draw = DRAW.bind(Target(device.type))
         # Where a kernel does the whole draw; elsewhere the features above do it one after the other.
         self._draw_within = DRAW_WITHIN.bind(Target(device.type))
-        has_kernel = self._draw_within is not DRAW_WITHIN.reference
-        self.draw_table = DrawTable(vocab_size, max_rows, device) if has_kernel else None
-        self.mask_buffer = MaskBuffer(vocab_size, max_rows, 2 if has_kernel else 1, device)
+        can_draw = self._draw_within is not DRAW_WITHIN.reference
+        can_shape = KEEP_ALLOWED.bind(Target(device.type)) is not KEEP_ALLOWED.reference
+        self.draw_table = DrawTable(vocab_size, max_rows, device) if can_draw else None
+        self.mask_buffer = MaskBuffer(vocab_size, max_rows, 2 if can_shape else 1, device)
         self.masks = GrammarMasks(vocab_size, self.mask_buffer)
         self.shaping_table: ShapingTable | None = None
-        if has_kernel:
+        if can_shape:  # its module needs what its kernels need
             from quire.worker.sampling.shaping_table import ShapingTable
 
             self.shaping_table = ShapingTable(vocab_size, max_rows, self.mask_buffer, device)
@@ -158,10 +160,9 @@ class Sampler:
         for feature in self._features:
             feature.add_request(row, start)
         self._logprobs.add_request(row, start)
-        if self.draw_table is not None and self.shaping_table is not None:
+        if self.draw_table is not None:
             self.draw_table.set(row, start.params)
-            self.shaping_table.set(row, start)
-            if row not in self.shaping_table.too_large:
+            if self._can_be_recorded(row, start):
                 self._recordable.add(row)
         if sampling_params(start).greedy:
             self._greedy.add(row)
@@ -171,6 +172,13 @@ class Sampler:
             self._few_candidates.add(row)
         else:
             self._whole_vocabulary.add(row)
+
+    def _can_be_recorded(self, row: int, start: RowStart) -> bool:
+        """Stage what shapes its logits, if there are kernels for that; without them nothing may."""
+        if self.shaping_table is None:
+            return _is_simple(sampling_params(start))
+        self.shaping_table.set(row, start)
+        return row not in self.shaping_table.too_large
 
     def remove_request(self, row: int) -> None:
         for feature in self._features:
@@ -200,9 +208,11 @@ class Sampler:
     def _find_kind(self, row_list: list[int], masked: bool) -> RecordedKind | None:
         if not masked and self.all_plain(row_list):
             return RecordedKind()
-        table = self.shaping_table
-        if table is None or not self._recordable.issuperset(row_list):
+        if not self._recordable.issuperset(row_list):
             return None
+        table = self.shaping_table
+        if table is None:
+            return None if masked else RecordedKind(draws=True)
         most = max(self.wanted_logprobs(row_list).values(), default=None)
         if most is not None and most > _RECORDED_LOGPROBS[-1]:
             return None
@@ -223,8 +233,9 @@ class Sampler:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
         for feature in self._features:
             feature.apply_staged_writes()
-        if self.draw_table is not None and self.shaping_table is not None:
+        if self.draw_table is not None:
             self.draw_table.apply_staged_writes()
+        if self.shaping_table is not None:
             self.shaping_table.apply_staged_writes()
 
     def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:

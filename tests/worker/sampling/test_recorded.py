@@ -41,6 +41,7 @@ class Kernel:
 def make_sampler(vocab_size: int) -> Sampler:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
+        patch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel)
         return Sampler(vocab_size, MAX_ROWS, DEVICE)
 
 
