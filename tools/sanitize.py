@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/kernels/cpu",
     "tests/attention/test_cpu_native.py",
-    "tests/ops/test_top_p.py",
     "--ignore=tests/kernels/cpu/test_build.py",
     "--hypothesis-seed=0",
 )

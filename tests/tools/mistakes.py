@@ -38,12 +38,17 @@ def short(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def calls(width: int) -> dict[str, Call]:
     """Calls of each kernel with one tensor that it reads, which the caller makes."""
-    packed = [matrix.PackedMatrix.from_float(whole(37, width), storage) for storage in matrix.STORAGES]
+    packed = {storage: matrix.PackedMatrix.from_float(whole(37, width), storage) for storage in matrix.STORAGES}
+    product = matrix.Product([*packed.values()], activations="float32")
+    integers = matrix.Product([packed["int8"], packed["int4"]], activations="int16")
     weight, three = whole(width), torch.arange(3)
     return {
-        "product of a row": lambda make: matrix.Product(packed)(make(1, width)),
-        "product of few rows": lambda make: matrix.Product(packed)(make(5, width)),
-        "product of rows": lambda make: matrix.Product(packed)(make(40, width)),
+        "product of a row": lambda make: product(make(1, width)),
+        "product of few rows": lambda make: product(make(5, width)),
+        "product of rows": lambda make: product(make(40, width)),
+        "product of a row of integers": lambda make: integers(make(1, width)),
+        "product of few rows of integers": lambda make: integers(make(5, width)),
+        "product of rows of integers": lambda make: integers(make(40, width)),
         "linear": lambda make: ops.linear_transposed(make(5, width), whole(37, width)),
         "linear's weight": lambda make: ops.linear_transposed(whole(5, width), make(37, width)),
         "rms_norm": lambda make: ops.rms_norm(make(3, width), weight, 1e-6),
@@ -51,16 +56,16 @@ def calls(width: int) -> dict[str, Call]:
         "norm's weight": lambda make: ops.add_rms_norm(whole(3, width), whole(3, width), make(width), 1e-6),
         "gated": lambda make: ops.silu_and_mul(make(3, 2 * width)),
         "first_max": lambda make: ops.first_max(make(3, width)),
-        "draw": lambda make: ops.draw(make(3, width), three, three),
-        "keep_top_p": lambda make: ops.keep_top_p(whole(3, width), make(3, width), whole(3, dtype=torch.float64)),
+        "gather_rows": lambda make: ops.gather_rows(make(4, width), three + 1),
         "gather_rotation": lambda make: ops.gather_rotation(make(4, 2 * width), three + 1, torch.float32),
         "pack_floats": lambda make: matrix.PackedMatrix.from_float(make(37, width)).dequantize(),
-        "append_tokens": lambda make: step.append_likeliest(
-            whole(3, width),
-            three,
-            *(whole(3, 3, dtype=torch.int32), whole(3, dtype=torch.int64)),
-            make(3, dtype=torch.int64),
-            9,
+        "draw_within": lambda make: ops.draw_within(
+            make(3, width), torch.ones(4, 3, dtype=torch.float64), three, three
+        ),
+        "append_tokens": lambda make: step.append_chosen(
+            make(3, dtype=torch.int32),
+            *(whole(3), three, whole(3, 9, dtype=torch.int32)),
+            *(whole(3, dtype=torch.int64), whole(3, dtype=torch.int64), 9),
         ),
         "prepare_qkv": lambda make: attend(width, make(32, 5 * width), whole),
         "attention": lambda make: attend(width, whole(32, 5 * width), make),

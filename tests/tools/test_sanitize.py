@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from quire.kernels.cpu import build
+from tests.kernels.cpu import test_coverage
 from tests.kernels.cpu.isa import INSTRUCTION_SETS
 from tests.tools import mistakes
 from tools import sanitize
@@ -49,6 +52,13 @@ def test_the_kernels_touch_only_their_memory(capfd: pytest.CaptureFixture[str]) 
 @needs_sanitizers
 def test_the_kernels_touch_only_their_memory_with_every_example() -> None:
     assert sanitize.main([]) == 0
+
+
+@pytest.mark.parametrize("module", test_coverage.MODULES, ids=lambda module: module.__name__)
+def test_all_tests_that_hold_a_kernel_are_run(module: ModuleType) -> None:
+    assert module.__file__ is not None
+    path = Path(module.__file__).relative_to(sanitize.ROOT)
+    assert any(path.is_relative_to(test) for test in sanitize.TESTS)
 
 
 def test_without_the_runtimes_it_says_what_is_needed(
