@@ -102,7 +102,7 @@ def _compilations(compiler: str, extra_flags: Sequence[str], scratch: Path) -> d
             if name not in SETS_OF.get(source.name, COMPLETE):
                 continue
             output = str(scratch / f"{source.stem}-{name}.o")
-            jobs[output] = [*base, *extra_flags, *flags, f"-DQUIRE_NS={name}", str(source), "-o", output]
+            jobs[output] = [*base, *flags, *extra_flags, f"-DQUIRE_NS={name}", str(source), "-o", output]
     for name in COMMON:
         output = str(scratch / f"{name}.o")
         has_x86 = ["-DQUIRE_X86"] if "avx2" in instruction_sets() else []
