@@ -23,7 +23,12 @@ _FOLDED_AT_ONCE = 8
 
 
 @triton.jit
-def _load(
+def _take_in(
+    q,
+    positions,
+    highest,
+    totals,
+    acc,
     start,
     end,
     cache_ptr,
@@ -31,14 +36,18 @@ def _load(
     kv_head,
     first_position,
     value_offset,
+    scale,
+    soft_cap,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     DIM: tl.constexpr,
+    LINES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Keys and values [start, start + KEYS) before `end`, each [KEYS, DIM]."""
+    """`take_in` of the keys [start, start + KEYS) before `end`, from the cache."""
     dims = tl.arange(0, DIM)
     keys = start + tl.arange(0, KEYS)
     exists = keys < end
@@ -48,8 +57,11 @@ def _load(
     cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     at = cell[:, None] + dims[None, :]
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(cache_ptr + at, mask=mask, other=0.0)
-    return k, tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0)
+    k = tl.load(cache_ptr + at, mask=mask, other=0.0).to(q.dtype)
+    v = tl.load(cache_ptr + value_offset + at, mask=mask, other=0.0).to(q.dtype)
+    return take_in(
+        q, k, v, positions, first_position, start, highest, totals, acc, scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS
+    )
 
 
 @triton.jit
@@ -90,8 +102,7 @@ def _tile_kernel(
     SUB: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     # Later tiles see more keys: starting with them evens out the end of the launch.
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    place, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     index = tl.load(tile_index_ptr + place // SUB)
     if index < 0:
         return
@@ -104,10 +115,8 @@ def _tile_kernel(
         return
     context = tl.load(contexts_ptr + index)
     table = tables_ptr + tl.load(rows_ptr + index).to(tl.int64) * table_stride
-    lines = tl.arange(0, LINES)
-    dims = tl.arange(0, DIM)
-    query = first + lines // GROUP
-    head = kv_head * GROUP + lines % GROUP
+    lines, dims = tl.arange(0, LINES), tl.arange(0, DIM)
+    query, head = first + lines // GROUP, kv_head * GROUP + lines % GROUP
     inside = query < last
     first_position, positions = context - count + first, context - count + query
     token = (query_start + query).to(tl.int64)
@@ -132,16 +141,12 @@ def _tile_kernel(
                 total = line_sums(totals, LINES, KEYS)
                 whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
                 highest, totals, acc = nothing(LINES, DIM, KEYS)
-            k, v = _load(
-                start, seen, cache_ptr, table, kv_head, first_position, value_offset,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, DIM, KEYS,
-            )  # fmt: skip
-            highest, totals, acc = take_in(
-                q, k.to(q.dtype), v.to(q.dtype), positions, first_position, start, highest, totals, acc,
-                scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS,
+            highest, totals, acc = _take_in(
+                q, positions, highest, totals, acc, start, seen, cache_ptr, table, kv_head, first_position,
+                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, LINES, KEYS,
             )  # fmt: skip
         total = line_sums(totals, LINES, KEYS)
-        whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
+        _, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -150,13 +155,9 @@ def _tile_kernel(
         begin = tl.program_id(2) * run
         end = tl.minimum(begin + run, seen)
         for start in range(tl.maximum(begin, lowest), end, KEYS):
-            k, v = _load(
-                start, end, cache_ptr, table, kv_head, first_position, value_offset,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, DIM, KEYS,
-            )  # fmt: skip
-            highest, totals, acc = take_in(
-                q, k.to(q.dtype), v.to(q.dtype), positions, first_position, start, highest, totals, acc,
-                scale, soft_cap, WINDOW, HAS_CAP, LINES, KEYS,
+            highest, totals, acc = _take_in(
+                q, positions, highest, totals, acc, start, end, cache_ptr, table, kv_head, first_position,
+                value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, LINES, KEYS,
             )  # fmt: skip
             if (start + KEYS) % segment_size == 0 or start + KEYS >= end:
                 at = number_at + start // segment_size
