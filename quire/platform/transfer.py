@@ -39,29 +39,9 @@ def refresh(target: Tensor, host: Tensor) -> None:
         target.copy_(host.pin_memory(), non_blocking=True)
 
 
-def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32]:
-    """Host memory that copies to the device start from at once."""
-    array: NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=device.type != "cpu").numpy()
-    return array
-
-
-class EarlyCopies:
-    """Copies that do not wait for the work before them, for memory that none of it uses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-
-    def refresh(self, target: Tensor, host: Tensor) -> None:
-        """Overwrite a device tensor before all work that comes later.
-
-        The caller may change `host` at once, unless it is a host_array.
-        """
-        if self._stream is None:
-            target.copy_(host)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(host.pin_memory(), non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._stream)
+def host_buffer(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 on the host, in memory that copies to the device start from at once."""
+    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type != "cpu")
 
 
 class Download:

@@ -57,7 +57,7 @@ class GrammarManager:
         cache_size: int = 128,
         room: Callable[[int], Masks] | None = None,
     ) -> None:
-        """`room` gives arrays of so many lines to write masks into, one after the other."""
+        """`room` gives an array of so many lines to write masks into; those written before are used by then."""
         self.on_news: Callable[[], None] = ignore_news
         """Called on some thread whenever `take_compiled` has something new to say."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)

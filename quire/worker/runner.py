@@ -106,11 +106,13 @@ class Runner:
         step, self._unsampled = self._unsampled, None
         assert step is not None, "no step waits for masks"
         self.sampler.masks.load(step.plan.mask_slots, masks)
-        if isinstance(step, ReplayedStep):
-            step.arriving = self.masked_graphs.sample()
-        else:
-            self._complete(step)
-        self.sampler.masks.clear()
+        try:
+            if isinstance(step, ReplayedStep):
+                step.arriving = self.masked_graphs.sample()
+            else:
+                self._complete(step)
+        finally:
+            self.sampler.masks.clear()
 
     def _complete(self, step: RunningStep) -> None:
         """What follows the forward pass. Does not wait for the device."""

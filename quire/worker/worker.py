@@ -80,7 +80,7 @@ class Worker:
         self.runner.sample(masks)
 
     def mask_room(self, count: int) -> Masks:
-        """Where so many masks are best written for `sample`; the one after the next is the same again."""
+        """Where so many masks are best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)
 
     def shutdown(self) -> None:

@@ -36,5 +36,6 @@ class AllowedTokens(Feature):
         row, token_ids = self._allowed.table.unbind(1)
         # Place -1 writes into the spare last line.
         allowed = torch.zeros(len(part) + 1, part.shape[1], dtype=torch.bool, device=part.device)
-        allowed[selection.batch.index_of(row), token_ids] = True
+        yes = torch.ones((), dtype=torch.bool, device=part.device)  # a number of the host's would be waited for
+        allowed.index_put_((selection.batch.index_of(row), token_ids), yes)
         return selection.put(logits, part.masked_fill_(~allowed[:-1], -torch.inf))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.platform.transfer import EarlyCopies, host_array, refresh, upload, upload_array
+from quire.platform.transfer import host_buffer, refresh
 from quire.types.masks import Masks
 
 
@@ -21,8 +21,8 @@ class MaskBuffer:
         # One more row, for the padding of a batch.
         self._host_lines = np.full((kinds, max_rows + 1), -1, dtype=np.int32)
         self._lines = torch.from_numpy(self._host_lines).to(device)
-        self._copies = EarlyCopies(device)
-        self._rooms: list[Masks] = []
+        self._staged = host_buffer((max_rows, self._masks.shape[1]), device)
+        self._room: Masks = self._staged.numpy()
 
     @property
     def masks(self) -> Tensor:
@@ -39,21 +39,17 @@ class MaskBuffer:
         return self._masks[kind * self._max_rows : (kind + 1) * self._max_rows]
 
     def room(self, count: int) -> Masks:
-        """[count, words]: where masks can be made for `write`. The one after the next is the same again."""
-        if not self._rooms:
-            shape = (self._max_rows, self._masks.shape[1])
-            self._rooms = [host_array(shape, self._masks.device) for _ in range(2)]
-        self._rooms.reverse()
-        return self._rooms[0][:count]
+        """[count, words] on the host, always the same memory: where masks are best made for `stage`."""
+        return self._room[:count]
 
-    def write(self, kind: int, places: list[int], masks: Masks) -> None:
-        """Write masks into these lines of a kind; no step that is under way reads them. Does not wait."""
-        lines, first, end = self.of_kind(kind), places[0], places[0] + len(places)
-        if places == list(range(first, end)):
-            self._copies.refresh(lines[first:end], torch.from_numpy(masks))
-        else:
-            order = upload(places, lines.device, torch.int64)
-            lines.index_copy_(0, order, upload_array(masks, lines.device))
+    def stage(self, masks: Masks) -> None:
+        """Have masks ready for `copy_staged`. No step that copied others is still under way."""
+        if masks.ctypes.data != self._room.ctypes.data:
+            self._room[: len(masks)] = masks
+
+    def copy_staged(self, kind: int, count: int) -> None:
+        """Copy so many masks into the first lines of a kind. Does not wait, and may be recorded."""
+        self.of_kind(kind)[:count].copy_(self._staged[:count], non_blocking=True)
 
     def line_up(self, kind: int, places: Mapping[int, int]) -> None:
         """Say which rows have a mask of this kind, and in which of its lines."""

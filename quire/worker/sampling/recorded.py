@@ -13,6 +13,7 @@ from quire.kernels.triton.shaping import apply_edits, apply_penalties, keep_allo
 from quire.kernels.triton.step import append_chosen, append_likeliest
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import output_lengths
+from quire.worker.sampling.grammar_masks import KIND
 from quire.worker.sampling.logprobs import packed_logprobs
 from quire.worker.sampling.sampler import RecordedKind, Sampler
 
@@ -45,6 +46,8 @@ def _shape(
     """
     buffer, table = sampler.mask_buffer, sampler.shaping_table
     assert table is not None
+    if kind.masked:
+        buffer.copy_staged(KIND, min(len(rows), state.scratch_row))
     first, last = (0 if kind.masked else 1), (2 if kind.allows else 1)
     shaped, raw_highest = keep_allowed(logits, rows, buffer.masks, buffer.lines[first:last])
     known = (state.token_ids, state.num_tokens, state.num_prompt_tokens)

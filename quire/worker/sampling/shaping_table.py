@@ -42,6 +42,7 @@ class ShapingTable:
         self.edited: set[int] = set()
         self.penalized: set[int] = set()
         self.allowing: set[int] = set()
+        self._lined_up: set[int] = set()  # what the buffer was last told of them
         self.too_large: set[int] = set()
 
     @property
@@ -94,8 +95,10 @@ class ShapingTable:
             order = upload(list(self._staged_masks), device, torch.int64)
             masks = upload_array(np.stack(list(self._staged_masks.values())), device)
             self._masks.of_kind(_KIND).index_copy_(0, order, masks)
-            self._masks.line_up(_KIND, {row: row for row in sorted(self.allowing)})
             self._staged_masks.clear()
+        if self.allowing != self._lined_up:
+            self._lined_up = set(self.allowing)
+            self._masks.line_up(_KIND, {row: row for row in self.allowing})
 
 
 Edit = tuple[int, ...]

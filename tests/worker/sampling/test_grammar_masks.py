@@ -19,7 +19,6 @@ def test_exactly_the_allowed_tokens_stay(data: st.DataObject, vocab_size: int) -
     max_rows = 6
     sampling = data.draw(st.lists(st.integers(0, max_rows - 1), unique=True, min_size=1))
     masked = [row for row in sampling if data.draw(st.booleans())]
-    slots = {row: max_rows - 1 - row for row in masked}
     allowed = {row: data.draw(st.sets(st.integers(0, vocab_size - 1))) for row in masked}
     masks = np.zeros((len(masked), mask_words(vocab_size)), dtype=np.int32)
     for line, row in enumerate(masked):
@@ -27,7 +26,7 @@ def test_exactly_the_allowed_tokens_stay(data: st.DataObject, vocab_size: int) -
             masks.view(np.uint32)[line, token // 32] |= np.uint32(1 << token % 32)
     feature = GrammarMasks(vocab_size, MaskBuffer(vocab_size, max_rows, 1, CPU))
     if masked:
-        feature.load(slots, masks)
+        feature.load(masked, masks)
     logits = torch.arange(len(sampling) * vocab_size, dtype=torch.float32).view(len(sampling), vocab_size)
     before = logits.clone()
     rows = SampleRows(torch.tensor(sampling), sampling)

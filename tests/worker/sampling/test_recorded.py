@@ -75,7 +75,7 @@ class Both:
         sampler, state, order = self.sampler, self.state, self.order
         if masked:
             masks = masks_of(list(masked.values()), self.logits.shape[1])
-            sampler.masks.load({row: MAX_ROWS - 1 - row for row in masked}, masks)
+            sampler.masks.load(masked, masks)
         rows = torch.tensor(order, device=DEVICE)
         expected = sampler.sample(self.logits.clone(), SampleRows(rows, order), state)
         sampler.masks.clear()
@@ -150,7 +150,8 @@ def test_each_feature_beside_a_plain_row(wanted: dict[str, Any], kind: RecordedK
 
 
 def test_nothing_is_left_of_a_rows_first_owner() -> None:
-    logits = make_logits(2, 1, 64)
+    """Also beside a row that asks for all of it."""
+    logits = make_logits(2, 2, 64)
     first = make_row(
         temperature=0.0,
         logit_bias={3: 90.0},
@@ -159,8 +160,8 @@ def test_nothing_is_left_of_a_rows_first_owner() -> None:
         min_tokens=9,
         eos=(4,),
     )
-    both = Both([first], [2], logits)
-    both.compare({2: [3]})
+    both = Both([first, first], [2, 0], logits)
+    both.compare({2: [3], 0: [3, 4]})
     both.sampler.remove_request(2)
     both.state.free(2)
     other = start_of(2, make_row(temperature=0.7))
@@ -168,7 +169,9 @@ def test_nothing_is_left_of_a_rows_first_owner() -> None:
     both.sampler.add_request(2, other)
     both.state.apply_staged_writes()
     both.sampler.apply_staged_writes()
-    assert both.compare() == RecordedKind(draws=True)
+    everything = RecordedKind(draws=True, allows=True, edits=True, penalizes=True)
+    assert both.compare() == everything
+    assert both.compare({0: [4]}) == everything._replace(masked=True)
 
 
 def test_what_does_not_fit_is_left_to_the_host() -> None:
