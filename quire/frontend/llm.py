@@ -180,7 +180,7 @@ class LLM:
                     waiting[self._submit(prepare(index))] = index
                 except RequestError as error:
                     errors[index] = error.with_traceback(None)
-            with make_progress(count, use_tqdm) as progress:
+            with make_progress(count, use_tqdm) as progress, interrupt_afterwards() as raise_interrupt:
                 progress.advance(len(errors), 0)
                 while waiting:
                     heard, num_tokens = self._pump()
@@ -192,6 +192,7 @@ class LLM:
                         except (GenerationError, RefusedRequestError) as error:
                             errors[index] = error.with_traceback(None)
                     progress.advance(len(done), num_tokens)
+                    raise_interrupt()
         finally:
             self._abort(list(waiting))
         if errors:

@@ -31,6 +31,24 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert interrupted(2) == ["raised"]
 
 
+def test_a_block_of_many_steps_ends_after_the_one_that_was_interrupted() -> None:
+    events: list[int] = []
+
+    def work() -> None:
+        with interrupt_afterwards() as raise_interrupt:
+            for step in range(3):
+                with interrupt_afterwards():
+                    if step == 1:
+                        signal.raise_signal(signal.SIGINT)
+                    events.append(step)
+                raise_interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert events == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_error_in_the_block_is_raised_as_it_is() -> None:
     with pytest.raises(ValueError, match="mine"), interrupt_afterwards():
         raise ValueError("mine")

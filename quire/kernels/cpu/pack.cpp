@@ -353,7 +353,7 @@ void pack_floats(const void* weights, int64_t row_bytes, int64_t source, int64_t
 
 void unpack_rows(const uint8_t* panels, int64_t format, int64_t inner, const int64_t* ids, int64_t count, float* out) {
     const int64_t panel_bytes = LAYOUTS[format].panel_bytes(inner);
-    parallel(count, 1 + 65536 / inner, [&](int64_t begin, int64_t end) {
+    parallel(count, 1 + 4096 / inner, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t row = ids[i];
             const uint8_t* panel = panels + row / PANEL * panel_bytes;
