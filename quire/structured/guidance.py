@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HEADER = '%llguidance {"no_forcing": true}\n'
 # More of it in a row than anybody indents by: a model that has lost its way would go on with blanks for ever.
 _WHITESPACE = r"[ \t\n\r]{0,40}"
-_MAX_MASK_THREADS = 8
+_MAX_MASK_THREADS = 4  # more of them take longer to wake than they save
 
 _KEYWORDS = """
     type enum const anyOf allOf oneOf $ref $defs definitions $id $anchor $schema
