@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,8 @@ def outputs(
         tables[row, : len(part)] = part.int()
     shape = backend.cache_shape(1 + sum(blocks), BLOCK, spec.num_kv_heads, spec.head_dim)
     cache = torch.zeros(shape, device=DEVICE).to(cache_dtype or dtype)
-    done, found = [0] * len(LENGTHS), [[] for _ in LENGTHS]  # type: tuple[list[int], list[list[Tensor]]]
+    done = [0] * len(LENGTHS)
+    found: list[list[Tensor]] = [[] for _ in LENGTHS]
     for rows, contexts in plans:
         before = [done[row] for row in rows]
         slots = []
@@ -93,16 +96,15 @@ def test_the_same_bits_from_a_cache_of_another_type() -> None:
 
 
 def test_whole_prompts_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.attention import triton_fixed
+    from quire.kernels.triton.whole_attention import whole_attention
 
     taken: list[int] = []
-    run = triton_fixed.whole_attention
 
-    def spy(query: Tensor, *rest: object) -> None:
+    def spy(query: Tensor, *rest: Any) -> None:
         taken.append(query.shape[0])
-        run(query, *rest)  # type: ignore[arg-type]  # passed through as they came
+        whole_attention(query, *rest)
 
-    monkeypatch.setattr(triton_fixed, "whole_attention", spy)
+    monkeypatch.setattr("quire.attention.triton_fixed.whole_attention", spy)
     outputs(AT_ONCE)
     assert taken == [70, 33]
     outputs(ALONE[1:], SPEC, torch.float32)

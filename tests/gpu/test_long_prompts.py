@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import VOCAB, make_model
@@ -18,16 +19,15 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=Tr
 
 
 def test_the_same_bits_at_once_and_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.attention import triton_fixed
+    from quire.kernels.triton.whole_attention import whole_attention
 
     taken: list[int] = []
-    run = triton_fixed.__dict__["whole_attention"]
 
-    def spy(query: Any, *rest: Any) -> None:
+    def spy(query: Tensor, *rest: Any) -> None:
         taken.append(query.shape[0])
-        run(query, *rest)
+        whole_attention(query, *rest)
 
-    monkeypatch.setattr(triton_fixed, "whole_attention", spy)
+    monkeypatch.setattr("quire.attention.triton_fixed.whole_attention", spy)
     model = make_model(tmp_path, "qwen3", **{**SIZES, "max_position_embeddings": 4096})
     rng = random.Random(0)
     jobs = [Job(str(n), [rng.randrange(3, VOCAB) for _ in range(n)], PARAMS) for n in LENGTHS]
