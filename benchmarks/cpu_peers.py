@@ -35,7 +35,7 @@ from peers import (
     running,
     version,
 )
-from report import RESULTS, environment
+from report import RESULTS, compile_as_installed, environment
 from server_peers import best_of, measure_server
 
 from quire.bench.report import write_report
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--name", default="peers", help="the files written are NAME.json and NAME.svg")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    compile_as_installed()
     gemm = GemmPeak(args.threads)
     gemm.measure()
     limits = other_limits(args.threads)

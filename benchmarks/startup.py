@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from report import environment, write_results
+from report import compile_as_installed, environment, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
+    compile_as_installed()
     bare = best(repeats, lambda: seconds([sys.executable, "-c", "pass"]))
     imports = {
         name: best(repeats, lambda name=name: seconds([sys.executable, "-c", f"import {name}"])) - bare
