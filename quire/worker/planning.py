@@ -243,3 +243,17 @@ def _activations(model: CausalLM, description: ModelDescription, settings: Resol
 def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
     """Logits, their log-softmax, the sampler's copy, and the words of the random generator."""
     return settings.max_num_seqs * description.vocab_size * 4 * 8
+
+
+def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
+    """What recorded steps add where sampling is a part of them, and keep.
+
+    A copy of the logits that is shaped, counts for penalties, log-probabilities of 16 rows, tables of each row.
+    """
+    whole, tables = settings.max_num_seqs * description.vocab_size * 4 * 2, settings.max_num_seqs * (1 << 15)
+    return (
+        whole
+        + 16 * description.vocab_size * 40
+        + tables
+        + settings.max_num_seqs * mask_words(description.vocab_size) * 4
+    )

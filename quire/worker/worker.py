@@ -23,7 +23,13 @@ from quire.worker.block_tables import BlockTables
 from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, PieceGraphs, StepGraphs
 from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
-from quire.worker.planning import EnginePlan, plan_engine, sampling_bytes, with_workspace
+from quire.worker.planning import (
+    EnginePlan,
+    plan_engine,
+    recorded_sampling_bytes,
+    sampling_bytes,
+    with_workspace,
+)
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.recorded_decode import RecordedDecode
 from quire.worker.recorded_forward import MOST_TOKENS, RecordedForward
@@ -179,6 +185,8 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
         return plan
     caches = blocks * plan.ledger.layout.page_bytes
     measured = max(0, peak - caches) + sampling_bytes(plan.description, plan.settings)
+    if plan.platform.graph_sizes:
+        measured += recorded_sampling_bytes(plan.description, plan.settings)
     return with_workspace(plan, config, measured)
 
 

@@ -16,7 +16,7 @@ from quire.structured.sources import make_source
 from quire.types.errors import UnknownNameError
 from quire.types.masks import Masks
 from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, StructuredOutputsParams, Vocabulary
-from tests.structured.words import EOS, OTHER_EOS, VOCABULARY, allowed
+from tests.structured.words import EOS, NUM_WORDS, OTHER_EOS, VOCABULARY, allowed
 
 LIMIT = 30.0
 
@@ -132,6 +132,22 @@ def test_masks_follow_the_tokens(manager: GrammarManager) -> None:
     assert manager.accept("a", [ord("x"), ord("y")]).is_complete
     assert "its grammar cannot go on" in (manager.accept("b", [ord("x")]).error or "")
     assert np.array_equal(manager.start_masks(["b"]).result(LIMIT), np.full_like(masks[:1], -1))
+
+
+def test_masks_are_made_in_the_room_that_is_given() -> None:
+    """What was there before is gone, also from the lines of requests that nobody knows."""
+    room = np.zeros((3, NUM_WORDS), dtype=np.int32)
+    manager = GrammarManager(room=lambda count: room[:count])
+    manager.set_vocabulary(VOCABULARY)
+    open_all(manager, a="x", b="y")
+    masks = manager.start_masks(["gone", "b", "a"]).result(LIMIT)
+    assert np.shares_memory(masks, room)
+    assert [allowed(masks, line) for line in (1, 2)] == [[ord("y")], [ord("x")]]
+    assert (masks[0] == -1).all()
+    masks = manager.start_masks(["a", "b"]).result(LIMIT)
+    assert np.shares_memory(masks, room)
+    assert [allowed(masks, line) for line in (0, 1)] == [[ord("x")], [ord("y")]]
+    manager.shutdown()
 
 
 def test_a_closed_request_is_gone(manager: GrammarManager) -> None:

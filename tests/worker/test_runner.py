@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,32 @@ def test_errors_are_told_by_row(worker: Worker) -> None:
     assert list(result.errors) == [1]
     assert "no token may be chosen" in result.errors[1]
     assert len(result.token_ids[0]) == 1
+
+
+def test_masks_of_a_step_that_failed_touch_no_other(
+    worker: Worker, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = (start(0, PROMPT[:5]), start(1, PROMPT[:20]))
+    step(worker, 0, {0: 5}, (starts[0],))
+    plan = StepPlan(1, [0], [1], mask_slots={0: 0})
+    worker.execute(plan)
+    masks = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.runner, "_sample", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.sample(masks)
+    assert step(worker, 2, {1: 20}, (starts[1],)).token_ids == [[int(logits[19].argmax())]]
+
+
+def test_masks_made_in_the_workers_room(worker: Worker) -> None:
+    step(worker, 0, {0: 5, 1: 5}, (start(0, PROMPT[:5]), start(1, PROMPT[:6])))
+    finish = worker.execute(StepPlan(1, [1, 0], [1, 1], mask_slots={1: 1, 0: 0}))
+    room = worker.mask_room(2)
+    room.fill(0)
+    room.view(np.uint32)[0, 150 // 32] = 1 << 150 % 32
+    room.view(np.uint32)[1, 31 // 32] = 1 << 31
+    worker.sample(room)
+    assert finish().token_ids == [[150], [31]]
 
 
 def test_results_hold_no_tensors(worker: Worker) -> None:
