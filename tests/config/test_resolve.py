@@ -37,6 +37,15 @@ def test_the_user_wins() -> None:
     assert "max_num_seqs = 3 (set by the user)" in found.explain()
 
 
+def test_activations_are_those_of_the_method() -> None:
+    defaults = replace(DEFAULTS, quantization="stored", activations="int16")
+    found = resolve(EngineConfig.from_flat(), defaults)
+    assert "activations = int16 (what the processor multiplies fastest)" in found.explain()
+    assert resolve(EngineConfig.from_flat(activations="float32"), defaults).activations == "float32"
+    # Another method has its own, which the layers know.
+    assert resolve(EngineConfig.from_flat(dtype="float32"), defaults).activations == "auto"
+
+
 @pytest.mark.parametrize(("mode", "budget", "seqs"), [("interactivity", 128, 64), ("throughput", 1024, 128)])
 def test_a_mode_changes_only_what_is_unset(mode: str, budget: int, seqs: int) -> None:
     found = resolved(performance_mode=mode)

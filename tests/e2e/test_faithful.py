@@ -38,10 +38,11 @@ def mean_logprob(token_ids: list[int], **settings: str) -> float:
     return float(logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None]).mean())
 
 
-def test_perplexity_is_that_of_the_dequantized_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("activations", ["float32", "int16"])
+def test_perplexity_is_that_of_the_dequantized_model(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids = load_tokenizer(resolve_model("smollm2").path).encode(TEXT)
     assert 200 < len(token_ids) < 400
-    packed = mean_logprob(token_ids)
+    packed = mean_logprob(token_ids, activations=activations)
     monkeypatch.setattr("quire.kernels.cpu.library.load", lambda: None)
     reference = mean_logprob(token_ids, dtype="float32")
     assert -4 < reference < -1, "the text is read as language"

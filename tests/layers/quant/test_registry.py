@@ -38,6 +38,23 @@ def test_what_a_method_cannot_serve_is_refused_with_the_fix(name: str) -> None:
         choose_method(Target(dtype=torch.float16, quantization=name))
 
 
+@pytest.mark.parametrize(
+    "target", [Target("elsewhere", activations="int16"), Target(quantization="none", activations="int16")]
+)
+def test_integers_are_refused_where_weights_are_floats(target: Target) -> None:
+    with pytest.raises(
+        ConfigError, match=r"activations is 'int16' but weights are kept by 'none'.*leave --activations"
+    ):
+        choose_method(target)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["stored", "int8", "int4"])
+def test_packed_weights_take_integers_if_asked_to(name: str) -> None:
+    target = Target(quantization=name, activations="int16")
+    assert choose_method(target).activations(target) in ("int16", "float32")
+
+
 def test_an_unknown_method_is_named_beside_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown quantization method 'int3'; known: .*int4, int8, none"):
         choose_method(Target(quantization="int3"))
