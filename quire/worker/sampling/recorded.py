@@ -26,7 +26,9 @@ def sample_step(kind: RecordedKind, sampler: Sampler, logits: Tensor, rows: Tens
     place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
     if not kind.draws:
         return append_likeliest(logits, *place)
-    shaped, raw_highest = _shape(kind, sampler, logits, rows, state) if kind.shapes else (logits, None)
+    shaped, raw_highest = logits, None
+    if kind.masked or kind.shapes:
+        shaped, raw_highest = _shape(kind, sampler, logits, rows, state)
     assert sampler.draw_table is not None
     parameters = sampler.draw_table.parameters.index_select(1, rows)
     seeds = state.seeds.index_select(0, rows)
@@ -48,11 +50,10 @@ def _shape(
     assert table is not None
     if kind.masked:
         buffer.copy_staged(KIND, min(len(rows), state.scratch_row))
-    first, last = (0 if kind.masked else 1), (2 if kind.allows else 1)
+    first, last = (0 if kind.masked else 1), (2 if kind.shapes else 1)
     shaped, raw_highest = keep_allowed(logits, rows, buffer.masks, buffer.lines[first:last])
     known = (state.token_ids, state.num_tokens, state.num_prompt_tokens)
-    if kind.edits:
+    if kind.shapes:
         apply_edits(shaped, rows, table.edits, table.counts, *known)
-    if kind.penalizes:
         apply_penalties(shaped, rows, table.penalties, *known)
     return shaped, raw_highest

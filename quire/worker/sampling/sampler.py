@@ -44,7 +44,7 @@ from quire.worker.sampling.top_k_top_p import TopKTopP
 if TYPE_CHECKING:
     from quire.worker.sampling.shaping_table import ShapingTable
 
-_RECORDED_LOGPROBS = (0, 1, 5, 20)  # numbers of likeliest tokens for which sampling is recorded
+_RECORDED_LOGPROBS = (0, 5, 20)  # numbers of likeliest tokens for which sampling is recorded
 _BAD_LOGITS, _NO_TOKEN, _OVERFLOW = 1, 2, 3
 _MESSAGES = {
     _BAD_LOGITS: "the model produced NaN or infinite logits; the weights or the dtype are unsuitable",
@@ -101,19 +101,15 @@ class SampleOutput:
 
 
 class RecordedKind(NamedTuple):
-    """What the sampling of a recorded step has to do: what some of its rows ask for."""
+    """What the sampling of a recorded step has to do: what some of its rows ask for.
+
+    There are few kinds, since each is recorded when it first comes up, and everybody waits for that.
+    """
 
     draws: bool = False  # not just the likeliest token of all
     masked: bool = False  # a grammar's mask
-    allows: bool = False  # a list of allowed tokens
-    edits: bool = False  # bans and biases of single tokens
-    penalizes: bool = False
+    shapes: bool = False  # allowed tokens, bans, biases or penalties
     logprobs: int | None = None  # log-probabilities of so many likeliest tokens
-
-    @property
-    def shapes(self) -> bool:
-        """Whether it chooses from other logits than the model's."""
-        return self.masked or self.allows or self.edits or self.penalizes
 
 
 class Sampler:
@@ -219,9 +215,7 @@ class Sampler:
         return RecordedKind(
             draws=True,
             masked=masked,
-            allows=not table.allowing.isdisjoint(row_list),
-            edits=not table.edited.isdisjoint(row_list),
-            penalizes=not table.penalized.isdisjoint(row_list),
+            shapes=not table.shaped.isdisjoint(row_list),
             logprobs=None if most is None else next(count for count in _RECORDED_LOGPROBS if count >= most),
         )
 

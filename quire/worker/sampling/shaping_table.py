@@ -26,8 +26,6 @@ _ANY = -1
 
 
 class ShapingTable:
-    """Every row is in those of the sets below that say what has to be done for it."""
-
     def __init__(self, vocab_size: int, max_rows: int, masks: MaskBuffer, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._masks = masks
@@ -39,11 +37,10 @@ class ShapingTable:
         self._penalties.set(max_rows, 0.0, 0.0, 1.0)
         self._staged_edits: dict[int, NDArray[np.int32]] = {}
         self._staged_masks: dict[int, NDArray[np.int32]] = {}
-        self.edited: set[int] = set()
-        self.penalized: set[int] = set()
-        self.allowing: set[int] = set()
+        self.shaped: set[int] = set()  # rows that ask for any of it
+        self.too_large: set[int] = set()  # rows that ask for more than fits
+        self._allowing: set[int] = set()
         self._lined_up: set[int] = set()  # what the buffer was last told of them
-        self.too_large: set[int] = set()
 
     @property
     def counts(self) -> Tensor:
@@ -65,21 +62,20 @@ class ShapingTable:
             return
         self._counts.set(row, len(edits))
         if edits:
-            self.edited.add(row)
             lines = np.full((len(edits), self.edits.shape[2]), _ANY, dtype=np.int32)
             for line, edit in zip(lines, edits, strict=True):
                 line[: len(edit)] = edit
             self._staged_edits[row] = lines
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         self._penalties.set(row, *penalties)
-        if penalties != (0.0, 0.0, 1.0):
-            self.penalized.add(row)
+        if edits or penalties != (0.0, 0.0, 1.0) or params.allowed_token_ids is not None:
+            self.shaped.add(row)
         if params.allowed_token_ids is not None:
-            self.allowing.add(row)
+            self._allowing.add(row)
             self._staged_masks[row] = _mask_of(params.allowed_token_ids, self._vocab_size)
 
     def remove(self, row: int) -> None:
-        for rows in (self.edited, self.penalized, self.allowing, self.too_large):
+        for rows in (self.shaped, self.too_large, self._allowing):
             rows.discard(row)
         self._staged_edits.pop(row, None)
         self._staged_masks.pop(row, None)
@@ -96,9 +92,9 @@ class ShapingTable:
             masks = upload_array(np.stack(list(self._staged_masks.values())), device)
             self._masks.of_kind(_KIND).index_copy_(0, order, masks)
             self._staged_masks.clear()
-        if self.allowing != self._lined_up:
-            self._lined_up = set(self.allowing)
-            self._masks.line_up(_KIND, {row: row for row in self.allowing})
+        if self._allowing != self._lined_up:
+            self._lined_up = set(self._allowing)
+            self._masks.line_up(_KIND, {row: row for row in self._allowing})
 
 
 Edit = tuple[int, ...]

@@ -122,15 +122,15 @@ SHAPING: list[tuple[dict[str, Any], RecordedKind]] = [
     ({}, RecordedKind()),
     ({"temperature": 0.0}, RecordedKind()),
     ({"temperature": 0.8, "top_p": 0.9}, RecordedKind(draws=True)),
-    ({"allowed_token_ids": [3, 31, 32, 64]}, RecordedKind(draws=True, allows=True)),
-    ({"logit_bias": {4: 9.0, 63: -9.0}}, RecordedKind(draws=True, edits=True)),
-    ({"bad_words_token_ids": ((5,), (1, 2, 9), (2, 8)), "outputs": [1, 2]}, RecordedKind(draws=True, edits=True)),
-    ({"min_tokens": 3, "stop_token_ids": [7], "eos": (8,)}, RecordedKind(draws=True, edits=True)),
-    ({"logit_bias": {5: 50.0}, "bad_words_token_ids": ((5,),)}, RecordedKind(draws=True, edits=True)),
-    ({"repetition_penalty": 1.7, "outputs": [5, 5, 9]}, RecordedKind(draws=True, penalizes=True)),
+    ({"allowed_token_ids": [3, 31, 32, 64]}, RecordedKind(draws=True, shapes=True)),
+    ({"logit_bias": {4: 9.0, 63: -9.0}}, RecordedKind(draws=True, shapes=True)),
+    ({"bad_words_token_ids": ((5,), (1, 2, 9), (2, 8)), "outputs": [1, 2]}, RecordedKind(draws=True, shapes=True)),
+    ({"min_tokens": 3, "stop_token_ids": [7], "eos": (8,)}, RecordedKind(draws=True, shapes=True)),
+    ({"logit_bias": {5: 50.0}, "bad_words_token_ids": ((5,),)}, RecordedKind(draws=True, shapes=True)),
+    ({"repetition_penalty": 1.7, "outputs": [5, 5, 9]}, RecordedKind(draws=True, shapes=True)),
     (
         {"frequency_penalty": 0.7, "presence_penalty": -0.3, "outputs": [5, 5, 9]},
-        RecordedKind(draws=True, penalizes=True),
+        RecordedKind(draws=True, shapes=True),
     ),
     ({"logprobs": 0}, RecordedKind(draws=True, logprobs=0)),
     ({"logprobs": 3, "temperature": 0.9}, RecordedKind(draws=True, logprobs=5)),
@@ -169,7 +169,7 @@ def test_nothing_is_left_of_a_rows_first_owner() -> None:
     both.sampler.add_request(2, other)
     both.state.apply_staged_writes()
     both.sampler.apply_staged_writes()
-    everything = RecordedKind(draws=True, allows=True, edits=True, penalizes=True)
+    everything = RecordedKind(draws=True, shapes=True)
     assert both.compare() == everything
     assert both.compare({0: [4]}) == everything._replace(masked=True)
 

@@ -46,9 +46,8 @@ def test_edits_are_biases_bans_of_stops_and_last_tokens_of_words() -> None:
         [5, ban, 2**31 - 1, 0, *any_token],
         [6, ban, 2**31 - 1, 2, 2, 1, *any_token[2:]],
     ]
-    assert table.edited == {1}
     assert table.penalties[:, 1].tolist() == [0.0, 0.0, 1.0]
-    assert table.penalized == table.allowing == table.too_large == set()
+    assert (table.shaped, table.too_large) == ({1}, set())
 
 
 def test_stops_are_free_once_enough_outputs_are_there() -> None:
@@ -57,7 +56,7 @@ def test_stops_are_free_once_enough_outputs_are_there() -> None:
 
 def test_allowed_tokens_are_a_line_of_the_mask_buffer() -> None:
     table = table_with(allowed_token_ids=[0, 31, 32, 99, VOCAB])
-    assert table.allowing == {1}
+    assert table.shaped == {1}
     assert table._masks.lines[1].tolist() == [-1, 4, -1, -1]
     words = table._masks.masks[4].cpu().numpy().view(np.uint32).tolist()
     assert words == [1 | 1 << 31, 1, 0, 1 << 3]
@@ -76,10 +75,21 @@ def test_the_largest_that_fit_and_one_more(row: dict[str, Any], monkeypatch: pyt
 
 def test_a_removed_row_asks_for_nothing() -> None:
     table = table_with(logit_bias={3: 1.0}, repetition_penalty=2.0, allowed_token_ids=[4])
-    assert (table.edited, table.penalized, table.allowing) == ({1}, {1}, {1})
+    assert table.shaped == {1}
     table.remove(1)
-    assert table.edited == table.penalized == table.allowing == set()
+    assert table.shaped == set()
     table.set(1, start_of(1, make_row()))
     table.apply_staged_writes()
     assert edits_of(table) == []
     assert table.penalties[:, 1].tolist() == [0.0, 0.0, 1.0]
+    assert table._masks.lines[1].tolist() == [-1, -1, -1, -1]
+    assert table.shaped == set()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"repetition_penalty": 1.1}],
+)
+def test_each_alone_shapes(row: dict[str, Any]) -> None:
+    assert table_with(**row).shaped == {1}
+    assert table_with().shaped == set()
