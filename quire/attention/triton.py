@@ -69,6 +69,7 @@ class RecordedLists:
 class TritonAttention(AttentionBackend):
     name = "triton"
     records = True
+    heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return (dtype, torch.float8_e4m3fn)
@@ -145,11 +146,15 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         metadata.qkv = metadata.keys = None
-        if metadata.whole and is_plain(spec):
+        if metadata.whole and self.takes_whole(spec, qkv, cache):
             metadata.qkv = qkv
             metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
         slots = metadata.batch.slot_mapping
-        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys)
+        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys, self.heads_per_program)
+
+    def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
+        """Whether long prompts without a cached prefix attend over the keys and values of their step."""
+        return is_plain(spec)
 
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)

@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.attention.base import NO_HEAD_NORM, AttentionBatch, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
-from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata, is_plain, keys_and_values
+from quire.attention.base import AttentionBatch, AttentionMetadata, AttentionSpec
+from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata, keys_and_values
 from quire.kernels.triton.prefill_attention import QUERY_TILE
-from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.kernels.triton.whole_attention import whole_attention, whole_fits
 
@@ -28,6 +27,7 @@ _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several
 
 class FixedTritonAttention(TritonAttention):
     name = "triton_fixed"
+    heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         per_query = spec.num_heads * MAX_SEGMENTS * (spec.head_dim + 2) * 4
@@ -38,26 +38,10 @@ class FixedTritonAttention(TritonAttention):
     ) -> TritonMetadata:
         return super().prepare_decode(batch, max_context, padding_row, evenly=False)
 
-    def write(
-        self,
-        spec: AttentionSpec,
-        qkv: Tensor,
-        head_norm: HeadNorm | None,
-        rotation: Rotation,
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        assert isinstance(metadata, TritonMetadata)
-        norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
-        slots = metadata.batch.slot_mapping
-        metadata.qkv = metadata.keys = None
+    def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
         # From a cache of another type, other steps read other values.
         is_same = cache.dtype == qkv.dtype and whole_fits(spec.head_dim, qkv.element_size())
-        if metadata.whole and is_same and is_plain(spec):
-            metadata.qkv = qkv
-            metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
-        # So many heads a program for any number of tokens: the order of a norm's sum may depend on it.
-        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys, heads_per_program=8)
+        return is_same and super().takes_whole(spec, qkv, cache)
 
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from tests.kernels.device import DEVICE, HAS_TRITON
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 BLOCK = 16
+UNTOUCHED = 123.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,21 @@ def make_paged(spec: AttentionSpec, queries: list[int], contexts: list[int], see
         query_starts=int32(starts),
         expected=torch.cat(expected),
     )
+
+
+def tiles_of(queries: list[int], tile: int = 16) -> list[tuple[int, int]]:
+    """(row, first query) of each tile."""
+    return [(row, start) for row, count in enumerate(queries) for start in range(0, count, tile)]
+
+
+def attend(kernel: Callable[..., None], spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]]) -> Tensor:
+    """What a kernel for listed tiles of queries writes, among lines of UNTOUCHED."""
+    out = torch.full((paged.query.shape[0], spec.num_heads * spec.head_dim), UNTOUCHED, device=DEVICE)
+    out = out.to(paged.query.dtype)
+    rows = (paged.tables, paged.rows, paged.contexts, paged.query_starts)
+    listed = (int32([row for row, _ in tiles]), int32([offset for _, offset in tiles]))
+    kernel(paged.query, paged.cache, *rows, *listed, out, spec.scale, spec.soft_cap, spec.sliding_window)
+    return out
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionSpec
-from tests.kernels.device import DEVICE, HALF
-from tests.kernels.triton.paged import Paged, assert_close, int32, make_paged, needs_triton
+from tests.kernels.device import HALF
+from tests.kernels.triton.paged import (
+    UNTOUCHED,
+    Paged,
+    assert_close,
+    attend,
+    int32,
+    make_paged,
+    needs_triton,
+    tiles_of,
+)
 
 pytestmark = needs_triton
-UNTOUCHED = 123.0
 
 
 def run(spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]], **options: int) -> Tensor:
     from quire.kernels.triton.tile_attention import Cut, tile_attention
 
-    out = torch.full((paged.query.shape[0], spec.num_heads * spec.head_dim), UNTOUCHED, device=DEVICE)
-    out = out.to(paged.query.dtype)
-    tile_attention(
-        paged.query,
-        paged.cache,
-        paged.tables,
-        paged.rows,
-        paged.contexts,
-        paged.query_starts,
-        int32([row for row, _ in tiles]),
-        int32([offset for _, offset in tiles]),
-        out,
-        spec.scale,
-        spec.soft_cap,
-        spec.sliding_window,
-        Cut(**options),
-    )
-    return out
-
-
-def tiles_of(queries: list[int], tile: int = 16) -> list[tuple[int, int]]:
-    return [(row, start) for row, count in enumerate(queries) for start in range(0, count, tile)]
+    return attend(partial(tile_attention, cut=Cut(**options)), spec, paged, tiles)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0)])
