@@ -23,6 +23,7 @@ HEAD = (49152, 576)
 LAYERS = 30  # so that one row reads more than a cache holds
 ROWS = (1, 8, 32, 128, 1024)
 FORMATS = ("int4", "int8", "bfloat16", "float16", "float32")
+INTEGERS = ("int4", "int8")  # that rows of integers can be multiplied with
 
 Call = Callable[[Tensor], Tensor]
 
@@ -60,7 +61,7 @@ def measure(
         )
         row = results[-1]
         print(
-            f"{name:>16} {rows:>5} rows {row['milliseconds']:9.3f} ms"
+            f"{name:>20} {rows:>5} rows {row['milliseconds']:9.3f} ms"
             f" {row['gigabytes_per_second']:7.1f} GB/s {row['gflops']:7.1f} GFLOP/s",
             flush=True,
         )
@@ -75,8 +76,11 @@ def measure_torch(shapes: list[tuple[int, int]], seconds: float) -> list[dict]:
 
 def measure_packed(storage: str, name: str, shapes: list[tuple[int, int]], seconds: float) -> list[dict]:
     matrices = [PackedMatrix.from_float(torch.randn(shape), storage) for shape in shapes]
-    calls: list[Call] = [Product([matrix]) for matrix in matrices]
-    return measure(name, calls, shapes, sum(matrix.num_bytes for matrix in matrices), seconds)
+    num_bytes, results = sum(matrix.num_bytes for matrix in matrices), []
+    for activations in ("float32", "int16") if storage in INTEGERS else ("float32",):
+        calls: list[Call] = [Product([matrix], None, activations) for matrix in matrices]
+        results += measure(f"{name} x {activations}", calls, shapes, num_bytes, seconds)
+    return results
 
 
 def call_overhead() -> float:

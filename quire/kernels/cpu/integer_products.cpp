@@ -14,6 +14,15 @@ namespace {
 constexpr int64_t DEPTH = 288;              // elements along k that a tile of weights holds
 constexpr int64_t MOST_ENCODED = 1 << 20;   // elements of x that are encoded at a time
 constexpr int PAIRS = BLOCK / 2;
+#if defined(__AVX512VNNI__)
+constexpr int PASS_ROWS = 8;  // rows that a panel is multiplied with at a time
+// Rows for which making codes anew in every pass is faster than making a tile of them, if these have 4 bits and 8.
+constexpr int64_t MOST_PASSED_4 = 40, MOST_PASSED_8 = 16;
+#else
+constexpr int PASS_ROWS = MOST_DIRECT_ROWS;
+constexpr int64_t MOST_PASSED_4 = PASS_ROWS, MOST_PASSED_8 = PASS_ROWS;
+#endif
+static_assert(PASS_ROWS <= TILE_ROWS, "what `encode` is compiled for");
 
 // ---- rows of x: for each BLOCK along k the scale of each row, the sum of its integers, and [PAIRS][rows] pairs
 constexpr int64_t block_words(int64_t rows) { return (2 + PAIRS) * rows; }
@@ -169,15 +178,28 @@ void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel
     unrolled<ROWS>([&](auto r) { store_columns<N>(acc[r.value], out + r.value * stride, width, bias); });
 }
 
-// Panels [begin, end) of a segment for at most MOST_DIRECT_ROWS rows.
+// f(first row, rows, where they are encoded) for every pass, which have nearly as many rows each.
+template <class F>
+inline void each_pass(int64_t rows, int64_t inner, const F& f) {
+    const int64_t passes = ceil_div(rows, PASS_ROWS), row_words = ceil_div(inner, BLOCK) * block_words(1);
+    for (int64_t i = 0; i < passes; ++i) {
+        const int64_t from = rows * i / passes, to = rows * (i + 1) / passes;
+        f(from, to - from, from * row_words);
+    }
+}
+
+// Panels [begin, end) of a segment: all rows pass by a few of them while they are in the first-level cache.
 template <int F>
 void few(const int32_t* x, int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end, float* out,
          int64_t stride, const float* bias) {
-    direct_panels<F>(rows, inner, segment, begin, end,
-                     [&](auto count, const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
-                         direct<F, decltype(count)::value>(x, inner, panel, apart, out + column, stride, width,
-                                                           bias ? bias + column : nullptr);
-                     });
+    direct_panels<F>(inner, segment, begin, end, [&](const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
+        each_pass(rows, inner, [&](int64_t first, int64_t count, int64_t at) {
+            with_rows<PASS_ROWS>(count, [&](auto constant) {
+                direct<F, decltype(constant)::value>(x + at, inner, panel, apart, out + first * stride + column, stride,
+                                                     width, bias ? bias + column : nullptr);
+            });
+        });
+    });
 }
 
 // ---- many rows: codes are made once per tile, which all rows of a chunk pass by
@@ -328,7 +350,9 @@ inline const Kernels& kernels_of(const Segment& segment) { return AllKernels::ta
 
 void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
     int32_t* codes = (int32_t*)scratch(2, ceil_div(plan.inner, BLOCK) * block_words(rows) * sizeof(int32_t));
-    Table<Encode, 1>::of(rows)(x, plan.inner, plan.inner, codes);
+    each_pass(rows, plan.inner, [&](int64_t first, int64_t count, int64_t at) {
+        Table<Encode, 1>::of(count)(x + first * plan.inner, plan.inner, plan.inner, codes + at);
+    });
     share_panels(plan, rows, [&](const Segment& segment, int64_t begin, int64_t end, int64_t column) {
         kernels_of(segment).direct(codes, rows, plan.inner, segment, begin, end, out + column, plan.outputs,
                                    plan.bias_at(column));
@@ -351,8 +375,11 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
 
 void integer_product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
+    int64_t most_passed = MOST_PASSED_4;
+    for (int64_t s = 0; s < plan.num_segments; ++s)
+        if (LAYOUTS[plan.segments[s].format].bits == 8) most_passed = MOST_PASSED_8;
     multiply_rows(
-        plan, x, out, rows, MOST_ENCODED, [&](auto... part) { few_rows(plan, part...); },
+        plan, x, out, rows, most_passed, MOST_ENCODED, [&](auto... part) { few_rows(plan, part...); },
         [&](auto... part) { many_rows(plan, part...); });
 }
 

@@ -95,25 +95,29 @@ static inline int64_t units(const Plan& plan, int64_t unit) {
 }
 
 // ---- few rows
-// f(rows as a constant, panel, bytes to the next, column, width) for each DIRECT_PANELS of the panels [begin, end).
+// f(rows as a constant) for a number of rows from 1 to MOST.
+template <int MOST, class F>
+static inline void with_rows(int64_t rows, const F& f) {
+    unrolled<MOST>([&](auto index) {
+        if (rows == index.value + 1) f(Index<decltype(index)::value + 1>());
+    });
+}
+
+// f(panel, bytes to the next, column, width) for each DIRECT_PANELS of the panels [begin, end).
 template <int F, class Function>
-static inline void direct_panels(int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end,
-                                 const Function& f) {
+static inline void direct_panels(int64_t inner, const Segment& segment, int64_t begin, int64_t end, const Function& f) {
     const int64_t panel_bytes = LAYOUTS[F].panel_bytes(inner);
     while (begin < end) {
         // A panel on its own is multiplied several times at once; the first result counts.
         const bool full = end - begin >= DIRECT_PANELS;
         const int64_t column = begin * PANEL, left = segment.outputs - column, apart = full ? panel_bytes : 0;
         const int64_t width = full ? left : least(left, PANEL);
-        const uint8_t* panel = segment.panels + begin * panel_bytes;
-        unrolled<MOST_DIRECT_ROWS>([&](auto index) {
-            if (rows == index.value + 1) f(Index<decltype(index)::value + 1>(), panel, apart, column, width);
-        });
+        f(segment.panels + begin * panel_bytes, apart, column, width);
         begin += full ? DIRECT_PANELS : 1;
     }
 }
 
-// f(segment, first panel, end, column) on all threads, for at most MOST_DIRECT_ROWS rows.
+// f(segment, first panel, end, column) on all threads.
 template <class F>
 static inline void share_panels(const Plan& plan, int64_t rows, const F& f) {
     constexpr int64_t UNIT = PANEL * DIRECT_PANELS;
@@ -169,14 +173,14 @@ static inline void share_tiles(const Plan& plan, const Blocks& x, const F& f) {
     });
 }
 
-// few(x, out, rows), or many(x, out, rows) for parts of the rows of which at most `most` elements of x are packed: they
-// should still be in the caches when they are read.
+// few(x, out, rows) for up to `most_few` rows, or many(x, out, rows) for parts of the rows of which at most `most_packed`
+// elements of x are packed: they should still be in the caches when they are read.
 template <class Few, class Many>
-static inline void multiply_rows(const Plan& plan, const float* x, float* out, int64_t rows, int64_t most,
-                                 const Few& few, const Many& many) {
+static inline void multiply_rows(const Plan& plan, const float* x, float* out, int64_t rows, int64_t most_few,
+                                 int64_t most_packed, const Few& few, const Many& many) {
     if (rows <= 0) return;
-    if (rows <= MOST_DIRECT_ROWS) return few(x, out, rows);
-    const int64_t fit = most / plan.inner, parts = ceil_div(rows, fit > CHUNK_ROWS ? fit : CHUNK_ROWS);
+    if (rows <= most_few) return few(x, out, rows);
+    const int64_t fit = most_packed / plan.inner, parts = ceil_div(rows, fit > CHUNK_ROWS ? fit : CHUNK_ROWS);
     for (int64_t i = 0; i < parts; ++i) {
         const int64_t begin = rows * i / parts, end = rows * (i + 1) / parts;
         many(x + begin * plan.inner, out + begin * plan.outputs, end - begin);

@@ -104,11 +104,13 @@ void direct(const float* x, int64_t inner, const uint8_t* panel, int64_t panel_s
 template <int F>
 void few(const float* x, int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end, float* out,
          int64_t stride, const float* bias) {
-    direct_panels<F>(rows, inner, segment, begin, end,
-                     [&](auto count, const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
-                         direct<F, decltype(count)::value>(x, inner, panel, apart, out + column, stride, width,
-                                                           bias ? bias + column : nullptr);
-                     });
+    with_rows<MOST_DIRECT_ROWS>(rows, [&](auto count) {
+        direct_panels<F>(inner, segment, begin, end,
+                         [&](const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
+                             direct<F, decltype(count)::value>(x, inner, panel, apart, out + column, stride, width,
+                                                               bias ? bias + column : nullptr);
+                         });
+    });
 }
 
 // ---- many rows: weights are made once per tile, which all rows of a chunk pass by
@@ -281,7 +283,7 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
 void product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
     multiply_rows(
-        plan, x, out, rows, MOST_PACKED, [&](auto... part) { few_rows(plan, part...); },
+        plan, x, out, rows, MOST_DIRECT_ROWS, MOST_PACKED, [&](auto... part) { few_rows(plan, part...); },
         [&](auto... part) { many_rows(plan, part...); });
 }
 
