@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t DEPTH = 288;              // elements along k that a tile of weights holds
 constexpr int64_t MOST_ENCODED = 1 << 20;   // elements of x that are encoded at a time
+constexpr int64_t LEAST_ENCODED = 1 << 13;  // and that are worth a thread's attention
 constexpr int PAIRS = BLOCK / 2;
 #if defined(__AVX512VNNI__)
 constexpr int PASS_ROWS = 8;  // rows that a panel is multiplied with at a time
@@ -30,12 +31,11 @@ constexpr int64_t block_words(int64_t rows) { return (2 + PAIRS) * rows; }
 // One row's BLOCK, of which `count` elements are there; pairs become vectors of LANES.
 inline void encode_row(const float* x, int64_t count, float* scale, float* sum, Vec* pairs) {
     constexpr int N = BLOCK / LANES;
-    Vec v[N], most = zero(), wrong = zero(), total = zero();
+    Vec v[N], most = zero(), total = zero();
     for (int i = 0; i < N; ++i) {
         const int64_t left = count - i * LANES;
         v[i] = left >= LANES ? load(x + i * LANES) : left > 0 ? load_part(x + i * LANES, (int)left) : zero();
         most = vmax(most, vmax(v[i], sub(zero(), v[i])));
-        wrong = fma(v[i], zero(), wrong);  // NaN if anything is not finite
     }
     const float unit = max_lane(most) * (1.0f / 32767.0f);
     const float step = unit < 0x1p-126f ? 0x1p-126f : unit;  // its inverse must not overflow
@@ -44,8 +44,8 @@ inline void encode_row(const float* x, int64_t count, float* scale, float* sum, 
         v[i] = fma(v[i], inverse, set(ROUNDER));
         total = add(total, sub(v[i], set(ROUNDER)));
     }
-    *scale = step + QUIRE_NS::sum(wrong);
     *sum = QUIRE_NS::sum(total);
+    *scale = step + (*sum - *sum);  // NaN if anything is not finite: then the sum is NaN, as infinity times zero is
     for (int i = 0; i < N; i += 2)
         pairs[i / 2] = pair_up(even_quarters(v[i], v[i + 1]), odd_quarters(v[i], v[i + 1]));
 }
@@ -178,27 +178,29 @@ void direct(const int32_t* x, int64_t inner, const uint8_t* panel, int64_t panel
     unrolled<ROWS>([&](auto r) { store_columns<N>(acc[r.value], out + r.value * stride, width, bias); });
 }
 
-// f(first row, rows, where they are encoded) for every pass, which have nearly as many rows each.
-template <class F>
-inline void each_pass(int64_t rows, int64_t inner, const F& f) {
-    const int64_t passes = ceil_div(rows, PASS_ROWS), row_words = ceil_div(inner, BLOCK) * block_words(1);
-    for (int64_t i = 0; i < passes; ++i) {
-        const int64_t from = rows * i / passes, to = rows * (i + 1) / passes;
-        f(from, to - from, from * row_words);
-    }
-}
+// Rows in passes, nearly as many in each; `at`: where what `encode` makes of them begins.
+struct Passes {
+    int64_t rows, count, row_words;
+
+    Passes(int64_t rows, int64_t inner)
+        : rows(rows), count(ceil_div(rows, PASS_ROWS)), row_words(ceil_div(inner, BLOCK) * block_words(1)) {}
+    int64_t start(int64_t pass) const { return rows * pass / count; }
+    int64_t size(int64_t pass) const { return start(pass + 1) - start(pass); }
+    int64_t at(int64_t pass) const { return start(pass) * row_words; }
+};
 
 // Panels [begin, end) of a segment: all rows pass by a few of them while they are in the first-level cache.
 template <int F>
 void few(const int32_t* x, int64_t rows, int64_t inner, const Segment& segment, int64_t begin, int64_t end, float* out,
          int64_t stride, const float* bias) {
+    const Passes passes(rows, inner);
     direct_panels<F>(inner, segment, begin, end, [&](const uint8_t* panel, int64_t apart, int64_t column, int64_t width) {
-        each_pass(rows, inner, [&](int64_t first, int64_t count, int64_t at) {
-            with_rows<PASS_ROWS>(count, [&](auto constant) {
-                direct<F, decltype(constant)::value>(x + at, inner, panel, apart, out + first * stride + column, stride,
-                                                     width, bias ? bias + column : nullptr);
+        for (int64_t i = 0; i < passes.count; ++i)
+            with_rows<PASS_ROWS>(passes.size(i), [&](auto count) {
+                direct<F, decltype(count)::value>(x + passes.at(i), inner, panel, apart,
+                                                  out + passes.start(i) * stride + column, stride, width,
+                                                  bias ? bias + column : nullptr);
             });
-        });
     });
 }
 
@@ -349,9 +351,12 @@ using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, C
 inline const Kernels& kernels_of(const Segment& segment) { return AllKernels::table[segment.format - CODE4]; }
 
 void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
-    int32_t* codes = (int32_t*)scratch(2, ceil_div(plan.inner, BLOCK) * block_words(rows) * sizeof(int32_t));
-    each_pass(rows, plan.inner, [&](int64_t first, int64_t count, int64_t at) {
-        Table<Encode, 1>::of(count)(x + first * plan.inner, plan.inner, plan.inner, codes + at);
+    const Passes passes(rows, plan.inner);
+    int32_t* codes = (int32_t*)scratch(2, rows * passes.row_words * sizeof(int32_t));
+    parallel(passes.count, 1 + LEAST_ENCODED / (plan.inner * PASS_ROWS), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            Table<Encode, 1>::of(passes.size(i))(x + passes.start(i) * plan.inner, plan.inner, plan.inner,
+                                                 codes + passes.at(i));
     });
     share_panels(plan, rows, [&](const Segment& segment, int64_t begin, int64_t end, int64_t column) {
         kernels_of(segment).direct(codes, rows, plan.inner, segment, begin, end, out + column, plan.outputs,

@@ -25,9 +25,12 @@ static inline Ints nibble_pair(Words w) {
     return _mm512_and_si512(I ? _mm512_srli_epi32(w, 4 * I) : w, _mm512_set1_epi32(0x000f000f));
 }
 static inline Ints byte_pair(const uint8_t* low, const uint8_t* high) {
-    const __m128i a = _mm_loadu_si128((const __m128i*)low), b = _mm_loadu_si128((const __m128i*)high);
-    return _mm512_cvtepi8_epi16(
-        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(a, b)), _mm_unpackhi_epi8(a, b), 1));
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low));
+    const __m256i both = _mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i*)high), 1);
+    const __m512i order = _mm512_add_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                           _mm512_set_epi32(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17,
+                                                            16) << 16);
+    return _mm512_permutexvar_epi16(order, _mm512_cvtepi8_epi16(both));  // i and 16 + i side by side
 }
 // The quarters 0, 2, ... or 1, 3, ... of a and then b.
 static inline Vec even_quarters(Vec a, Vec b) { return _mm512_shuffle_f32x4(a, b, 0x88); }
