@@ -10,6 +10,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.kernels.cpu.library import unavailable
+from quire.kernels.cpu.matrix import BLOCK_TYPES
 from quire.layers.linear import Linear
 from quire.layers.weights import weighted_layers
 from quire.models.base import CausalLM
@@ -65,11 +66,14 @@ def test_every_gguf_type_answers_as_if_dequantized(
 ) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(name, path, quant)
-    packed = logits(path)
+    packed, rounded = logits(path, activations="float32"), logits(path, activations="int16")
     with monkeypatch.context() as without:
         without.setattr("quire.kernels.cpu.library.load", lambda: None)
         reference = logits(path)
     torch.testing.assert_close(packed, reference, atol=2e-4, rtol=1e-3)
+    # Activations that are rounded are off by 1 / 65534 of the largest of 32, in every layer.
+    assert (rounded - reference).abs().max() < 1e-3 * reference.abs().max()
+    assert torch.equal(rounded, packed) == (quant not in BLOCK_TYPES), "floats are not rounded"
     plan, model = load(path)
     assert weights_of(plan) == taken(model)
     assert {type(m.method).__name__ for m in model.modules() if isinstance(m, Linear)} == {"PackedLinear"}
