@@ -66,23 +66,14 @@ def generate_lines(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, t
 
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-LINEAR_FP8: Op[Fp8Product] = Op(
-    "linear_fp8",
-    linear_fp8,
-    generate_inputs,
-    2e-2,
-    (
-        Implementation("triton", "triton.fp8:linear_fp8", ("cuda",), _TYPES, varies=True),
-        Implementation("triton_fixed", "triton.fp8:linear_fp8_fixed", ("cuda",), _TYPES),
-    ),
-)
-LINES_FP8: Op[LinesProduct] = Op(
-    "lines_fp8",
-    lines_fp8,
-    generate_lines,
-    2e-2,
-    (
-        Implementation("triton", "triton.fp8:lines_fp8", ("cuda",), _TYPES, varies=True),
-        Implementation("triton_fixed", "triton.fp8:lines_fp8_fixed", ("cuda",), _TYPES),
-    ),
-)
+
+
+def _products(function: str) -> tuple[Implementation, ...]:
+    return (
+        Implementation("triton", f"triton.fp8:{function}", ("cuda",), _TYPES, varies=True),
+        Implementation("triton_fixed", f"triton.fp8:{function}_fixed", ("cuda",), _TYPES),
+    )
+
+
+LINEAR_FP8: Op[Fp8Product] = Op("linear_fp8", linear_fp8, generate_inputs, 2e-2, _products("linear_fp8"))
+LINES_FP8: Op[LinesProduct] = Op("lines_fp8", lines_fp8, generate_lines, 2e-2, _products("lines_fp8"))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec, HeadNorm, make_batch
 from tests.attention.test_torch_ref import dense
-from tests.kernels.device import DEVICE, HALF, HAS_TRITON
+from tests.kernels.device import DEVICE, HALF
+from tests.kernels.triton.paged import needs_triton
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+pytestmark = needs_triton
 
 BLOCK = 16
 LENGTHS = [70, 33, 3]
