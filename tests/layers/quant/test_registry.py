@@ -51,8 +51,16 @@ def test_integers_are_refused_where_weights_are_floats(target: Target) -> None:
 @needs_library
 @pytest.mark.parametrize("name", ["stored", "int8", "int4"])
 def test_packed_weights_take_integers_if_asked_to(name: str) -> None:
-    target = Target(quantization=name, activations="int16")
-    assert choose_method(target).activations(target) in ("int16", "float32")
+    assert choose_method(Target(quantization=name, activations="int16")).name == name
+
+
+@needs_library
+@pytest.mark.parametrize(("fast", "expected"), [(True, "int16"), (False, "float32")])
+def test_what_is_rounded_unasked_is_what_the_processor_is_fast_at(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: str
+) -> None:
+    monkeypatch.setattr("quire.layers.quant.packed.multiplies_integers", lambda: fast)
+    assert choose_method(Target()).activations(Target()) == expected
 
 
 def test_an_unknown_method_is_named_beside_the_known_ones() -> None:
