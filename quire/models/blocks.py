@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
-from quire.layers.activation import gated_activation
+from quire.layers.activation import gated_product
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
 from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import Fp8RMSNorm, ParallelRMSNorm, RMSNorm
@@ -129,10 +129,10 @@ class GatedMLP(nn.Module):
             width, config.hidden_size, bias=config.mlp_bias, target=ctx.target, group=ctx.group
         )
         takes_lines = self.down_proj.method.takes_lines
-        self._activation = gated_activation(config.activation, ctx.target, takes_lines=takes_lines)
+        self._gated = gated_product(self.gate_up_proj, config.activation, ctx.target, takes_lines=takes_lines)
 
     def forward(self, hidden: Tensor | Fp8Lines) -> Tensor:
-        out: Tensor = self.down_proj(self._activation(self.gate_up_proj(hidden)))
+        out: Tensor = self.down_proj(self._gated(hidden))
         return out
 
 

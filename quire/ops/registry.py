@@ -9,6 +9,7 @@ from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
+from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
@@ -25,6 +26,7 @@ OPS: tuple[Op[Any], ...] = (
     GELU_TANH_AND_MUL_FP8,
     LINEAR,
     LINEAR_TRANSPOSED,
+    GATED_LINEAR,
     LINEAR_FP8,
     LINES_FP8,
     RMS_NORM,

@@ -16,16 +16,21 @@ _MIN_LINES = 64
 
 
 @triton.jit
+def gate_times_up(gate, up, GELU: tl.constexpr):
+    """act(gate) * up, all float32."""
+    inner = -gate
+    if GELU:
+        inner = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # -2 * sqrt(2 / pi) * ...
+    return gate / (1.0 + tl.exp(inner)) * up
+
+
+@triton.jit
 def _activate(x_ptr, row, columns, width, x_stride, GELU: tl.constexpr):
     """A piece of a line, rounded to the type of x."""
     inside = columns < width
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    inner = -gate
-    if GELU:
-        inner = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # -2 * sqrt(2 / pi) * ...
-    out = gate / (1.0 + tl.exp(inner)) * up
-    return out.to(x_ptr.dtype.element_ty)
+    return gate_times_up(gate, up, GELU).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -65,6 +70,9 @@ def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """What `quantize_rows` makes of `gelu_tanh_and_mul`."""
     return _gated_lines(gate_up, gelu=True)
+
+
+GATED = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:

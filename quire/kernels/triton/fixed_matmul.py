@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
 
 # Up to here the own kernel is as fast.
@@ -22,6 +23,13 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     if rows > _ALWAYS_TILES and _library_agrees(rows, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     return matmul_tiles(x, weight, bias, shape=_shape(rows, weight))
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The same with a gated activation after it: x [n, K], weight [2 * N, K] -> [n, N]."""
+    if x.shape[0] > _ALWAYS_TILES:
+        return GATED[activation](linear_transposed(x, weight, bias))
+    return matmul_tiles(x, weight, bias, shape=_shape(x.shape[0], weight), activation=activation)
 
 
 def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:

@@ -1,7 +1,7 @@
 """Products with a weight [out_features, in_features]: which kernel for how many rows, and the one for a single row.
 
 Products of few rows are bound by reading the weight. One row uses multiply-and-add over long contiguous pieces, a
-few rows tiles; many rows are left to the library.
+few rows tiles; many rows are left to the library. Own kernels can do the gated activation after a product, too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.activation import GATED as ACTIVATIONS
+from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
-from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+from quire.kernels.triton.tile_matmul import TileShape, lines_of, matmul_tiles
 
 
 @triton.jit
@@ -21,21 +23,20 @@ def _one_row_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    x_scale_ptr,  # [1] float32
-    weight_scale_ptr,  # [N] float32
     N,
     K,
     HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_dependents(PDL)
-    outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lines, outputs, width = lines_of(tl.program_id(0), N, ROWS, GATED)
     inner = tl.arange(0, COLS)
-    inside = outputs < N
-    at = weight_ptr + outputs.to(tl.int64)[:, None] * K + inner[None, :]
+    inside = outputs < width
+    at = weight_ptr + lines.to(tl.int64)[:, None] * K + inner[None, :]
     # Weights do not depend on the kernel before: the first piece is on its way while that one still runs.
     w = tl.load(at, mask=inside[:, None] & (inner < K)[None, :], other=0.0, eviction_policy="evict_first")
     wait_for_predecessor(PDL)
@@ -48,11 +49,13 @@ def _one_row_kernel(
             at + start + COLS, mask=inside[:, None] & present[None, :], other=0.0, eviction_policy="evict_first"
         )
     out = tl.sum(acc, axis=1)
-    if SCALED:
-        out = out * tl.load(x_scale_ptr) * tl.load(weight_scale_ptr + outputs, mask=inside, other=0.0)
     if HAS_BIAS:
-        out += tl.load(bias_ptr + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outputs, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out += tl.load(bias_ptr + lines, mask=inside, other=0.0).to(tl.float32)
+    if GATED:  # of what the product alone would be, rounded
+        gate, up = tl.split(tl.reshape(out.to(out_ptr.dtype.element_ty).to(tl.float32), [ROWS // 2, 2]))
+        out = gate_times_up(gate, up, GELU)
+        outputs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    tl.store(out_ptr + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
 
 
 def matmul_one_row(
@@ -63,24 +66,21 @@ def matmul_one_row(
     cols: int = 1024,
     num_warps: int = 4,
     *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
 ) -> Tensor:
-    """x [1, K] @ weight [N, K].T + bias -> [1, N]. `scales`: x's [1] and those of the weight's lines [N], float32."""
+    """x [1, K] @ weight [N, K].T + bias -> [1, N], or [1, N / 2] with an activation. A program has `rows` lines."""
     n, k = weight.shape
-    out = torch.empty(1, n, dtype=out_dtype or x.dtype, device=x.device)
-    x_scale, weight_scale = (out, out) if scales is None else scales
+    out = torch.empty(1, n if activation is None else n // 2, dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(n, rows),)](
         x,
         weight,
         weight if bias is None else bias,
         out,
-        x_scale,
-        weight_scale,
         n,
         k,
         HAS_BIAS=bias is not None,
-        SCALED=scales is not None,
+        GATED=activation is not None,
+        GELU=activation == "gelu_tanh",
         ROWS=rows,
         COLS=cols,
         num_warps=num_warps,
@@ -93,7 +93,7 @@ _COUNTERS: dict[torch.device, Tensor] = {}
 _MAX_FEW_ROWS = 64
 _MAX_SOME_ROWS = 256
 _SMALL = 1 << 23  # elements of a weight that is read faster than the library starts
-_OUTPUTS = 64  # of a tile
+_LINES = 64  # of the weight in a tile
 _PIECE = 128  # of the inner dimension
 # Wider weights, such as heads over a vocabulary, are read at full speed by the library.
 _WIDE = 1 << 16
@@ -105,11 +105,33 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     if rows == 1:
         few_outputs = n * k < 1 << 23 and n <= 2048
         return matmul_one_row(x, weight, bias, rows=1 if few_outputs or k > 8192 else 2)
-    if rows <= _MAX_SOME_ROWS and n <= _WIDE and k >= 1024 and k % _PIECE == 0 and x.element_size() == 2:
+    shape = None
+    if _takes_tiles(x, weight):
         shape = few_rows_shape(rows, n) if rows <= _MAX_FEW_ROWS else some_rows_shape(rows, n, k)
-        if shape is not None:
-            return matmul_tiles(x, weight, bias, shape=shape, counters=arrival_counters(x.device))
-    return torch.nn.functional.linear(x, weight, bias)
+    if shape is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    return matmul_tiles(x, weight, bias, shape=shape, counters=arrival_counters(x.device))
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The same with a gated activation after it: x [n, K], weight [2 * N, K] -> [n, N]."""
+    rows, (n, k) = x.shape[0], weight.shape
+    if rows == 1:
+        lines, piece = (8, 512) if k <= 2048 else (4, 1024)
+        return matmul_one_row(x, weight, bias, lines, piece, activation=activation)
+    shape = None
+    if _takes_tiles(x, weight):
+        shape = few_rows_shape(rows, n) if rows <= _MAX_FEW_ROWS else some_rows_gated_shape(rows, n, k)
+    if shape is None:
+        return ACTIVATIONS[activation](linear_transposed(x, weight, bias))
+    counters = arrival_counters(x.device)
+    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, activation=activation)
+
+
+def _takes_tiles(x: Tensor, weight: Tensor) -> bool:
+    n, k = weight.shape
+    few = x.shape[0] <= _MAX_SOME_ROWS and n <= _WIDE
+    return few and k >= 1024 and k % _PIECE == 0 and x.element_size() == 2
 
 
 def few_rows_shape(rows: int, n: int) -> TileShape:
@@ -118,7 +140,7 @@ def few_rows_shape(rows: int, n: int) -> TileShape:
     The inner sum is split where there are fewer tiles of outputs than multiprocessors. The next weights are asked
     for the earlier, the less one kernel alone keeps the memory busy.
     """
-    tiles = triton.cdiv(n, _OUTPUTS)
+    tiles = triton.cdiv(n, _LINES)
     if tiles < 96:
         return TileShape(splits=4 if rows <= 16 or tiles <= 16 else 2)
     if rows > 16 and tiles > 256:
@@ -133,7 +155,7 @@ def some_rows_shape(rows: int, n: int, k: int) -> TileShape | None:
 
     With a small weight most of a product is its start, which here overlaps the end of the kernel before.
     """
-    tiles = triton.cdiv(n, _OUTPUTS)
+    tiles = triton.cdiv(n, _LINES)
     if n * k > _SMALL or (rows > 128 and tiles > 64):
         return None
     if tiles <= 32:
@@ -141,6 +163,13 @@ def some_rows_shape(rows: int, n: int, k: int) -> TileShape | None:
     if rows <= 128 and tiles <= 64:
         return TileShape(bt=64)
     return TileShape(bt=128, bk=64, num_stages=6)
+
+
+def some_rows_gated_shape(rows: int, n: int, k: int) -> TileShape | None:
+    """The same where the activation follows, which is a launch less."""
+    if n * k > _SMALL:
+        return None
+    return TileShape(bt=64 if rows <= 128 else 128, bn=128, bk=64, num_warps=8, num_stages=5)
 
 
 def arrival_counters(device: torch.device) -> Tensor:

@@ -2,6 +2,9 @@
 
 Weights are [out_features, in_features]. Within a split the inner sum always runs in the same order, whatever the
 number of tokens; with one split a token's result therefore never depends on the other tokens of the step.
+
+A gated activation may follow in the same kernel: then the weight's first half are gates, the second what they are
+multiplied with, and each tile has lines of both, one beside the other.
 """
 
 from __future__ import annotations
@@ -13,9 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, launch_options, prefetch_lines, wait_for_predecessor
 
 _MIN_TOKENS = 16  # the narrowest tile of a matrix unit
+
+
+@triton.jit
+def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
+    """The lines of a weight [N, ...] that a tile is made of, each line's output, and how many outputs there are."""
+    index = tl.arange(0, LINES)
+    if GATED:
+        outputs = tile * (LINES // 2) + index // 2
+        return outputs + index % 2 * (N // 2), outputs, N // 2
+    return tile * LINES + index, tile * LINES + index, N
 
 
 @triton.jit
@@ -34,6 +48,8 @@ def _tile_kernel(
     k_per_split,
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
     EVEN: tl.constexpr,  # every split is whole pieces of BK
     SPLITS: tl.constexpr,
     BT: tl.constexpr,
@@ -45,40 +61,40 @@ def _tile_kernel(
 ):
     allow_dependents(PDL)
     token_tiles = tl.cdiv(M, BT)
-    output_tiles = tl.cdiv(N, BN)
-    # Programs that run together share weights and activations: GROUP output tiles at a time walk over the tokens.
+    tiles = tl.cdiv(N, BN)
+    # Programs that run together share weights and activations: GROUP tiles of lines at a time walk over the tokens.
     place = tl.program_id(0)
-    first_output = place // (GROUP * token_tiles) * GROUP
-    group = tl.minimum(output_tiles - first_output, GROUP)
-    tile = first_output + place % (GROUP * token_tiles) % group
+    first = place // (GROUP * token_tiles) * GROUP
+    group = tl.minimum(tiles - first, GROUP)
+    tile = first + place % (GROUP * token_tiles) % group
     token_tile = place % (GROUP * token_tiles) // group
     split = tl.program_id(1)
     tokens = token_tile * BT + tl.arange(0, BT)
-    outputs = tile * BN + tl.arange(0, BN)
+    lines, outputs, width = lines_of(tile, N, BN, GATED)
     inner = tl.arange(0, BK)
     token_mask = tokens < M
-    out_mask = outputs < N
+    line_mask = outputs < width
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, K)
-    w_at = weight_ptr + outputs.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
+    w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * K + (begin + inner)[:, None]
     if PDL:
-        prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK, PREFETCH)
+        prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BN, BT], tl.float32)
     for start in range(begin, end, BK):
         if EVEN:
-            w = tl.load(w_at, mask=out_mask[:, None], other=0.0)
+            w = tl.load(w_at, mask=line_mask[:, None], other=0.0)
             x = tl.load(x_at, mask=token_mask[None, :], other=0.0)
         else:
             present = start + inner < end
-            w = tl.load(w_at, mask=out_mask[:, None] & present[None, :], other=0.0)
+            w = tl.load(w_at, mask=line_mask[:, None] & present[None, :], other=0.0)
             x = tl.load(x_at, mask=token_mask[None, :] & present[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         w_at += BK
         x_at += BK
-    at = tokens.to(tl.int64)[None, :] * N + outputs[:, None]
-    mask = token_mask[None, :] & out_mask[:, None]
+    at = tokens.to(tl.int64)[None, :] * N + lines[:, None]
+    mask = token_mask[None, :] & line_mask[:, None]
     if SPLITS > 1:
         tl.store(parts_ptr + split * (M * N).to(tl.int64) + at, acc, mask=mask)
         tl.debug_barrier()
@@ -91,16 +107,18 @@ def _tile_kernel(
         tl.store(counters_ptr + place, 0)
     if SCALED:
         x_scale = tl.load(x_scale_ptr + tokens, mask=token_mask, other=0.0)
-        weight_scale = tl.load(weight_scale_ptr + outputs, mask=out_mask, other=0.0)
+        weight_scale = tl.load(weight_scale_ptr + lines, mask=line_mask, other=0.0)
         acc = acc * x_scale[None, :] * weight_scale[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + outputs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
-    out_at = tokens.to(tl.int64)[:, None] * N + outputs[None, :]
-    tl.store(
-        out_ptr + out_at,
-        tl.trans(acc).to(out_ptr.dtype.element_ty),
-        mask=token_mask[:, None] & out_mask[None, :],
-    )
+        acc += tl.load(bias_ptr + lines, mask=line_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:  # of what the product alone would be, rounded
+        rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(rounded, [BN // 2, 2, BT]), (0, 2, 1)))
+        acc = gate_times_up(gate, up, GELU)
+        outputs = tile * (BN // 2) + tl.arange(0, BN // 2)
+    out_at = tokens.to(tl.int64)[:, None] * width + outputs[None, :]
+    out_mask = token_mask[:, None] & (outputs < width)[None, :]
+    tl.store(out_ptr + out_at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @dataclass(frozen=True)
@@ -109,9 +127,9 @@ class TileShape:
 
     splits: int = 1  # of the inner sum, over programs
     bt: int = 0  # tokens of a tile; 0: all of them
-    bn: int = 64  # outputs of a tile
+    bn: int = 64  # lines of the weight in a tile
     bk: int = 128  # of the inner dimension at a time
-    group: int = 8  # tiles of outputs that walk over the tokens together
+    group: int = 8  # tiles of lines that walk over the tokens together
     prefetch: int = 2  # pieces of the weight asked for while the kernel before still runs
     num_warps: int = 4
     num_stages: int = 4
@@ -129,17 +147,19 @@ def matmul_tiles(
     counters: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
 ) -> Tensor:
-    """x [M, K] @ weight [N, K].T + bias -> [M, N].
+    """x [M, K] @ weight [N, K].T + bias -> [M, N], or [M, N / 2] with an activation of GATED.
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
-    `counters`: zeros, int32, one for each tile of outputs x tokens.
+    `counters`: zeros, int32, one for each tile of lines x tokens.
     """
     m, k = x.shape
     n = weight.shape[0]
     splits, bn, bk = shape.splits, shape.bn, shape.bk
     bt = shape.bt or max(_MIN_TOKENS, triton.next_power_of_2(m))
-    out = torch.empty(m, n, dtype=out_dtype or x.dtype, device=x.device)
+    width = n if activation is None else n // 2
+    out = torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else out
     k_per_split = triton.cdiv(triton.cdiv(k, splits), bk) * bk
     x_scale, weight_scale = (out, out) if scales is None else scales
@@ -158,6 +178,8 @@ def matmul_tiles(
         k_per_split,
         HAS_BIAS=bias is not None,
         SCALED=scales is not None,
+        GATED=activation is not None,
+        GELU=activation == "gelu_tanh",
         EVEN=k % bk == 0,
         SPLITS=splits,
         BT=bt,

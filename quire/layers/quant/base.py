@@ -7,7 +7,7 @@ architectures or files.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -69,6 +69,10 @@ class LinearMethod(nn.Module, ABC):
     def multiply_lines(self, x: Fp8Lines) -> Tensor:
         """The same of activations that were quantized where they were computed."""
         return self.multiply(x.unpacked())
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """`multiply` and a gated activation after it at once, where a kernel does both; see ops/gated_linear.py."""
+        return None
 
     @abstractmethod
     def planned_bytes(self, formats: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, Tabl
 from quire.layers.weights import Weight, as_tensor, empty_parameter
 from quire.ops.base import Target
 from quire.ops.embedding import embed
+from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
 
@@ -42,6 +43,12 @@ class PlainLinear(LinearMethod):
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._product(x, self.weight, self.bias, self.recipe)
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        run = GATED_LINEAR.bind(self.spec.target)
+        if run is GATED_LINEAR.reference:
+            return None
+        return lambda x: run(x, self.weight, self.bias, activation)
 
     @property
     def is_invariant(self) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.gated_linear import ACTIVATIONS
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import assert_close, needs_triton
 
@@ -35,8 +36,23 @@ def test_one_row(inner: int, outputs: int, with_bias: bool) -> None:
     assert_close(out, expect(x, weight, bias if with_bias else None), 1e-4)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("inner", "outputs"), [(1, 1), (300, 77), (129, 5)])
+def test_one_row_and_its_gates(inner: int, outputs: int, activation: str) -> None:
+    from quire.kernels.triton.matmul import matmul_one_row
+
+    x, weight, bias = make(1, inner, 2 * outputs)
+    placed = [tensor.to(DEVICE) for tensor in (x, weight, bias)]
+    out = matmul_one_row(*placed, rows=4, cols=128, activation=activation)
+    assert_close(out, ACTIVATIONS[activation](expect(x, weight, bias)), 1e-3)
+
+
+# 1,152 is enough for tiles, and whole pieces; 1,032 is not.
+WAYS = [(1, 1152), (2, 1152), (17, 1152), (65, 1152), (130, 1152), (17, 1032), (5, 64)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize(("rows", "inner"), [(1, 1032), (2, 1032), (17, 1032), (65, 1032), (5, 64)])
+@pytest.mark.parametrize(("rows", "inner"), WAYS)
 def test_whatever_way_is_chosen(rows: int, inner: int, dtype: torch.dtype) -> None:
     from quire.kernels.triton.matmul import linear_transposed
 
@@ -46,3 +62,15 @@ def test_whatever_way_is_chosen(rows: int, inner: int, dtype: torch.dtype) -> No
     expected = expect(x, weight, bias)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     assert_close(out / inner**0.5, expected / inner**0.5, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "inner"), WAYS)
+def test_whatever_way_is_chosen_with_gates(rows: int, inner: int, dtype: torch.dtype) -> None:
+    from quire.kernels.triton.matmul import gated_linear
+
+    x, weight, bias = make(rows, inner, 140, dtype)
+    weight = weight / inner**0.5
+    out = gated_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), "silu")
+    assert out.dtype == dtype
+    assert_close(out, ACTIVATIONS["silu"](expect(x, weight, bias)), 1e-3 if dtype == torch.float32 else 2e-2)

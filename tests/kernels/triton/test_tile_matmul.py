@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.ops.gated_linear import ACTIVATIONS
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import assert_close, needs_triton
 from tests.kernels.triton.test_matmul import expect, make
@@ -26,6 +27,21 @@ def test_odd_sizes(rows: int, inner: int, outputs: int, splits: int) -> None:
         out = matmul_tiles(x.to(DEVICE), weight.to(DEVICE), placed, shape=shape, counters=counters)
         assert_close(out, expect(x, weight, given), 1e-4)
         assert not bool(counters.any()), "the next launch counts from zero"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "inner", "outputs", "splits"), [(3, 150, 37, 1), (40, 64, 32, 3), (2, 257, 70, 2)])
+def test_gates_in_the_same_kernel(rows: int, inner: int, outputs: int, splits: int, activation: str) -> None:
+    """Tiles that are not full, and halves of the weight that begin within one."""
+    from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+
+    x, weight, bias = make(rows, inner, 2 * outputs)
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    shape = TileShape(splits=splits, bt=32, bn=64, bk=32, group=2)
+    placed = [tensor.to(DEVICE) for tensor in (x, weight, bias)]
+    out = matmul_tiles(*placed, shape=shape, counters=counters, activation=activation)
+    assert_close(out, ACTIVATIONS[activation](expect(x, weight, bias)), 1e-3)
+    assert not bool(counters.any())
 
 
 def test_scales_of_tokens_and_outputs() -> None:
@@ -57,3 +73,17 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     assert_close(whole / 16, expect(x, weight, bias) / 16, 1e-4 if dtype == torch.float32 else 1e-2)
     for count in (1, 16, 17, 65):
         assert torch.equal(linear_transposed(placed[0][-count:].contiguous(), *placed[1:]), whole[-count:])
+
+
+@pytest.mark.skipif(not NATIVE, reason="numpy's order of sums, which the interpreter takes, varies")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_gates_have_the_same_bits_in_any_company(dtype: torch.dtype, activation: str) -> None:
+    """Whether they are part of the product's kernel, or come after it."""
+    from quire.kernels.triton.activation import GATED
+    from quire.kernels.triton.fixed_matmul import gated_linear, linear_transposed
+
+    x, weight, bias = (tensor.to(DEVICE) for tensor in make(130, 256, 140, dtype))
+    whole = GATED[activation](linear_transposed(x, weight, bias))
+    for count in (1, 16, 17, 64, 65, 130):
+        assert torch.equal(gated_linear(x[-count:].contiguous(), weight, bias, activation), whole[-count:])
