@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.platform.cuda import CudaPlatform
+from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import VOCAB, Answer, Driver
 from tests.gpu.helpers import (
     ROOMY_CACHE,
@@ -44,6 +45,7 @@ def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatc
     """With everything that changes logits, beside each other and beside plain rows."""
     jobs = [*make_jobs(40), *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(40, seed=1)))]
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    run_jobs(core, [Job("plain", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))], seed=0)
     recorded = contents(run_jobs(core, jobs, seed=1))
     kinds = {kind for _, kind in core.executor._worker.runner.graphs._samples}
     assert {kind.draws for kind in kinds} == {kind.shapes for kind in kinds} == {False, True}
