@@ -12,6 +12,7 @@ from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
+from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
 from quire.ops.rope import GATHER_ROTATION
 from quire.ops.scale import SCALE
@@ -42,4 +43,5 @@ OPS: tuple[Op[Any], ...] = (
     KEEP_TOP_P,
     DRAW_WITHIN,
     KEEP_ALLOWED,
+    LOGPROBS,
 )

@@ -25,7 +25,7 @@ class StepGraphs(Protocol):
     def run(self, plan: StepPlan) -> Arriving:
         """Replay; the result, once it has arrived, is [2, n] int32: tokens, and 0 or what was wrong with the logits.
 
-        `error_of` of the sampler says what; further lines are those of `packed_logprobs`, where they are wanted.
+        `error_of` of the sampler says what; further lines are those of BatchLogprobs, where they are wanted.
         """
 
 

@@ -241,19 +241,15 @@ def _activations(model: CausalLM, description: ModelDescription, settings: Resol
 
 
 def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
-    """Logits, their log-softmax, the sampler's copy, and the words of the random generator."""
+    """Logits, the sampler's copies, the words of the random generator, and keys by which the likeliest are found."""
     return settings.max_num_seqs * description.vocab_size * 4 * 8
 
 
 def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
     """What recorded steps add where sampling is a part of them, and keep.
 
-    A copy of the logits that is shaped, counts for penalties, log-probabilities of 16 rows, tables of each row.
+    A copy of the logits that is shaped, counts for penalties, what log-probabilities know of parts of the vocabulary,
+    tables of each row.
     """
-    whole, tables = settings.max_num_seqs * description.vocab_size * 4 * 2, settings.max_num_seqs * (1 << 15)
-    return (
-        whole
-        + 16 * description.vocab_size * 40
-        + tables
-        + settings.max_num_seqs * mask_words(description.vocab_size) * 4
-    )
+    tables = mask_words(description.vocab_size) * 4 + (1 << 15)
+    return settings.max_num_seqs * (description.vocab_size * (4 + 4) + description.vocab_size // 16 + tables)

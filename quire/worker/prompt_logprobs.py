@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.ops.base import Target
+from quire.ops.logprobs import LOGPROBS
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan, TokenLogprobs
 from quire.worker.input_batch import InputBatch
@@ -17,6 +19,7 @@ class PromptLogprobs:
     def __init__(self, rows: RequestRows, head: LogitsHead) -> None:
         self._rows = rows
         self._head = head
+        self._gather = LOGPROBS.bind(Target(rows.token_ids.device.type))
         self._wanted: dict[int, tuple[int, int]] = {}  # row -> (how many, prompt length)
 
     def add_request(self, row: int, start: RowStart) -> None:
@@ -52,5 +55,5 @@ class PromptLogprobs:
             first = start + offset
             logits = self._head(hidden, torch.arange(first, first + size, device=hidden.device))
             target = self._rows.token_ids[row, position + offset + 1 : position + offset + size + 1]
-            entries += prompt_logprobs(logits, target.long(), top)
+            entries += prompt_logprobs(self._gather, logits, target.long(), top)
         return entries

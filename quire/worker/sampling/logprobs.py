@@ -5,37 +5,27 @@ They are taken from the logits before any sampling parameter has changed them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.ops.order import likeliest
 from quire.types.step import RowStart, TokenLogprobs
 from quire.worker.sampling.base import ActiveRows, SampleRows, Selection, sampling_params
 
-# Rows at a time in a recorded step, whose memory is never given back.
-_PACKED_ROWS = 16
+GatherLogprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # the op `logprobs`, bound
 
 
-@dataclass
-class BatchLogprobs:
-    """Log-probabilities of some entries of a batch, still on the device."""
+class BatchLogprobs(NamedTuple):
+    """What the op `logprobs` gives for some entries of a batch, still on the device."""
 
-    chosen: Tensor  # [a] int64
-    chosen_logprobs: Tensor  # [a] float32
-    ranks: Tensor  # [a] int64
-    top: Tensor  # [a, k] int64
-    top_logprobs: Tensor  # [a, k] float32
+    integers: Tensor  # [a, 1 + k] int32: the rank of the chosen token, the likeliest tokens
+    values: Tensor  # [a, 1 + k] float32: log-probabilities of the chosen token and of the likeliest
 
-    def integers(self) -> Tensor:
-        """[a, 2 + k] int32"""
-        columns = [self.chosen.unsqueeze(1), self.ranks.unsqueeze(1), self.top]
-        return torch.cat(columns, dim=1).to(torch.int32)
-
-    def floats(self) -> Tensor:
-        """[a, 1 + k] float32"""
-        return torch.cat([self.chosen_logprobs.unsqueeze(1), self.top_logprobs], dim=1)
+    def lines(self) -> list[Tensor]:
+        """Two times [1 + k, a] int32, the second the bits of the log-probabilities."""
+        return [self.integers.T, self.values.view(torch.int32).T]
 
 
 class Logprobs:
@@ -75,49 +65,28 @@ def resolve_count(count: int, vocab_size: int) -> int:
     return vocab_size if count < 0 else min(count, vocab_size)
 
 
-def gather_logprobs(logprobs: Tensor, chosen: Tensor, count: int) -> BatchLogprobs:
-    """What is reported of logprobs [a, vocab_size] when `chosen` [a] was taken. No sync."""
-    chosen_logprobs = logprobs.gather(1, chosen.unsqueeze(1))
-    ranks = (logprobs > chosen_logprobs).sum(1) + 1
-    if count > 0:
-        top_logprobs, top = likeliest(logprobs, count)
-    else:
-        top_logprobs, top = logprobs[:, :0], chosen.unsqueeze(1)[:, :0]
-    return BatchLogprobs(chosen, chosen_logprobs.squeeze(1), ranks, top, top_logprobs)
-
-
-def packed_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """[2 + 2 * count, a] int32 of logits [a, vocab_size] when `chosen` [a] was taken. No sync.
-
-    The ranks, the likeliest tokens, then the bits of their log-probabilities after that of the chosen one.
-    """
-    parts = []
-    for some, taken in zip(logits.split(_PACKED_ROWS), chosen.to(torch.int64).split(_PACKED_ROWS), strict=True):
-        found = gather_logprobs(some.to(torch.float32).log_softmax(-1), taken, count)
-        parts.append(torch.cat([found.integers()[:, 1:], found.floats().view(torch.int32)], dim=1))
-    return torch.cat(parts).T
-
-
 def unpack_logprobs(tokens: list[int], packed: Tensor, counts: dict[int, int]) -> dict[int, TokenLogprobs]:
-    """Entries from packed_logprobs() on the host: those at the places in `counts`, with so many likeliest tokens."""
+    """Entries from BatchLogprobs.lines() on the host, one after the other: [2 + 2 * k, a].
+
+    Of the places in `counts`, with so many likeliest tokens.
+    """
     lines = packed.T.contiguous()
     width = lines.shape[1] // 2
-    integers, floats = lines[:, :width].tolist(), lines[:, width:].contiguous().view(torch.float32).tolist()
+    integers, values = lines[:, :width].tolist(), lines[:, width:].contiguous().view(torch.float32).tolist()
     return {
-        place: token_logprobs([tokens[place], *integers[place]], floats[place], count)
-        for place, count in counts.items()
+        place: token_logprobs(tokens[place], integers[place], values[place], count) for place, count in counts.items()
     }
 
 
-def token_logprobs(integers: list[int], floats: list[float], count: int) -> TokenLogprobs:
-    """One entry from a line of BatchLogprobs.integers() and of floats()."""
-    chosen, rank, *top = integers[: 2 + count]
-    return TokenLogprobs([chosen, *top], floats[: 1 + count], rank)
+def token_logprobs(chosen: int, integers: list[int], values: list[float], count: int) -> TokenLogprobs:
+    """One entry from a line of each of BatchLogprobs, with `count` likeliest tokens."""
+    rank, *top = integers[: 1 + count]
+    return TokenLogprobs([chosen, *top], values[: 1 + count], rank)
 
 
-def prompt_logprobs(logits: Tensor, target_ids: Tensor, k: int) -> list[TokenLogprobs]:
+def prompt_logprobs(gather: GatherLogprobs, logits: Tensor, target_ids: Tensor, k: int) -> list[TokenLogprobs]:
     """Entries for prompt tokens target_ids [m] int64, each predicted by its line of logits [m, vocab_size]. Syncs."""
     count = resolve_count(k, logits.shape[1])
-    found = gather_logprobs(logits.to(torch.float32).log_softmax(-1), target_ids, count)
-    lines = zip(found.integers().tolist(), found.floats().tolist(), strict=True)
-    return [token_logprobs(integers, floats, count) for integers, floats in lines]
+    integers, values = gather(logits, target_ids, count)
+    lines = torch.cat([target_ids.to(torch.int32).unsqueeze(1), integers], dim=1).tolist()
+    return [token_logprobs(line[0], line[1:], own, count) for line, own in zip(lines, values.tolist(), strict=True)]

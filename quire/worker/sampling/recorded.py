@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.triton.logprobs import logprobs
 from quire.kernels.triton.sampling import draw_within
 from quire.kernels.triton.shaping import apply_edits, apply_penalties, keep_allowed
 from quire.kernels.triton.step import append_chosen, append_likeliest
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import output_lengths
 from quire.worker.sampling.grammar_masks import KIND
-from quire.worker.sampling.logprobs import packed_logprobs
+from quire.worker.sampling.logprobs import BatchLogprobs
 from quire.worker.sampling.sampler import RecordedKind, Sampler
 
 
@@ -36,7 +37,8 @@ def sample_step(kind: RecordedKind, sampler: Sampler, logits: Tensor, rows: Tens
     out = append_chosen(tokens, highest, *place, raw_highest)
     if kind.logprobs is None:
         return out
-    return torch.cat([out, packed_logprobs(logits, tokens, min(kind.logprobs, logits.shape[1]))])
+    found = BatchLogprobs(*logprobs(logits, tokens, kind.logprobs))
+    return torch.cat([out, *found.lines()])
 
 
 def _shape(

@@ -23,6 +23,7 @@ from quire.ops.base import Target
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.keep_allowed import KEEP_ALLOWED
+from quire.ops.logprobs import LOGPROBS
 from quire.platform.transfer import Download
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, TokenLogprobs
@@ -33,7 +34,7 @@ from quire.worker.sampling.draw import draw_of
 from quire.worker.sampling.draw_table import DrawTable
 from quire.worker.sampling.grammar_masks import GrammarMasks
 from quire.worker.sampling.logit_bias import LogitBias
-from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, gather_logprobs, token_logprobs
+from quire.worker.sampling.logprobs import BatchLogprobs, Logprobs, token_logprobs
 from quire.worker.sampling.mask_buffer import MaskBuffer
 from quire.worker.sampling.min_p import MinP
 from quire.worker.sampling.min_tokens import MinTokens
@@ -78,9 +79,10 @@ class SampleOutput:
         """Batch entry -> its log-probabilities, for those that asked."""
         if self.batch_logprobs is None:
             return {}
-        integers, floats = self._fetched[2].tolist(), self._fetched[3].view(torch.float32).tolist()
-        lines = zip(self.places, integers, floats, self.counts, strict=True)
-        return {place: token_logprobs(*line) for place, *line in lines}
+        tokens, _, integers, values = self._fetched
+        chosen = tokens[self.places].tolist()
+        lines = zip(chosen, integers.tolist(), values.view(torch.float32).tolist(), self.counts, strict=True)
+        return {place: token_logprobs(*line) for place, line in zip(self.places, lines, strict=True)}
 
     def send(self) -> None:
         """Start the copy to the host, so that it is there when asked for. Does not wait."""
@@ -90,7 +92,7 @@ class SampleOutput:
     def _arriving(self) -> tuple[Download, list[torch.Size]]:
         parts = [self.token_ids.to(torch.int32), self.status]
         if self.batch_logprobs is not None:
-            parts += [self.batch_logprobs.integers(), self.batch_logprobs.floats().view(torch.int32)]
+            parts += [self.batch_logprobs.integers, self.batch_logprobs.values.view(torch.int32)]
         return Download(torch.cat([part.flatten() for part in parts])), [part.shape for part in parts]
 
     @cached_property
@@ -128,6 +130,7 @@ class Sampler:
         self._logprobs = Logprobs(vocab_size)
         self._first_max = FIRST_MAX.bind(Target(device.type))
         self._draw = DRAW.bind(Target(device.type))
+        self._gather_logprobs = LOGPROBS.bind(Target(device.type))
         # Where a kernel does the whole draw; elsewhere the features above do it one after the other.
         self._draw_within = DRAW_WITHIN.bind(Target(device.type))
         can_draw = self._draw_within is not DRAW_WITHIN.reference
@@ -234,12 +237,14 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: SampleRows, state: RowState) -> SampleOutput:
         """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""
+        wanting = self._logprobs.select(rows)
+        untouched = None if wanting is None else wanting.take(logits)
         logits = logits.to(torch.float32)
+        if untouched is logits:
+            untouched = logits.clone()
         if self.all_plain(rows.row_list) and not self.masks.loaded:
             token_ids, best = self._first_max(logits)
             return SampleOutput(token_ids, _status(best, best))
-        wanting = self._logprobs.select(rows)
-        raw_logprobs = None if wanting is None else wanting.take(logits).log_softmax(-1)
         raw_best = logits.amax(-1)
         shaped = logits
         for feature in self._shaping:
@@ -247,10 +252,10 @@ class Sampler:
         shaped = self.masks.apply(shaped, rows)
         status = _status(raw_best, shaped.amax(-1))
         token_ids = self._choose(shaped, rows, state)
-        if wanting is None or raw_logprobs is None:
+        if wanting is None or untouched is None:
             return SampleOutput(token_ids, status)
         counts = self._logprobs.counts(wanting.batch)
-        found = gather_logprobs(raw_logprobs, wanting.take(token_ids), max(counts))
+        found = BatchLogprobs(*self._gather_logprobs(untouched, wanting.take(token_ids), max(counts)))
         return SampleOutput(token_ids, status, found, wanting.places, counts)
 
     def _choose(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.ops.logprobs import logprobs
 from quire.worker.sampling.logprobs import prompt_logprobs
 from tests.worker.sampling import reference
 from tests.worker.sampling.helpers import make_logits, make_row, run
@@ -13,7 +14,7 @@ from tests.worker.sampling.helpers import make_logits, make_row, run
 def test_prompt_logprobs(k: int, count: int) -> None:
     logits = make_logits(0, 4, 37)
     targets = [3, 36, 0, 17]
-    entries = prompt_logprobs(torch.tensor(logits), torch.tensor(targets), k)
+    entries = prompt_logprobs(logprobs, torch.tensor(logits), torch.tensor(targets), k)
     for line, target, entry in zip(logits, targets, entries, strict=True):
         assert entry.token_ids == [target, *reference.in_order(line)[:count]]
         np.testing.assert_allclose(entry.logprobs, reference.logprobs(line)[entry.token_ids], atol=3e-6)
@@ -23,14 +24,14 @@ def test_prompt_logprobs(k: int, count: int) -> None:
 def test_chunks_of_a_prompt_do_not_change_its_logprobs() -> None:
     logits = torch.tensor(make_logits(1, 9, 50)) * 1.37
     targets = torch.arange(9)
-    whole = prompt_logprobs(logits, targets, 3)
+    whole = prompt_logprobs(logprobs, logits, targets, 3)
     for size in (1, 2, 4):
         parts = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
-        assert [entry for part in parts for entry in prompt_logprobs(*part, 3)] == whole
+        assert [entry for part in parts for entry in prompt_logprobs(logprobs, *part, 3)] == whole
 
 
 def test_equals_share_a_rank() -> None:
-    entries = prompt_logprobs(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 3), torch.tensor([2, 1, 0]), 0)
+    entries = prompt_logprobs(logprobs, torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 3), torch.tensor([2, 1, 0]), 0)
     assert [entry.rank for entry in entries] == [1, 1, 3]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.ops.base import Target
+from quire.ops.base import Implementation, Target
 from quire.types.sampling import SamplingParams
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
@@ -27,21 +27,22 @@ MAX_ROWS, MAX_LENGTH = 6, 40
 
 
 class Kernel:
-    """The op `draw_within` where it has a kernel."""
+    """An op where it has a kernel."""
 
     reference = None
 
-    @staticmethod
-    def bind(target: Target) -> object:
-        from quire.kernels.triton.sampling import draw_within
+    def __init__(self, path: str) -> None:
+        self._implementation = Implementation("triton", path, ("cpu", "cuda"))
 
-        return draw_within
+    def bind(self, target: Target) -> object:
+        return self._implementation.load()
 
 
 def make_sampler(vocab_size: int) -> Sampler:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
-        patch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel)
+        patch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel("triton.sampling:draw_within"))
+        patch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel("triton.shaping:keep_allowed"))
+        patch.setattr("quire.worker.sampling.sampler.LOGPROBS", Kernel("triton.logprobs:logprobs"))
         return Sampler(vocab_size, MAX_ROWS, DEVICE)
 
 
