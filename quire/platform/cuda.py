@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from quire.platform.base import Event, Platform
+from quire.types.errors import ConfigError
 
 
 class CudaEvent(Event):
@@ -37,6 +38,9 @@ class CudaPlatform(Platform):
     def start(self, num_threads: int | None) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        if not torch.cuda.is_available():
+            why = "finds no GPU" if torch.backends.cuda.is_built() else "was built without CUDA"
+            raise ConfigError(f"device is 'cuda' but torch {torch.__version__} here {why}; set --device cpu, or auto")
         torch.cuda.init()
 
     def available_memory(self, utilization: float = 1.0) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from quire.platform.base import Platform
 from quire.platform.registry import PLATFORMS, get_platform
-from quire.types.errors import UnknownNameError
+from quire.types.errors import ConfigError, UnknownNameError
 
 
 def test_auto_finds_a_platform() -> None:
@@ -25,3 +25,9 @@ def test_every_platform_is_complete(name: str) -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(UnknownNameError, match="unknown device 'abacus'; known: cpu, cuda"):
         get_platform("abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_a_device_that_is_not_here() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda' but torch .* here .*; set --device cpu"):
+        get_platform("cuda").start(None)
