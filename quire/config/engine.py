@@ -69,6 +69,8 @@ def _describe(hint: Any) -> str:
 
 def check(config: EngineConfig) -> None:
     """Refuse values that are wrong whatever the model and machine are."""
+    if not config.model.model:
+        raise ConfigError("model is '' but must be a folder, a .gguf file, a hub id or a built-in alias")
     positive = {
         "max_model_len": config.model.max_model_len,
         "block_size": config.cache.block_size,

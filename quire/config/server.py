@@ -36,6 +36,8 @@ def check_server(config: ServerConfig) -> None:
         "drain_timeout": (config.drain_timeout, 0),
         "stall_timeout": (config.stall_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
+        "max_stored_responses": (config.max_stored_responses, 0),
+        "max_stored_bytes": (config.max_stored_bytes, 0),
         "tool_call_timeout": (config.tool_call_timeout, 0),
         "max_tool_turns": (config.max_tool_turns, 1),
         "max_tool_result_bytes": (config.max_tool_result_bytes, 1),

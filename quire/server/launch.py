@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         take_line = relay_engine_line if settings.log_format == "json" else print_line
         launch = partial(launch_client, take_line=take_line)
     api_keys = collect_api_keys(settings)
+    check_tls(settings)
     tool_servers = make_tool_servers(settings)
     model_names = settings.served_model_name or (config.model.model,)
     telemetry = make_telemetry(
@@ -108,6 +110,19 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
+
+
+def check_tls(settings: ServerConfig) -> None:
+    """Refuse a certificate or key that cannot be used while it is still early."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_certfile {settings.ssl_certfile!r} with ssl_keyfile {settings.ssl_keyfile!r} cannot be used:"
+            f" {error}; give a PEM certificate and its key"
+        ) from error
 
 
 class Server(uvicorn.Server):

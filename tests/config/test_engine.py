@@ -47,6 +47,7 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
         ("kv_cache_memory", "2GiB", "int or None"),
         ("enable_prefix_caching", "no", "bool"),
         ("model", None, "str"),
+        ("model", "", "a folder, a .gguf file, a hub id or a built-in alias"),
         ("dtype", "float64", "one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ("load_format", "pickle", "one of 'auto', 'safetensors', 'gguf', 'dummy'"),
         ("policy", "lifo", "one of 'fcfs', 'priority'"),

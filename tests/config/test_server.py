@@ -59,6 +59,8 @@ def test_the_defaults_are_safe() -> None:
         {"root_path": "llm"},
         {"api_key": ("",)},
         {"served_model_name": ("a", "")},
+        {"max_stored_responses": -1},
+        {"max_stored_bytes": -1},
         {"tool_call_timeout": -1.0},
         {"max_tool_turns": 0},
         {"max_tool_result_bytes": 0},

@@ -21,7 +21,7 @@ import pytest
 from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.server.app import build_app
-from quire.server.launch import Server, address_of, listening_socket, serve, uvicorn_config
+from quire.server.launch import Server, address_of, check_tls, listening_socket, serve, uvicorn_config
 from quire.types.errors import ConfigError, EngineError
 from tests.frontend.fake_client import FakeClient, text_model
 from tests.server.helpers import MODEL, FakeHealth, long_client
@@ -175,6 +175,15 @@ async def test_tls(tmp_path: Path) -> None:
         assert client.base_url.scheme == "https"
         assert (await client.get("/version")).status_code == 200
         await ended(task, supervisor)
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_certificate_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None) -> None:
+    cert = tmp_path / "cert.pem"
+    if content is not None:
+        cert.write_text(content)
+    with pytest.raises(ConfigError, match=r"ssl_certfile '.*cert\.pem' .* cannot be used: .*; give a PEM"):
+        check_tls(ServerConfig(ssl_certfile=str(cert)))
 
 
 async def test_a_path_prefix_of_a_proxy() -> None:
