@@ -111,6 +111,12 @@ class InputProcessor:
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params is {_short(params)} but must be SamplingParams(...)", "sampling_params"
+            )
+        if type(priority) is not int:
+            raise RequestError(f"priority is {_short(priority)} but must be an integer", "priority")
         request_id = secrets.token_hex(8) if request_id is None else request_id
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")

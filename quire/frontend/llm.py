@@ -16,7 +16,7 @@ from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.progress import make_progress
-from quire.frontend.text_model import Message, TextModel, is_conversation, load_text_model
+from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.types.errors import (
     BatchError,
     EngineDeadError,
@@ -103,7 +103,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Without sampling_params an answer goes on until the model ends it."""
-        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
+        conversations: list[Any] = list(messages) if is_batch(messages) else [messages]
         params = spread(sampling_params, len(conversations), "sampling_params", self._text.chat_params())
 
         def prepare(index: int) -> PreparedRequest:
@@ -163,7 +163,7 @@ class LLM:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
-        if params.output_kind != kind:
+        if isinstance(params, SamplingParams) and params.output_kind != kind:
             params = msgspec.structs.replace(params, output_kind=kind)
         return self._inputs.process(
             prompt, params, request_id=next(self._ids), priority=priority, add_special_tokens=add_special_tokens

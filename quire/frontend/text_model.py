@@ -32,6 +32,7 @@ class GenerationConfig(msgspec.Struct):
 
 
 _MAX_COMPILED = 16  # a server's clients may each send their own template
+_TAKEN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class TextModel:
     ) -> str:
         """The text of a conversation. It holds its special tokens already: encode it without adding any."""
         check_messages(messages)
+        variables = chat_template_kwargs or {}
+        check_variables(variables)
         template = self._template(self._template_source(chat_template, tools))
         return template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
 
     def chat_params(self) -> SamplingParams:
@@ -164,6 +167,11 @@ def is_conversation(value: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
+def is_batch(value: object) -> TypeGuard[Sequence[Sequence[Message]]]:
+    """Whether this is a list of conversations; what is neither that nor a conversation counts as one, a wrong one."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and not is_conversation(value)
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     """A conversation is a list of messages, each with a role; the template looks at the rest."""
     example = '{"role": "user", "content": "Hello"}'
@@ -174,3 +182,17 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise RequestError(
                 f"messages[{index}] is {message!r:.60} but must be a dict with a role, like {example}", "messages"
             )
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Variables for a template have names, and none that is taken."""
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(
+            f"chat_template_kwargs is {variables!r:.60} but must be a dict of variables", "chat_template_kwargs"
+        )
+    taken = sorted(_TAKEN_VARIABLES & variables.keys())
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {taken[0]!r}, which the request sets elsewhere; rename it",
+            "chat_template_kwargs",
+        )

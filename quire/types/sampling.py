@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,11 @@ _INTEGERS = (
 )
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_BOOLEANS = (
+    *("ignore_eos", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output"),
+)
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
@@ -86,27 +91,53 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         # Lists and single strings are accepted for convenience; stored as tuples, so params are hashable data.
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in _LISTS:
             value = getattr(self, name)
             if isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, (value,))
             elif isinstance(value, (list, set, frozenset)) or (value is None and name != "allowed_token_ids"):
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
-        self._check()
+        self._check_types()
+        self._check_values()
 
     @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
-    def _check(self) -> None:
+    def _check_types(self) -> None:
         for name in _INTEGERS:
             value = getattr(self, name)
             _require(type(value) is int or (value is None and name in _OPTIONAL), name, value, "an integer")
         for name in _NUMBERS:
             _require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
+        for name in _BOOLEANS:
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for name in _LISTS:
+            value = getattr(self, name)
+            _require(
+                isinstance(value, tuple) or (value is None and name == "allowed_token_ids"), name, value, "a list"
+            )
         for name in ("stop", "bad_words"):
             strings = getattr(self, name)
             _require(all(isinstance(string, str) for string in strings), name, strings, "strings")
+        bias = self.logit_bias
+        numbers = bias is None or (isinstance(bias, dict) and all(isinstance(b, int | float) for b in bias.values()))
+        _require(numbers, "logit_bias", bias, "a dict from token ids to numbers")
+        structured = self.structured_outputs
+        _require(
+            structured is None or isinstance(structured, StructuredOutputsParams),
+            "structured_outputs",
+            structured,
+            "StructuredOutputsParams(...)",
+        )
+        _require(
+            self.output_kind in get_args(OutputKind),
+            "output_kind",
+            self.output_kind,
+            "cumulative, delta or final_only",
+        )
+
+    def _check_values(self) -> None:
         _require(self.n >= 1, "n", self.n, "at least 1")
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -160,6 +160,38 @@ def test_a_bad_conversation_in_a_batch_fails_alone() -> None:
     assert failed.value.outputs[0] is not None
 
 
+@pytest.mark.parametrize("messages", ["Hello", 5, None])
+def test_what_is_no_conversation_is_named_whole(messages: Any) -> None:
+    llm, _ = make()
+    with pytest.raises(RequestError, match=f"^messages is {messages!r} but must be a list of messages"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("wrong", [{"messages": 1}, {"tools": []}, {3: 4}, 5])
+def test_template_variables_that_cannot_be(wrong: Any) -> None:
+    llm, _ = make()
+    with pytest.raises(RequestError, match=r"^chat_template_kwargs ") as refused:
+        llm.chat([{"role": "user", "content": "Hello"}], chat_template_kwargs=wrong)
+    assert refused.value.field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"sampling_params": 5}, "sampling_params"),
+        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": ["high"]}, "priority"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], field: str) -> None:
+    llm, fake = make()
+    with pytest.raises(RequestError, match=f"^{field} is .* but must be") as refused:
+        llm.generate(["Hello"], **arguments)
+    assert refused.value.field == field
+    assert_idle(llm, fake)
+
+
 def test_stream_gives_deltas() -> None:
     llm, fake = make()
     outputs = list(llm.stream("Hello"))

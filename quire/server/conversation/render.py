@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from quire.config.groups import ServerConfig
@@ -11,8 +10,6 @@ from quire.server.conversation.formats import PLAIN_TOOL_FORMAT, Formats
 from quire.server.conversation.plain import with_tools, without_tool_roles
 from quire.server.conversation.request import Conversation
 from quire.types.errors import RequestError, TokenizerError
-
-_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def render(text: TextModel, formats: Formats, conversation: Conversation) -> str:
@@ -58,16 +55,10 @@ def template_variables(conversation: Conversation) -> dict[str, Any]:
     return variables | dict(options.chat_template_kwargs)
 
 
-def check_template_options(settings: ServerConfig, chat_template: str | None, variables: Mapping[str, Any]) -> None:
-    """Refuse a template where requests may not bring one, and variables that the request sets elsewhere."""
+def check_template_option(settings: ServerConfig, chat_template: str | None) -> None:
+    """Refuse a template where requests may not bring one."""
     if chat_template is not None and not settings.allow_request_chat_template:
         raise RequestError(
             "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
             "chat_template",
-        )
-    reserved = sorted(_RESERVED & variables.keys())
-    if reserved:
-        raise RequestError(
-            f"chat_template_kwargs has {reserved[0]!r}, which the request sets elsewhere; rename it",
-            "chat_template_kwargs",
         )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.conversation.render import check_template_options
+from quire.server.conversation.render import check_template_option
 from quire.server.conversation.request import (
     AUTO,
     NONE,
@@ -50,8 +50,7 @@ def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conv
 
 def template_conversation(context: ServerContext, body: TemplateFields) -> Conversation:
     """The part of a conversation that its prompt depends on."""
-    variables = body.chat_template_kwargs or {}
-    check_template_options(context.settings, body.chat_template, variables)
+    check_template_option(context.settings, body.chat_template)
     return Conversation(
         messages=[template_message(message, index) for index, message in enumerate(body.messages)],
         tools=tuple(tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())),
@@ -59,7 +58,7 @@ def template_conversation(context: ServerContext, body: TemplateFields) -> Conve
             body.add_generation_prompt,
             bool(body.continue_final_message),
             body.chat_template,
-            variables,
+            body.chat_template_kwargs or {},
             body.documents,
         ),
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.context import ServerContext
-from quire.server.conversation.render import check_template_options
 from quire.server.conversation.request import (
     AUTO,
     NONE,
@@ -89,8 +88,6 @@ def conversation_of(
 ) -> Conversation:
     choice, tools = tool_choice_of(body.tool_choice, toolbox)
     check_tools(tools, choice)
-    variables = body.chat_template_kwargs or {}
-    check_template_options(context.settings, None, variables)
     return Conversation(
         messages=messages_of(items, body.instructions),
         tools=tuple(tools),
@@ -98,7 +95,7 @@ def conversation_of(
         parallel_tool_calls=body.parallel_tool_calls is not False,
         output_format=_output_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        template=TemplateOptions(chat_template_kwargs=variables),
+        template=TemplateOptions(chat_template_kwargs=body.chat_template_kwargs or {}),
     )
 
 
