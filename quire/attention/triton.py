@@ -31,6 +31,8 @@ _FUSED_QUERIES = 2048
 FEW_QUERIES = 16
 MAX_FEW_ROWS = 16  # in a step; more of them are tiles like any other
 _FEW = Cut(tile=FEW_QUERIES, splits=16)
+# From this many rows of one query on, programs share all their keys evenly.
+MIN_SHARED_ROWS = 8
 # Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 32
@@ -49,7 +51,8 @@ class TritonMetadata(AttentionMetadata):
     # What whole prompts attend over; the current layer's, from write to attend.
     qkv: Tensor | None = None
     keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
-    line: TileLine | None = None  # of single queries, where their work is shared evenly
+    line: TileLine | None = None  # of single queries, where their work can be shared evenly
+    alike: bool = False  # their contexts hardly differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class RecordedLists:
 class TritonAttention(AttentionBackend):
     name = "triton"
     records = True
+    shares = True  # a row's keys over as many programs as suits the step
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -124,13 +128,13 @@ class TritonAttention(AttentionBackend):
         return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles, whole)
 
     def prepare_decode(
-        self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool
+        self, batch: AttentionBatch, max_context: int, padding_row: int, *, alike: bool
     ) -> TritonMetadata:
-        """For a step of single queries whose lengths only the device knows, shared evenly if they differ much."""
+        """For a step of single queries whose contexts only the device knows, but that they are `alike`, or not."""
         index = torch.arange(batch.rows.shape[0], dtype=torch.int32, device=batch.rows.device)
         none = (index[:0], index[:0])
-        metadata = TritonMetadata(batch, max_context, (index, index), none, none, none)
-        if evenly and tiles_fit(batch.block_size):
+        metadata = TritonMetadata(batch, max_context, (index, index), none, none, none, alike=alike)
+        if self.shares and index.shape[0] >= MIN_SHARED_ROWS and tiles_fit(batch.block_size):
             metadata.line = line_up_tiles(batch.contexts, batch.rows, batch.tables, batch.block_size, padding_row)
         return metadata
 
@@ -166,12 +170,14 @@ class TritonAttention(AttentionBackend):
         scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
-        if metadata.line is not None and window is None and heads_fit(spec.head_dim, query.element_size()):
+        programs, fit = singles[0].shape[0] * spec.num_kv_heads, heads_fit(spec.head_dim, query.element_size())
+        one_each = metadata.alike and _fills(programs)
+        if metadata.line is not None and window is None and fit and not one_each:
             even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * multiprocessors())
             return out
-        if singles[0].shape[0]:
-            splits, keys, stages = _choose_splits(singles[0].shape[0] * spec.num_kv_heads, metadata.splits_for)
-            if not heads_fit(spec.head_dim, query.element_size()):
+        if programs:
+            splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, metadata.splits_for)
+            if not fit:
                 keys, stages = 64, 2
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
             decode_attention(*given, splits=splits, keys=keys, num_stages=stages)
@@ -195,11 +201,19 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
+def _fills(programs: int) -> bool:
+    """Whether programs of equal length leave next to nothing of the device idle: four at a time run on each of its
+    multiprocessors."""
+    at_once = 4 * multiprocessors()
+    return programs >= 0.9 * at_once * -(-programs // at_once) > 0
+
+
 def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
     """Programs that share a row's keys, keys at a time, and stages of the pipeline; measured on an H200.
 
     Few rows are split until they fill the device, with at least two tiles of keys each. Up to 192 rows of eight KV
-    heads, two programs a row even out their different lengths; more rows do that by themselves.
+    heads, two programs a row even out their different lengths; more rows do that by themselves. Most steps do not
+    come here: their keys are shared evenly.
     """
     splits = 1
     while splits < _MAX_SPLITS and programs * splits * 2 <= _WANTED_PROGRAMS and max_context > 64 * splits:

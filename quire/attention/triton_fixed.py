@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, AttentionMetadata, AttentionSpec
+from quire.attention.base import AttentionMetadata, AttentionSpec
 from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata, keys_and_values
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
@@ -27,16 +27,12 @@ _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several
 
 class FixedTritonAttention(TritonAttention):
     name = "triton_fixed"
+    shares = False
     heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         per_query = spec.num_heads * MAX_SEGMENTS * (spec.head_dim + 2) * 4
         return 256 * per_query + super().workspace_bytes(spec, max_model_len, itemsize)
-
-    def prepare_decode(
-        self, batch: AttentionBatch, max_context: int, padding_row: int, *, evenly: bool
-    ) -> TritonMetadata:
-        return super().prepare_decode(batch, max_context, padding_row, evenly=False)
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
         # From a cache of another type, other steps read other values.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.attention.triton import TritonAttention
+from quire.attention.triton import MIN_SHARED_ROWS, TritonAttention
 from quire.kernels.triton.step import gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
@@ -28,16 +28,15 @@ from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.recorded import sample_step
 from quire.worker.sampling.sampler import RecordedKind, Sampler
 
-# From this many rows on, and where the longest is this many times the mean, attention is shared evenly.
-_MIN_EVEN_ROWS = 32
-_UNEVEN = 1.15
+# Contexts are alike where the longest is at most this many times the mean.
+_ALIKE = 1.15
 
 
 class _Kind(NamedTuple):
     """What a forward pass is recorded for."""
 
     size: int
-    uneven: bool  # contexts differ much
+    alike: bool  # contexts hardly differ
 
 
 _Recording = tuple[Callable[[], None], Tensor]
@@ -106,8 +105,9 @@ class DecodeGraphs:
         """Choose the kind of step for these rows, and put them where it reads them."""
         size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
         lengths = [self._rows.host_num_computed[row] for row in plan.rows]
-        uneven = size >= _MIN_EVEN_ROWS and max(lengths) * len(lengths) > _UNEVEN * sum(lengths)
-        kind = _Kind(size, uneven)
+        # Attention of fewer rows is the same either way.
+        alike = size < MIN_SHARED_ROWS or max(lengths) * len(lengths) <= _ALIKE * sum(lengths)
+        kind = _Kind(size, alike)
         self._record(kind, sampling)
         padding = [self._rows.scratch_row] * (size - len(plan.rows))
         self._row_buffer[:size] = upload([*plan.rows, *padding], self._row_buffer.device, torch.int64)
@@ -148,7 +148,7 @@ class DecodeGraphs:
                 ),
                 self._max_model_len,
                 state.scratch_row,
-                evenly=kind.uneven,
+                alike=kind.alike,
             )
             for group in range(tables.num_groups)
         ]

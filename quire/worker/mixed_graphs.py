@@ -188,7 +188,7 @@ class MixedGraphs:
                 self._batch(group, wanted.rows, wanted.contexts, wanted.query_starts, wanted.tokens[:0]),
                 self._max_model_len,
                 self._rows.scratch_row,
-                evenly=False,
+                alike=False,
             )
             for group in range(self._tables.num_groups)
         ]

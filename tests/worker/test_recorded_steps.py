@@ -115,13 +115,18 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(kind[0] and kind[2] for kind in kinds), "prompts beside rows that decode"
 
 
-def test_draws_and_even_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_draws_with_keys_shared_evenly_or_a_program_each(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
     prompts = [[3, 8, 13, 18, 23], [4, 9]]
     params = SamplingParams(temperature=0.9, top_k=9, top_p=0.8, min_p=0.01, max_tokens=3, ignore_eos=True, seed=2)
     launched = tokens_of(folder, prompts, params)
     record_steps(monkeypatch)
-    monkeypatch.setattr("quire.worker.decode_graphs._MIN_EVEN_ROWS", 1)
-    monkeypatch.setattr("quire.worker.decode_graphs._UNEVEN", 0.5)
+    monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", 1)
+    monkeypatch.setattr("quire.attention.triton._fills", lambda programs: True)
+    monkeypatch.setattr("quire.worker.decode_graphs.MIN_SHARED_ROWS", 1)
+    monkeypatch.setattr("quire.worker.decode_graphs._ALIKE", 99.0 if alike else 0.5)
     Rerun.recorded = 0
     assert tokens_of(folder, prompts, params) == launched
     assert Rerun.recorded >= 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
-KEYS = 128  # of a tile
+KEYS = 64  # of a tile
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 _FIRST = 1 << 16  # flags beside a tile's number of keys
 _LAST = 1 << 17
@@ -114,6 +114,8 @@ def _even_kernel(
     share = tl.cdiv(total * NUM_KV_HEADS, tl.num_programs(0))
     begin = program * share
     end = tl.minimum(begin + share, total * NUM_KV_HEADS)
+    if begin >= end:
+        return
     queries = tl.arange(0, QUERIES)
     dims = tl.arange(0, DIM)
     keys = tl.arange(0, KEYS)
@@ -122,20 +124,26 @@ def _even_kernel(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
+    kv_head = begin // total
+    tile = begin - kv_head * total
+    size = tl.load(sizes_ptr + tile)
+    place = tl.load(tile_rows_ptr + tile)
+    block = tl.load(blocks_ptr + tile.to(tl.int64) * PER_TILE + keys // BLOCK_SIZE)
     for at in range(begin, end):
-        kv_head = at // total
-        tile = at - kv_head * total
-        size = tl.load(sizes_ptr + tile)
-        block = tl.load(blocks_ptr + tile.to(tl.int64) * PER_TILE + keys // BLOCK_SIZE).to(tl.int64)
+        # What the next tile is, is known before its keys are asked for: they need not wait for that.
+        is_end = tile + 1 == total
+        next_tile = tl.where(is_end, 0, tile + 1)
+        next_size = tl.load(sizes_ptr + next_tile)
+        next_place = tl.load(tile_rows_ptr + next_tile)
+        next_block = tl.load(blocks_ptr + next_tile.to(tl.int64) * PER_TILE + keys // BLOCK_SIZE)
         visible = keys < (size & (FIRST - 1))
-        cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+        cell = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         cells = cell[:, None] + dims[None, :]
         mask = visible[:, None] & in_head[None, :]  # what is not seen is not read: it may be anything
         k = tl.load(cache_ptr + cells, mask=mask, other=0.0)
         v = tl.load(cache_ptr + value_offset + cells, mask=mask, other=0.0)
         is_new = (size & FIRST) != 0
         # Loaded anew for every tile: a branch here would hold up the loads of keys and values.
-        place = tl.load(tile_rows_ptr + tile)
         heads = kv_head * GROUP + queries
         q_at = (place.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptr + q_at, mask=of_query, other=0.0)
@@ -159,6 +167,11 @@ def _even_kernel(
                 line = (program * 2 + (first >= begin).to(tl.int32)) * GROUP + queries
                 tl.store(parts_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=of_query)
                 tl.store(lse_ptr + line, highest + tl.log(weight), mask=queries < GROUP)
+        kv_head += is_end.to(tl.int32)
+        tile = next_tile
+        size = next_size
+        place = next_place
+        block = next_block
 
 
 @triton.jit
@@ -265,7 +278,7 @@ def even_attention(
     soft_cap: float | None,
     programs: int,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 3,
 ) -> None:
     """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros where no tiles are."""
     count, num_heads, head_dim = q.shape

@@ -32,7 +32,7 @@ def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
     return tile * LINES + index, tile * LINES + index, N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one token is no special case: that was slower
 def _tile_kernel(
     x_ptr,
     weight_ptr,
