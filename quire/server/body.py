@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 
@@ -17,9 +17,18 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         try:
-            return msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            return json.loads(body)  # takes a little more, and says better where it went wrong
+            return _decode(body)
+        except UnicodeDecodeError as error:
+            raise HTTPException(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from error
+        except RecursionError as error:
+            raise HTTPException(400, "the body is nested too deeply; send flatter JSON") from error
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(body)  # takes a little more, and says better where it went wrong
 
 
 class JsonRoute(APIRoute):

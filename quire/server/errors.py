@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -14,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from quire.server.validation import explain_validation
 from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
 
 STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
@@ -175,33 +175,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
     return plain_error_response(request.scope, 500, "the server failed on this request; its log says why")
-
-
-def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """(message, field) of pydantic's complaints. Of a union's many complaints the first is as good as any."""
-    first = errors[0]
-    path = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return f"the body is not valid JSON at character {path[0]}: {first['ctx']['error']}", None
-    field = _field_name(path)
-    if not path:
-        return "the body must be a JSON object sent with `Content-Type: application/json`", None
-    if first["type"] == "missing":
-        return f"{field} is missing; give it", field
-    value = repr(first.get("input"))
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{field} is {shown}, which is wrong: {first['msg'][0].lower()}{first['msg'][1:]}", field
-
-
-def _field_name(path: Sequence[int | str]) -> str:
-    """messages[0].content from pydantic's location; the names of a union's members are left out."""
-    name = ""
-    for part in path:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "float"):
-            name += f".{part}" if name else part
-    return name
 
 
 def _printable(text: str) -> str:

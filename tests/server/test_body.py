@@ -32,3 +32,17 @@ async def test_says_where_a_body_is_no_json() -> None:
         response = await session.post("/v1/completions", content=b'{"prompt": "a",}', headers=HEADERS)
     assert response.status_code == 400
     assert "character 15" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xff"}', "the body is not UTF-8 at byte 12; send JSON in UTF-8"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "the body is nested too deeply; send flatter JSON"),
+    ],
+)
+async def test_says_what_else_is_wrong_with_a_body(body: bytes, message: str) -> None:
+    async with serving(FakeClient("x")) as session:
+        response = await session.post("/v1/completions", content=body, headers=HEADERS)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message

@@ -11,7 +11,6 @@ from quire.server.errors import (
     UnknownModelError,
     encode_error,
     error_response,
-    explain_validation,
     status_of,
 )
 from quire.types.errors import (
@@ -51,25 +50,6 @@ def test_statuses_and_bodies(error: QuireError, status: int, kind: str, param: s
 def test_lone_surrogates_do_not_break_the_answer() -> None:
     body = json.loads(encode_error(RequestError("bad \ud800", "field\udfff")))
     assert body["error"]["message"] == "bad ?"
-
-
-@pytest.mark.parametrize(
-    ("errors", "field"),
-    [
-        ([{"type": "missing", "loc": ("body", "messages"), "msg": "Field required"}], "messages"),
-        (
-            [{"type": "x", "loc": ("body", "messages", 2, "content", "str"), "msg": "Bad", "input": 1}],
-            "messages[2].content",
-        ),
-        ([{"type": "x", "loc": ("body", "stop", "list[str]", 0), "msg": "Bad", "input": 1}], "stop[0]"),
-        ([{"type": "x", "loc": ("body", "TokenizeText", "prompt"), "msg": "Bad", "input": 1}], "prompt"),
-        ([{"type": "x", "loc": ("body",), "msg": "Bad", "input": 1}], None),
-    ],
-)
-def test_the_field_of_a_validation_error(errors: list[object], field: str | None) -> None:
-    message, found = explain_validation(errors)
-    assert found == field
-    assert message
 
 
 async def test_a_long_value_is_not_repeated_whole() -> None:

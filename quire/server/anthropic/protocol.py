@@ -91,7 +91,7 @@ class MessagesRequest(PromptFields):
     )
 
     max_tokens: Annotated[SmallInt, Field(ge=1, description="Clamped to what the context leaves.")]
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: SmallInt | None = None

@@ -75,7 +75,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     )
 
     max_tokens: int | None = Field(None, description="Clamped to what the context leaves.")
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; wins over it.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; wins over it.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="How many candidates per token; needs logprobs.")
     echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")

@@ -63,7 +63,7 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, str] | None = None
     background: bool | None = None
     stream: bool | None = None
-    max_output_tokens: SmallInt | None = Field(None, description="Clamped to what the context leaves.")
+    max_output_tokens: SmallInt | None = Field(None, ge=1, description="Clamped to what the context leaves.")
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: SmallInt | None = None
