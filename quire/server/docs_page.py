@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from jinja2 import Environment, Template
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, RedirectResponse
 
 Schema = dict[str, Any]
 
@@ -45,6 +45,11 @@ def docs_router(app: FastAPI) -> APIRouter:
     @router.get("/docs", include_in_schema=False)
     def docs(request: Request) -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi(), request.scope.get("root_path", "")))
+
+    @router.get("/", include_in_schema=False)
+    def start(request: Request) -> RedirectResponse:
+        """Whoever opens the server's address in a browser sees something."""
+        return RedirectResponse(f"{request.scope.get('root_path', '')}/docs")
 
     return router
 

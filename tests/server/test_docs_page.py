@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.server.docs_page import docs_page, operations, type_text
@@ -73,6 +74,16 @@ def test_what_a_description_says_is_text_and_not_markup() -> None:
     assert "<script>alert" not in text
     assert "<b>" not in text
     assert "/&lt;x&gt;" in text
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+async def test_the_servers_address_leads_to_the_page(root: str) -> None:
+    transport = httpx.ASGITransport(make_app(), root_path=root)
+    async with httpx.AsyncClient(transport=transport, base_url="http://quire") as session:
+        answer = await session.get("/")
+        head = await session.head("/")
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{root}/docs")
+    assert head.status_code == 200
 
 
 def test_fields_of_every_form_of_a_body() -> None:
