@@ -23,7 +23,7 @@ EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 
 # Name -> what `quire --help` says; the module is quire.cli.<name>.
 COMMANDS = {
-    "serve": "serve a model over an openai-compatible http interface",
+    "serve": "serve a model over an OpenAI-compatible HTTP interface",
     "run": "answer one prompt",
     "chat": "talk with a model",
     "fit": "say what memory a model needs here, without loading it",
@@ -57,7 +57,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, summary in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         subparser.add_argument("--debug", action="store_true", help="show debug messages, and tracebacks of errors")
         if name == chosen:
             command = load_command(name)

@@ -20,6 +20,7 @@ from quire.config.engine import GROUP_TYPES, EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import check_server
 from quire.types.sampling import SamplingParams
+from quire.utils.units import exact_bytes
 
 # The CLI prints one text and nothing else, so these have nothing to say there.
 NOT_ON_THE_COMMAND_LINE = frozenset(
@@ -37,6 +38,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
 _ENGINE = "engine."
 _SAMPLING = "sampling."
 _SERVER = "server."
+_UNSET = (None, (), "")  # defaults that say nothing
 _BYTE_UNITS = {
     "": 1,
     "B": 1,
@@ -269,8 +271,8 @@ def _help(setting: Setting, default: Any) -> str:
     parts = [setting.help] if setting.help else []
     if get_origin(setting.type) is tuple:
         parts.append("May be given several times.")
-    if default is not None and default != ():
-        parts.append(f"Default: {_shown(default)}.")
+    if default not in _UNSET:
+        parts.append(f"Default: {_shown(default, setting.unit)}.")
     return " ".join(parts).replace("%", "%%")
 
 
@@ -278,9 +280,11 @@ def _given(namespace: argparse.Namespace, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(namespace).items() if name.startswith(prefix)}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, unit: str | None) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if unit == "bytes":
+        return exact_bytes(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -297,7 +301,7 @@ def _table(settings: Iterable[Setting], without_flag: frozenset[str] = frozenset
     rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     for setting in settings:
         name = f"`{setting.name}`" if setting.name in without_flag else f"`{setting.flag}`"
-        default = "unset" if setting.default in (None, ()) else f"`{_shown(setting.default)}`"
+        default = "unset" if setting.default in _UNSET else f"`{_shown(setting.default, setting.unit)}`"
         rows.append(f"| {name} | {_type_text(setting)} | {default} | {setting.help} |")
     return "\n".join(rows)
 

@@ -123,7 +123,7 @@ class StructuredConfig:
     structured_outputs_compile_timeout: float = setting(
         10.0, "Seconds that a grammar may take to compile; past it its request is refused."
     )
-    structured_outputs_max_bytes: int = setting(1 << 20, "Largest schema or grammar, e.g. 1MiB.", unit="bytes")
+    structured_outputs_max_bytes: int = setting(1 << 20, "Largest schema or grammar.", unit="bytes")
     structured_outputs_max_depth: int = setting(64, "Deepest nesting of a schema.")
     structured_outputs_cache_size: int = setting(128, "Compiled grammars that are kept for the next request.")
 
@@ -152,7 +152,7 @@ class ServerConfig:
     max_queue: int = setting(
         256, "Most completions waiting beyond those that run; past it a request is refused with status 503."
     )
-    max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", unit="bytes")
+    max_body_bytes: int = setting(16 << 20, "Largest request body.", unit="bytes")
     max_n: int = setting(64, "Most completions of one prompt (n) in a request.")
     max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.")
     drain_timeout: float = setting(
@@ -172,7 +172,7 @@ class ServerConfig:
     max_stored_responses: int = setting(
         1000, "Most responses kept in memory for previous_response_id; the one used longest ago goes first."
     )
-    max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses, e.g. 64MiB.", unit="bytes")
+    max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses.", unit="bytes")
     tool_server: tuple[str, ...] = setting(
         (),
         "An MCP server whose tools the Responses API may call: LABEL=http://HOST:PORT/mcp or"
@@ -184,7 +184,7 @@ class ServerConfig:
     )
     max_tool_result_bytes: int = setting(
         64 << 10,
-        "Most of a tool server's result that the model reads, e.g. 64KiB; the rest is cut off.",
+        "Most of a tool server's result that the model reads; the rest is cut off.",
         unit="bytes",
     )
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")

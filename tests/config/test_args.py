@@ -101,6 +101,14 @@ def test_a_commands_own_defaults_yield_to_flags_and_are_shown() -> None:
     assert "Default: 0.25." in parser.format_help()
 
 
+def test_defaults_are_shown_as_they_would_be_written() -> None:
+    parser = argparse.ArgumentParser()
+    args.add_server_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    assert "Largest request body. Default: 16MiB." in text
+    assert "Default: ." not in text
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
