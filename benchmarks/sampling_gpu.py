@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2},
     "log-probabilities of the token": {"logprobs": 0},
     "log-probabilities of the 5 likeliest": {"logprobs": 5},
+    "log-probabilities of the 20 likeliest": {"logprobs": 20},
 }
 
 

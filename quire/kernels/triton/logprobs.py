@@ -20,16 +20,8 @@ _CHUNK = 4096  # tokens of a program of the first pass
 _WIDTHS = (0, 8, 32)  # room for likeliest tokens in the kernel of the second pass: each is compiled once
 _MOST = 20  # likeliest tokens that it finds; more are sorted
 _SORTED_ROWS = 16  # at a time, since a sort needs much memory
-_LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 _NOTHING = tl.constexpr(-(1 << 63))  # a key that comes after all others
 _ONE = tl.constexpr(float(1 << 40))  # what a probability of 1 is as an integer
-
-
-@triton.jit
-def _load_logits(at, mask):
-    """NaN and infinity are the largest number, so that what is made of them stays a number."""
-    x = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.where(x < _LARGEST, x, _LARGEST)
 
 
 @triton.jit
@@ -71,8 +63,8 @@ def _sum_kernel(
     line_ptr = logits_ptr + row * logits_stride
     groups = chunk * GROUPS + tl.arange(0, GROUPS)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = _load_logits(line_ptr + tokens, tokens < vocab_size)
-    chosen = _load_logits(line_ptr + tl.load(chosen_ptr + row).to(tl.int64), True)
+    x = tl.load(line_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(line_ptr + tl.load(chosen_ptr + row).to(tl.int64)).to(tl.float32)
     group_highest = tl.max(x, axis=1)
     tl.store(group_highest_ptr + row * num_groups + groups, group_highest, mask=groups < num_groups)
     highest = tl.max(group_highest, axis=0)
@@ -120,7 +112,7 @@ def _merge_kernel(
     tl.store(normalizer_ptr + row * 2, highest)
     tl.store(normalizer_ptr + row * 2 + 1, log_sum)
     higher = tl.load(higher_ptr + at, mask=chunks < num_chunks, other=0)
-    chosen = _load_logits(line_ptr + tl.load(chosen_ptr + row).to(tl.int64), True)
+    chosen = tl.load(line_ptr + tl.load(chosen_ptr + row).to(tl.int64)).to(tl.float32)
     integers_ptr += row * (1 + count)
     logprobs_ptr += row * (1 + count)
     tl.store(integers_ptr, 1 + tl.sum(higher, axis=0))
@@ -136,12 +128,13 @@ def _merge_kernel(
             found = tl.where(places == place, group, found)
         tokens = found[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (tokens >= 0) & (tokens < vocab_size)
-        keys = tl.where(inside, _keys(_load_logits(line_ptr + tokens, inside), tokens), _NOTHING)
+        x = tl.load(line_ptr + tokens, mask=inside, other=0.0).to(tl.float32)
+        keys = tl.where(inside, _keys(x, tokens), _NOTHING)
         keys = tl.reshape(keys, [WIDTH * GROUP])
         for place in range(count):
-            x, token, keys = _take_first(keys)
+            logit, token, keys = _take_first(keys)
             tl.store(integers_ptr + 1 + place, token)
-            tl.store(logprobs_ptr + 1 + place, x - highest - log_sum)
+            tl.store(logprobs_ptr + 1 + place, logit - highest - log_sum)
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
