@@ -1,9 +1,11 @@
 """The draw of tokens within top_k, top_p and min_p, without sorting a vocabulary and without the host.
 
-A first pass over all logits finds each row's likeliest token and its highest score, which is logit plus noise. If the
-token with the highest score lies within the limits, it is the draw, since nothing within them can have a higher one.
-Else all that comes after it in the order (higher logit first, then lower id) is out too, and what comes before it is
-drawn from again. Noise follows quire/ops/gumbel.py to the bit: no multiplication is fused with an addition.
+The token with the highest score, which is logit plus noise, is the draw if it lies within the limits: nothing within
+them can have a higher score. What top_k and min_p leave is known before scores are made: logits not under a floor.
+What top_p leaves is not. So the token is measured: which part of the probability comes before it in the order (higher
+logit first, then lower id)? If that is too much, all that comes after it is out as well, and what comes before it is
+drawn from again. Two rounds of that run on all programs, chunks of rows each; the few rows that need more are left to
+one program each. Probabilities are added as integers, so that their order makes no difference.
 """
 
 from __future__ import annotations
@@ -13,87 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.kth import kth_by_groups, kth_of_line
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.noise import best_score, load_scaled
 
-_CHUNK = 4096  # tokens of a program of the first pass
+_CHUNK = 4096  # tokens of a program
+_GROUP = 128  # tokens that share a highest logit
 _BLOCK = 8192  # tokens at a time where one program walks over a row
-# Constants of the noise, as its specification gives them.
-_DOMAIN = tl.constexpr(0x47554D42)
-_LN2 = tl.constexpr(0.693147182464599609375)
-_MIN_UNIFORM = tl.constexpr(2.0**-25)
-_SQRT_HALF = tl.constexpr(0x3F3504F3)
-_C0 = tl.constexpr(-0.4999998211860657)
-_C1 = tl.constexpr(0.3333393335342407)
-_C2 = tl.constexpr(-0.25002583861351013)
-_C3 = tl.constexpr(0.19963476061820984)
-_C4 = tl.constexpr(-0.16551794111728668)
-_C5 = tl.constexpr(0.14883700013160706)
-_C6 = tl.constexpr(-0.14426842331886292)
-_C7 = tl.constexpr(0.0897943452000618)
-_DIGITS = tl.constexpr(256)
-_ONE = tl.constexpr(float(1 << 40))
-
-
-@triton.jit
-def _log(exponent, f):
-    q = f * _C7 + _C6
-    q = q * f + _C5
-    q = q * f + _C4
-    q = q * f + _C3
-    q = q * f + _C2
-    q = q * f + _C1
-    q = q * f + _C0
-    return q * f * f + f + exponent.to(tl.float32) * _LN2
-
-
-@triton.jit
-def _split(x):
-    shifted = x.to(tl.int32, bitcast=True) - _SQRT_HALF
-    return shifted >> 23, ((shifted & 0x7FFFFF) + _SQRT_HALF).to(tl.float32, bitcast=True) - 1.0
-
-
-@triton.jit
-def _gumbel(word):
-    v = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    exponent, f = _split(tl.maximum(1.0 - v, _MIN_UNIFORM))
-    exponential = -_log(exponent, tl.where(exponent < 0, f, -v))
-    exponent, f = _split(exponential)
-    return -_log(exponent, f)
-
-
-@triton.jit
-def _load_scaled(line_ptr, tokens, vocab_size, temperature):
-    x = tl.load(line_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-    x = tl.div_rn(x, temperature)
-    return tl.where(x == 0.0, 0.0, x)  # no negative zero: it would be another key
-
-
-@triton.jit
-def _best_score(
-    line_ptr, first, vocab_size, temperature, seed, position, floor, bound, bound_token, COUNTERS: tl.constexpr
-):
-    """(score, token) of the best of 4 * COUNTERS tokens from `first` on, not under `floor`, and before the bound."""
-    counters = first // 4 + tl.arange(0, COUNTERS)
-    zeros = counters * 0
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    words = tl.philox(
-        seed, counters.to(tl.uint32), zeros.to(tl.uint32) + low, zeros.to(tl.uint32) + high,
-        zeros.to(tl.uint32) + _DOMAIN,
-    )  # fmt: skip
-    best = tl.full([COUNTERS], float("-inf"), tl.float32)
-    at = zeros + vocab_size
-    for word in tl.static_range(4):
-        tokens = counters * 4 + word
-        x = _load_scaled(line_ptr, tokens, vocab_size, temperature)
-        before = (x > bound) | ((x == bound) & (tokens < bound_token))
-        allowed = (tokens < vocab_size) & (x >= floor) & before
-        score = tl.where(allowed, _gumbel(words[word]) + x, float("-inf"))
-        is_better = score > best
-        best = tl.where(is_better, score, best)
-        at = tl.where(is_better, tokens, at)
-    highest = tl.max(best, axis=0)
-    return highest, tl.min(tl.where(best == highest, at, vocab_size), axis=0)
+_FEW = 64  # the largest top_k that groups are used for
+_ROUNDS = 2
+_ONE = tl.constexpr(float(1 << 40))  # what the likeliest token's probability is as an integer
 
 
 @triton.jit
@@ -102,67 +33,128 @@ def _scan_kernel(
     parameters_ptr,
     seeds_ptr,
     positions_ptr,
+    group_highest_ptr,  # [rows, groups] float32
     best_ptr,  # [rows, chunks] float32: the highest logit, infinite for NaN
     best_at_ptr,  # [rows, chunks] int32
-    score_ptr,
-    score_at_ptr,
+    score_ptr,  # [rows, chunks] float32
+    score_at_ptr,  # [rows, chunks] int32
     vocab_size,
     logits_stride,
+    num_groups,
     num_chunks,
+    count,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The likeliest token of each chunk; and the one with the highest score, where no floor must be known before."""
     begin_dependent(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    groups = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(line_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x, axis=0)
-    tl.store(best_ptr + row * num_chunks + chunk, best)
-    tl.store(best_at_ptr + row * num_chunks + chunk, tl.min(tl.where(x == best, tokens, vocab_size), axis=0))
-    temperature = tl.load(parameters_ptr + row).to(tl.float32)
-    if temperature > 0.0:
+    group_highest = tl.max(x, axis=1)
+    tl.store(group_highest_ptr + row * num_groups + groups, group_highest, mask=groups < num_groups)
+    best = tl.max(group_highest, axis=0)
+    at = row * num_chunks + chunk
+    tl.store(best_ptr + at, best)
+    tl.store(best_at_ptr + at, tl.min(tl.min(tl.where(x == best, tokens, vocab_size), axis=1), axis=0))
+    temperature, log_min_p, top_k, _ = _load_parameters(parameters_ptr, row, count)
+    if (temperature > 0.0) & (top_k == 0) & (log_min_p == float("-inf")):
         nothing = float("-inf")
-        score, token = _best_score(
+        score, token = best_score(
             line_ptr, chunk * CHUNK, vocab_size, temperature, tl.load(seeds_ptr + row), tl.load(positions_ptr + row),
             nothing, nothing, vocab_size, CHUNK // 4,
         )  # fmt: skip
-        tl.store(score_ptr + row * num_chunks + chunk, score)
-        tl.store(score_at_ptr + row * num_chunks + chunk, token)
+        tl.store(score_ptr + at, score)
+        tl.store(score_at_ptr + at, token)
 
 
 @triton.jit
-def _keys(x):
-    """float32 as int64 in [0, 2^32), in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return flipped.to(tl.int64) + 2147483648
+def _load_parameters(parameters_ptr, row, count):
+    temperature = tl.load(parameters_ptr + row).to(tl.float32)
+    log_min_p = tl.load(parameters_ptr + count + row).to(tl.float32)
+    return (
+        temperature,
+        log_min_p,
+        tl.load(parameters_ptr + 2 * count + row).to(tl.int32),
+        tl.load(parameters_ptr + 3 * count + row),
+    )
 
 
 @triton.jit
-def _kth_highest(line_ptr, vocab_size, temperature, lowest, count, BLOCK: tl.constexpr):
-    """(the count-th highest value that is not under `lowest`, how many of its equals belong to the first `count`)."""
-    digits = tl.arange(0, _DIGITS)
-    prefix = tl.zeros([], tl.int64)
-    for level in tl.static_range(4):
-        mass = tl.zeros([_DIGITS], tl.int32)
-        for start in range(0, vocab_size, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            x = _load_scaled(line_ptr, tokens, vocab_size, temperature)
-            keys = _keys(x)
-            taken = (tokens < vocab_size) & (x >= lowest) & ((keys >> (32 - 8 * level)) == prefix)
-            mass += tl.histogram(((keys >> (24 - 8 * level)) & 255).to(tl.int32), _DIGITS, mask=taken)
-        if level == 0:
-            count = tl.minimum(count, tl.sum(mass, axis=0))
-        at_least = tl.cumsum(mass, axis=0, reverse=True)
-        digit = tl.max(tl.where(at_least >= count, digits, 0), axis=0)
-        count -= tl.sum(tl.where(digits > digit, mass, 0), axis=0)
-        prefix = prefix * 256 + digit
-    flipped = (prefix - 2147483648).to(tl.int32)
-    bits = flipped ^ ((flipped >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True), count
+def _first_of(values_ptr, places_ptr, row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
+    """(the highest value of a row's chunks, the lowest place of it)"""
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    values = tl.load(values_ptr + row * num_chunks + chunks, mask=inside, other=float("-inf"))
+    places = tl.load(places_ptr + row * num_chunks + chunks, mask=inside, other=vocab_size)
+    highest = tl.max(values, axis=0)
+    return highest, tl.min(tl.where(inside & (values == highest), places, vocab_size), axis=0)
+
+
+@triton.jit
+def _limits_kernel(
+    logits_ptr,
+    parameters_ptr,
+    group_highest_ptr,
+    found_ptr,  # [rows, FEW] int32
+    best_ptr,
+    best_at_ptr,
+    score_ptr,
+    score_at_ptr,
+    tokens_ptr,  # [rows] int32: the draw, or -1
+    highest_ptr,  # [rows] float32
+    limits_ptr,  # [4, rows] float32: the highest of what is drawn from, the floor, what top_k ends at, how many of it
+    vocab_size,
+    logits_stride,
+    num_groups,
+    num_chunks,
+    count,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The floor of each row that has limits; and the tokens of those that have none."""
+    begin_dependent(PDL)
+    row = tl.program_id(0)
+    highest, token = _first_of(best_ptr, best_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    tl.store(highest_ptr + row, highest)
+    temperature, log_min_p, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    is_sound = (highest < float("inf")) & (highest > float("-inf"))
+    if is_sound & (temperature > 0.0):
+        top = tl.div_rn(highest, temperature)
+        floor = top + log_min_p
+        least = float("-inf") + top * 0.0
+        equals = top_k * 0
+        if top_k > 0:
+            line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+            k = tl.minimum(top_k, vocab_size)
+            if (k <= FEW) & (k <= num_groups):
+                least, equals = kth_by_groups(
+                    line_ptr, group_highest_ptr + row * num_groups, found_ptr + row * FEW, vocab_size, temperature,
+                    num_groups, k, GROUPS, GROUP, FEW,
+                )  # fmt: skip
+            else:
+                least, equals = kth_of_line(line_ptr, vocab_size, temperature, k, BLOCK)
+            # Where min_p leaves less than top_k does, top_k changes nothing.
+            equals = tl.where(least < floor, 0, equals)
+            least = tl.where(least < floor, float("-inf"), least)
+            floor = tl.maximum(floor, least)
+        tl.store(limits_ptr + row, top)
+        tl.store(limits_ptr + count + row, floor)
+        tl.store(limits_ptr + 2 * count + row, least)
+        tl.store(limits_ptr + 3 * count + row, equals.to(tl.float32))
+        _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+        if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
+            token = token * 0 - 1
+    tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1))
 
 
 @triton.jit
@@ -171,60 +163,142 @@ def _weights(x, top):
 
 
 @triton.jit
-def _within(
-    line_ptr, vocab_size, temperature, log_min_p, top_k, top_p, seed, position, token, top, BLOCK: tl.constexpr
-):
-    """The draw within the limits, given the token with the highest score of all and the highest scaled logit."""
-    lowest = top + log_min_p
-    least = float("-inf") + top * 0.0
-    kept_equals = vocab_size + top_k * 0
-    if top_k > 0:
-        least, kept_equals = _kth_highest(line_ptr, vocab_size, temperature, lowest, top_k, BLOCK)
-    floor = tl.maximum(lowest, least)
-    is_found = tl.zeros([], tl.int1)
-    while not is_found:
-        bound = _load_scaled(line_ptr, token, vocab_size, temperature)
-        count = tl.zeros([], tl.int32)  # of what comes before the token
-        mass = tl.zeros([], tl.int64)
-        total = tl.zeros([], tl.int64)  # of what top_k and min_p leave
-        for start in range(0, vocab_size, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            x = _load_scaled(line_ptr, tokens, vocab_size, temperature)
-            before = (x >= lowest) & ((x > bound) | ((x == bound) & (tokens < token)))
-            count += tl.sum(before.to(tl.int32), axis=0)
-            if top_p < 1.0:
-                weights = _weights(x, top)
-                mass += tl.sum(tl.where(before, weights, 0), axis=0)
-                total += tl.sum(tl.where((x >= floor) & ((x > least) | (top_k == 0)), weights, 0), axis=0)
-        if (top_p < 1.0) & (top_k > 0):
-            total += _weights(least, top) * kept_equals
-        needed = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
-        is_found = (bound >= floor) & ((count < top_k) | (top_k == 0)) & ((mass < needed) | (top_p >= 1.0))
-        if not is_found:
-            best = float("-inf") + top * 0.0
-            better_token = token * 0 + vocab_size
-            for start in range(0, vocab_size, BLOCK):
-                score, at = _best_score(
-                    line_ptr, start, vocab_size, temperature, seed, position, floor, bound, token, BLOCK // 4
-                )
-                better_token = tl.where(score > best, at, better_token)
-                best = tl.maximum(best, score)
-            token = better_token
-    return token
+def _measure(x, tokens, bound, token, top, floor, least):
+    """Of some tokens: how many come before `token`, their probability, and that of what is above the end of top_k."""
+    before = (x > bound) | ((x == bound) & (tokens < token))
+    weights = _weights(x, top)
+    mass = tl.sum(tl.where(before, weights, 0), axis=0)
+    total = tl.sum(tl.where((x >= floor) & (x > least), weights, 0), axis=0)
+    return tl.sum(before.to(tl.int32), axis=0), mass, total
 
 
 @triton.jit
-def _choose_kernel(
+def _is_within(before, mass, total, top, least, equals, top_k, top_p):
+    """Whether a token is the draw, given what `_measure` finds in all of its row."""
+    if equals > 0:
+        total += _weights(least, top) * equals
+    needed = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
+    return ((before < top_k) | (top_k == 0)) & ((mass < needed) | (top_p >= 1.0))
+
+
+@triton.jit
+def _load_limits(limits_ptr, row, count):
+    equals = tl.load(limits_ptr + 3 * count + row).to(tl.int64)
+    return tl.load(limits_ptr + row), tl.load(limits_ptr + count + row), tl.load(limits_ptr + 2 * count + row), equals
+
+
+@triton.jit
+def _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS: tl.constexpr):
+    """Whether the token that `_measure_kernel` measured for a row is its draw."""
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    at = measures_ptr + row * num_chunks + chunks
+    before = tl.sum(tl.load(at, mask=inside, other=0), axis=0)
+    mass = tl.sum(tl.load(at + count * num_chunks, mask=inside, other=0), axis=0)
+    total = tl.sum(tl.load(at + 2 * count * num_chunks, mask=inside, other=0), axis=0)
+    top, _, least, equals = _load_limits(limits_ptr, row, count)
+    _, _, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    return _is_within(before, mass, total, top, least, equals, top_k, top_p)
+
+
+@triton.jit
+def _draw_kernel(
     logits_ptr,
-    parameters_ptr,  # [4, rows] float64: temperature (0: the likeliest), log of min_p, top_k (0: none), top_p
+    parameters_ptr,
     seeds_ptr,
     positions_ptr,
-    best_ptr,
-    best_at_ptr,
+    tokens_ptr,
+    limits_ptr,
+    before_score_ptr,  # scores and measures of the round before
+    before_score_at_ptr,
+    measures_ptr,
     score_ptr,
     score_at_ptr,
+    vocab_size,
+    logits_stride,
+    num_chunks,
+    count,
+    IS_FIRST: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The highest score of each chunk, of what is not under the floor, and before what was found to be too much."""
+    begin_dependent(PDL)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    if tl.load(tokens_ptr + row) >= 0:
+        return
+    line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    temperature, log_min_p, top_k, _ = _load_parameters(parameters_ptr, row, count)
+    _, floor, _, _ = _load_limits(limits_ptr, row, count)
+    if IS_FIRST:
+        if (top_k == 0) & (log_min_p == float("-inf")):  # it has its scores
+            return
+        bound = float("-inf")
+        token = vocab_size
+    else:
+        _, token = _first_of(before_score_ptr, before_score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+        if _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS):
+            tl.store(tokens_ptr + row, token)
+            return
+        bound = load_scaled(line_ptr, token, vocab_size, temperature)
+    score, at = best_score(
+        line_ptr, chunk * CHUNK, vocab_size, temperature, tl.load(seeds_ptr + row), tl.load(positions_ptr + row),
+        floor, bound, token, CHUNK // 4,
+    )  # fmt: skip
+    tl.store(score_ptr + row * num_chunks + chunk, score)
+    tl.store(score_at_ptr + row * num_chunks + chunk, at)
+
+
+@triton.jit
+def _measure_kernel(
+    logits_ptr,
+    parameters_ptr,
     tokens_ptr,
-    highest_ptr,
+    limits_ptr,
+    score_ptr,
+    score_at_ptr,
+    measures_ptr,  # [3, rows, chunks] int64
+    vocab_size,
+    logits_stride,
+    num_chunks,
+    count,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What comes before the token with the highest score, chunk by chunk."""
+    begin_dependent(PDL)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    if tl.load(tokens_ptr + row) >= 0:
+        return
+    line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    temperature = tl.load(parameters_ptr + row).to(tl.float32)
+    top, floor, least, _ = _load_limits(limits_ptr, row, count)
+    _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    bound = load_scaled(line_ptr, token, vocab_size, temperature)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = load_scaled(line_ptr, tokens, vocab_size, temperature)
+    before, mass, total = _measure(x, tokens, bound, token, top, floor, least)
+    at = measures_ptr + row * num_chunks + chunk
+    tl.store(at, before.to(tl.int64))
+    tl.store(at + count * num_chunks, mass)
+    tl.store(at + 2 * count * num_chunks, total)
+
+
+@triton.jit
+def _finish_kernel(
+    logits_ptr,
+    parameters_ptr,
+    seeds_ptr,
+    positions_ptr,
+    tokens_ptr,
+    limits_ptr,
+    score_ptr,
+    score_at_ptr,
+    measures_ptr,
     vocab_size,
     logits_stride,
     num_chunks,
@@ -233,68 +307,84 @@ def _choose_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The draw of rows that have none yet: of the last round, or of as many rounds as it takes by one program."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    chunks = tl.arange(0, CHUNKS)
-    inside = chunks < num_chunks
-    at = row * num_chunks + chunks
-    best = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
-    highest = tl.max(best, axis=0)
-    places = tl.load(best_at_ptr + at, mask=inside, other=vocab_size)
-    token = tl.min(tl.where(inside & (best == highest), places, vocab_size), axis=0)
-    temperature = tl.load(parameters_ptr + row).to(tl.float32)
-    is_sound = (highest < float("inf")) & (highest > float("-inf"))
-    if is_sound & (temperature > 0.0):
-        scores = tl.load(score_ptr + at, mask=inside, other=float("-inf"))
-        places = tl.load(score_at_ptr + at, mask=inside, other=vocab_size)
-        score = tl.max(scores, axis=0)
-        token = tl.min(tl.where(inside & (scores == score), places, vocab_size), axis=0)
-        log_min_p = tl.load(parameters_ptr + count + row).to(tl.float32)
-        top_k = tl.load(parameters_ptr + 2 * count + row).to(tl.int32)
-        top_p = tl.load(parameters_ptr + 3 * count + row)
-        if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
-            top = tl.div_rn(highest, temperature)
-            line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-            token = _within(
-                line_ptr, vocab_size, temperature, log_min_p, top_k, top_p, seed, position, token, top, BLOCK
+    if tl.load(tokens_ptr + row) >= 0:
+        return
+    line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    temperature, _, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    top, floor, least, equals = _load_limits(limits_ptr, row, count)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    is_found = _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS)
+    while not is_found:
+        bound = load_scaled(line_ptr, token, vocab_size, temperature)
+        best = float("-inf") + top * 0.0
+        better_token = token * 0 + vocab_size
+        for start in range(0, vocab_size, BLOCK):
+            score, at = best_score(
+                line_ptr, start, vocab_size, temperature, seed, position, floor, bound, token, BLOCK // 4
             )
+            better_token = tl.where(score > best, at, better_token)
+            best = tl.maximum(best, score)
+        token = better_token
+        bound = load_scaled(line_ptr, token, vocab_size, temperature)
+        before = tl.zeros([], tl.int32)
+        mass = tl.zeros([], tl.int64)
+        total = tl.zeros([], tl.int64)
+        for start in range(0, vocab_size, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            x = load_scaled(line_ptr, tokens, vocab_size, temperature)
+            more = _measure(x, tokens, bound, token, top, floor, least)
+            before += more[0]
+            mass += more[1]
+            total += more[2]
+        is_found = _is_within(before.to(tl.int64), mass, total, top, least, equals, top_k, top_p)
+        is_found = is_found | (token == vocab_size)  # cannot be; but a loop on a device must end
     tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1))
-    tl.store(highest_ptr + row, highest)
 
 
 def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """See quire/ops/draw_within.py."""
     count, vocab_size = logits.shape
-    device = logits.device
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    best, scores = torch.empty(2, count, chunks, dtype=torch.float32, device=device).unbind(0)
-    best_at, scores_at = torch.empty(2, count, chunks, dtype=torch.int32, device=device).unbind(0)
-    tokens = torch.empty(count, dtype=torch.int32, device=device)
-    highest = torch.empty(count, dtype=torch.float32, device=device)
-    inputs = (logits, parameters, seeds, positions, best, best_at, scores, scores_at)
+    groups, chunks = triton.cdiv(vocab_size, _GROUP), triton.cdiv(vocab_size, _CHUNK)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    tokens, highest = scratch(count, dtype=torch.int32), scratch(count)
+    group_highest, limits = scratch(count, groups), scratch(4, count)
+    best, best_at = scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)
+    scores = [(scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)) for _ in range(_ROUNDS)]
+    measures = [scratch(3, count, chunks, dtype=torch.int64) for _ in range(_ROUNDS)]
+    found = scratch(count, _FEW, dtype=torch.int32)
+    of_row, keys = (logits, parameters), (seeds, positions)
+    sizes = (vocab_size, logits.stride(0), chunks, count)
+    padded = triton.next_power_of_2(chunks)
+    block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
+    options = {**launch_options(), "enable_fp_fusion": False}
     _scan_kernel[(count, chunks)](
-        *inputs,
-        vocab_size,
-        logits.stride(0),
-        chunks,
-        CHUNK=_CHUNK,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **launch_options(),
-    )
-    _choose_kernel[(count,)](
-        *inputs,
-        tokens,
-        highest,
-        vocab_size,
-        logits.stride(0),
-        chunks,
-        count,
-        CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(vocab_size))),
-        num_warps=16,
-        enable_fp_fusion=False,
-        **launch_options(),
-    )
+        *of_row, *keys, group_highest, best, best_at, *scores[0], vocab_size, logits.stride(0), groups, chunks, count,
+        CHUNK=_CHUNK, GROUP=_GROUP, num_warps=4, **options,
+    )  # fmt: skip
+    _limits_kernel[(count,)](
+        *of_row, group_highest, found, best, best_at, *scores[0], tokens, highest, limits, vocab_size,
+        logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=_GROUP,
+        FEW=_FEW, BLOCK=block, num_warps=8, **options,
+    )  # fmt: skip
+    for now in range(_ROUNDS):
+        before = max(now - 1, 0)
+        _draw_kernel[(count, chunks)](
+            *of_row, *keys, tokens, limits, *scores[before], measures[before], *scores[now], *sizes,
+            IS_FIRST=now == 0, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
+        )  # fmt: skip
+        _measure_kernel[(count, chunks)](
+            *of_row, tokens, limits, *scores[now], measures[now], *sizes, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4,
+            **options,
+        )  # fmt: skip
+    _finish_kernel[(count,)](
+        *of_row, *keys, tokens, limits, *scores[-1], measures[-1], *sizes, CHUNKS=padded, BLOCK=block, num_warps=16,
+        **options,
+    )  # fmt: skip
     return tokens, highest

@@ -60,6 +60,27 @@ def test_only_the_likeliest_is_left(top_k: int, top_p: float, log_min_p: float) 
     assert run(logits, parameters(1.7, log_min_p, top_k, top_p, 2), seeds, positions)[0] == [2999, 17]
 
 
+@pytest.mark.parametrize("top_k", [63, 64, 65, 70])
+@pytest.mark.parametrize("steps", [3.0, 1e6])
+def test_groups_of_tokens_give_the_same_as_all_of_them(top_k: int, steps: float) -> None:
+    """Up to 64 the end of top_k is found by groups, of which there are 71: with many equal logits, and with none."""
+    rows, size = 5, 9001
+    generator = torch.Generator().manual_seed(top_k)
+    logits = torch.round(torch.randn(rows, size, generator=generator) * steps) / steps
+    logits[0, 300:428] += 5.0  # nearly all that is taken is in one or two groups
+    logits[1] = logits[1].sort(descending=True).values
+    inputs = (logits, parameters(1.3, -torch.inf, top_k, 0.9, rows), torch.arange(rows), torch.arange(rows))
+    assert run(*inputs)[0] == reference(*inputs)[0].tolist()
+
+
+def test_more_rounds_than_run_on_all_programs() -> None:
+    """With a low top_p the first tokens drawn are mostly outside of it."""
+    rows, size = 8, 9001
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
+    inputs = (logits, parameters(1.0, -torch.inf, 0, 0.002, rows), torch.arange(rows), torch.arange(rows))
+    assert run(*inputs)[0] == reference(*inputs)[0].tolist()
+
+
 def test_half_precision_bans_and_broken_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 5000, generator=generator).to(HALF)
