@@ -248,8 +248,8 @@ def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> i
 def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
     """What recorded steps add where sampling is a part of them, and keep.
 
-    A copy of the logits that is shaped, counts for penalties, what log-probabilities know of parts of the vocabulary,
-    tables of each row.
+    A copy of the logits that is shaped, counts for penalties, what draws and log-probabilities know of parts of the
+    vocabulary, tables of each row.
     """
     tables = mask_words(description.vocab_size) * 4 + (1 << 15)
-    return settings.max_num_seqs * (description.vocab_size * (4 + 4) + description.vocab_size // 16 + tables)
+    return settings.max_num_seqs * (description.vocab_size * (4 + 4) + description.vocab_size // 8 + tables)
