@@ -6,19 +6,10 @@ shortest wins, because it is complete first. The result does not depend on how t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from quire.types.errors import RequestError
-
-
-class PassThrough:
-    """The null matcher of a request without stop strings."""
-
-    def add(self, delta: str) -> tuple[str, str | None]:
-        return delta, None
-
-    def flush(self) -> tuple[str, str | None]:
-        return "", None
 
 
 class StopStringMatcher:
@@ -30,8 +21,8 @@ class StopStringMatcher:
         self._stops = sorted(set(stops), key=len)
         self._include_in_output = include_in_output
         self._longest_prefix = max((len(stop) for stop in stops), default=1) - 1
-        self._prefixes = frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
-        self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
+        self._in_order = sorted(self._stops)
+        self._prefix_chars = frozenset(char for stop in stops for char in stop[:-1])
         self._held = ""
         self.matched: str | None = None
 
@@ -70,19 +61,18 @@ class StopStringMatcher:
         return first, matched
 
     def _partial_start(self, text: str) -> int:
-        """Where the longest suffix begins that is the beginning of a stop string."""
-        if text[-1] not in self._prefix_ends:
+        """Where the longest suffix begins that is the beginning of a longer stop string."""
+        if text[-1] not in self._prefix_chars:
             return len(text)
-        for length in range(min(self._longest_prefix, len(text)), 0, -1):
-            if text[-length:] in self._prefixes:
-                return len(text) - length
+        for start in range(max(0, len(text) - self._longest_prefix), len(text)):
+            suffix = text[start:]
+            # Strings that go on from another one come right after it.
+            index = bisect_right(self._in_order, suffix)
+            if index < len(self._in_order) and self._in_order[index].startswith(suffix):
+                return start
         return len(text)
 
     def _end(self, text: str, start: int, stop: str) -> str:
         self._held = ""
         self.matched = stop
         return text[: start + len(stop)] if self._include_in_output else text[:start]
-
-
-def make_stop_matcher(stops: Sequence[str], include_in_output: bool = False) -> StopStringMatcher | PassThrough:
-    return StopStringMatcher(stops, include_in_output) if stops else PassThrough()

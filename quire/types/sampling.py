@@ -13,6 +13,7 @@ from quire.types.structured import StructuredOutputsParams
 # Below this, dividing logits by the temperature overflows float32; it is treated as greedy.
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1 << 20
+MAX_STOP_STRINGS = 1024  # each is looked for after every token
 
 _INTEGERS = (
     *("n", "top_k", "seed", "max_tokens", "min_tokens"),
@@ -167,6 +168,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "-1 (the model's limit) or positive",
         )
         _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop holds {len(self.stop)} strings; give at most {MAX_STOP_STRINGS}", "stop")
         _require(
             not self.stop or self.detokenize, "stop", self.stop, "used with detokenize=True: it is matched in text"
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.stop_strings import PassThrough, StopStringMatcher, make_stop_matcher
+from quire.frontend.stop_strings import StopStringMatcher
 from quire.types.errors import RequestError
 
 # A tiny alphabet makes overlaps, nesting and near misses common.
@@ -29,7 +30,7 @@ def chunks_of(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def run(matcher: StopStringMatcher | PassThrough, chunks: list[str]) -> tuple[str, str | None]:
+def run(matcher: StopStringMatcher, chunks: list[str]) -> tuple[str, str | None]:
     shown = ""
     for chunk in chunks:
         text, matched = matcher.add(chunk)
@@ -42,7 +43,7 @@ def run(matcher: StopStringMatcher | PassThrough, chunks: list[str]) -> tuple[st
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 100), max_size=30), st.booleans())
 def test_any_split_gives_the_one_cut(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    assert run(make_stop_matcher(stops, include), chunks_of(text, cuts)) == one_cut(text, stops, include)
+    assert run(StopStringMatcher(stops, include), chunks_of(text, cuts)) == one_cut(text, stops, include)
 
 
 @given(TEXTS, STOPS, st.booleans())
@@ -81,10 +82,20 @@ def test_nothing_follows_a_match() -> None:
 
 
 def test_without_stop_strings_text_passes_through() -> None:
-    matcher = make_stop_matcher([])
-    assert isinstance(matcher, PassThrough)
-    assert run(matcher, ["a", "", "b"]) == ("ab", None)
-    assert StopStringMatcher([], False).add("ab") == ("ab", None)
+    assert run(StopStringMatcher([]), ["a", "", "b"]) == ("ab", None)
+
+
+def test_a_long_stop_string_takes_memory_in_proportion() -> None:
+    stop = "ab" * 20_000
+    tracemalloc.start()
+    try:
+        matcher = StopStringMatcher([stop])
+        assert matcher.add("x" + stop[:-1]) == ("x", None)
+        assert matcher.add("b") == ("", stop)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(stop)
 
 
 def test_an_empty_stop_string_is_refused() -> None:

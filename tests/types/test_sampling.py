@@ -87,6 +87,11 @@ def test_contradictions(values: dict[str, Any], field: str) -> None:
     assert info.value.field == field
 
 
+def test_stop_strings_are_bounded() -> None:
+    with pytest.raises(RequestError, match="stop holds 1025 strings; give at most 1024"):
+        SamplingParams(stop=[f"end {index}" for index in range(1025)])
+
+
 def test_params_cross_a_process_unchanged() -> None:
     params = SamplingParams(temperature=0.5, stop=("a", "b"), logit_bias={1: 2.0}, seed=1 << 63, top_k=-1)
     packed = msgspec.msgpack.encode([params, PoolingParams(dimensions=3)])
