@@ -120,8 +120,11 @@ async def merged(
         except Exception as error:  # whatever ended one stream must reach the reader of all of them
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(index, stream)))
+            await asyncio.sleep(0)  # a prompt is tokenized when its task begins: let others go between two
         left = len(streams)
         while left:
             item = await queue.get()
