@@ -120,7 +120,9 @@ def to_lark(source: GrammarSource) -> str:
             # As in JavaScript, \\d and \\w mean ASCII: hardly anybody wants the digits of all scripts.
             return f"{_HEADER}start: /{regex_to_lark(source.text, use_ascii='dw')}/\n"
         case "choice":
-            return f"{_HEADER}start: {' | '.join(json.dumps(choice) for choice in json.loads(source.text))}\n"
+            # Choices of the lexer and not of the parser, which keeps track of each of them and takes few thousand.
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(source.text))
+            return f"{_HEADER}start: CHOICE\nCHOICE: {choices}\n"
         case "structural_tag":
             return _HEADER + lark_of_tag(json.loads(source.text), inline_schema)
         case "grammar":

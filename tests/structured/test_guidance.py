@@ -27,6 +27,13 @@ def test_choice(backend: GuidanceBackend) -> None:
     assert len(said) >= 4
 
 
+def test_one_of_many_thousand_choices(backend: GuidanceBackend) -> None:
+    choices = [f"number {index} of many" for index in range(20_000)]
+    one = speak(backend, StructuredOutputsParams(choice=choices))
+    assert one.is_finished
+    assert one.text in choices
+
+
 @pytest.mark.parametrize("grammar", ['root ::= "a" [0-9]+ "b"', 'start: "a" DIGIT+ "b"\nDIGIT: /[0-9]/'])
 def test_grammars_in_both_languages(backend: GuidanceBackend, grammar: str) -> None:
     one = speak(backend, StructuredOutputsParams(grammar=grammar))
