@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, make_inproc_client
@@ -14,6 +14,7 @@ from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.reading import Reading
 from quire.frontend.text_model import Message, TextModel, load_text_model
+from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.errors import EngineDeadError, EngineError
@@ -22,15 +23,11 @@ from quire.types.outputs import EngineOutput, RequestOutput
 from quire.types.sampling import SamplingParams
 from quire.utils.log import get_logger
 
-if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
-
 logger = get_logger(__name__)
 
 # Outputs of a large batch are handed out in slices, so that readers of the first ones need not wait for the last.
 _SLICE = 128
-# Longer texts are tokenized on a thread, to keep the event loop free; for shorter ones the hop costs more.
-_LONG_TEXT = 20_000
+_MANY_WORDS = 100  # bad_words, each of which is tokenized twice
 
 
 class AsyncEngine:
@@ -207,11 +204,8 @@ class AsyncEngine:
                 arrival_time=arrival_time,
             )
 
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        grammar = params.structured_outputs
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(process)
-        if grammar is not None and is_large(grammar):
+        # For what is quick the hop to a thread would cost more.
+        if isinstance(params, SamplingParams) and _takes_long(prompt, params):
             return await asyncio.to_thread(process)
         return process()
 
@@ -298,3 +292,12 @@ class AsyncEngine:
             error = EngineDeadError(reason)
             error.__cause__ = cause
             self._mailboxes[request_id].fail(error)
+
+
+def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether preparing a request would keep an event loop from its streams for milliseconds."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    if isinstance(text, str) and len(text) > LONG_TEXT:
+        return True
+    grammar = params.structured_outputs
+    return len(params.bad_words) > _MANY_WORDS or (grammar is not None and is_large(grammar))

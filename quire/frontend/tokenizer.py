@@ -19,6 +19,8 @@ from quire.loader.gguf_file import read_metadata
 from quire.types.errors import RequestError, TokenizerError
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG_TEXT = 20_000
+"""Characters above which a caller on an event loop should leave the encoding to a thread, which holds nobody up."""
 _CONVERT_HINT = (
     'create it once where transformers and sentencepiece are installed: python -c "from transformers import '
     "AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
@@ -62,7 +64,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self._encode(text, add_special_tokens).ids
         except TypeError as error:
             # All the library says of a string that has no UTF-8 form is that it is no string.
             position = next((index for index, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
@@ -73,6 +75,12 @@ class Tokenizer:
                 field="prompt",
             ) from error
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) <= LONG_TEXT:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # The library lets other threads run only when it encodes a batch, which it hands to threads of its own.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary stand for nothing."""

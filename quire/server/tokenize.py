@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from quire.frontend.tokenizer import LONG_TEXT
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
@@ -18,9 +19,6 @@ from quire.server.openai.chat.protocol import TemplateFields
 from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.sampling import TokenIds
 from quire.server.openapi import answers
-
-# Longer texts are tokenized on a thread, to keep the event loop free.
-_LONG_TEXT = 20_000
 
 
 class TokenizeText(BaseModel):
@@ -74,7 +72,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         else:
             text = await render_conversation(context, template_conversation(context, body))
             add_special_tokens = bool(body.add_special_tokens)
-        if len(text) > _LONG_TEXT:
+        if len(text) > LONG_TEXT:
             ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
         else:
             ids = tokenizer.encode(text, add_special_tokens)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.types.errors import EngineDeadError, EngineError, GenerationError, RequestError
 from quire.types.outputs import EngineOutputs, RequestOutput
 from quire.types.sampling import OutputKind, SamplingParams
-from tests.frontend.fake_client import FakeClient, text_model
+from tests.frontend.fake_client import TOKENIZER, FakeClient, text_model
 
 DELTA = SamplingParams(output_kind="delta", max_tokens=400)
 X = "x" * 300
@@ -264,12 +265,30 @@ def test_a_second_event_loop_is_refused_and_not_left_waiting() -> None:
         asyncio.run(once())
 
 
-async def test_a_long_prompt_is_tokenized_off_the_loop() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "params", "is_off_the_loop"),
+    [
+        ("y" * 30_000, {}, True),
+        ("yyyyyy", {"bad_words": [f"x{index}" for index in range(200)]}, True),
+        ("yyyyyy", {}, False),
+    ],
+)
+async def test_what_takes_long_to_tokenize_is_tokenized_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, params: dict[str, Any], is_off_the_loop: bool
+) -> None:
     engine, client = make("ok")
-    prompt = "y" * 30_000
-    params = SamplingParams(output_kind="delta", truncate_prompt_tokens=5)
-    assert joined(await collect(engine.generate(prompt, params))) == "ok"
+    threads: set[threading.Thread] = set()
+    encode = TOKENIZER.encode
+
+    def spied(*arguments: Any, **options: Any) -> list[int]:
+        threads.add(threading.current_thread())
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(TOKENIZER, "encode", spied)
+    asked = SamplingParams(output_kind="delta", truncate_prompt_tokens=5, **params)
+    assert joined(await collect(engine.generate(prompt, asked))) == "ok"
     assert client.added[0].token_ids == list(b"yyyyy")
+    assert (threading.current_thread() not in threads) is is_off_the_loop
 
 
 @settings(max_examples=25, deadline=None)

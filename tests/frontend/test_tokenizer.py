@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from transformers import PreTrainedTokenizerFast
 
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
 from quire.types.errors import RequestError, TokenizerError
 from tests.frontend.text_helpers import TEXTS, byte_level, llama_tokenizer
 
@@ -145,6 +146,32 @@ def test_tokens_and_their_text() -> None:
 def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestError, match=r"surrogate.*position 1"):
         Tokenizer(byte_level("gpt-2")).encode("a\ud800")
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_a_long_text_has_the_tokens_of_its_lines(add_special_tokens: bool) -> None:
+    tokenizer = Tokenizer(byte_level("llama-bpe"))
+    line = "the quick brown fox é😀\n"
+    count = LONG_TEXT // len(line) + 1
+    ids = tokenizer.encode(line * count, add_special_tokens)
+    first = tokenizer.encode(line, add_special_tokens)
+    plain = tokenizer.encode(line, False)
+    assert ids == first[: len(first) - len(plain)] + plain * count
+    with pytest.raises(RequestError, match=r"surrogate.*position 20001"):
+        tokenizer.encode("a" * (LONG_TEXT + 1) + "\ud800")
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """An event loop that gives it to a thread must not stand still."""
+    tokenizer = Tokenizer(byte_level("gpt-2"))
+    text = "the quick brown fox " * 50_000
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(tokenizer.encode, text)
+        while not encoding.done():
+            turns += 1
+            wait([encoding], timeout=0.001)
+    assert turns > 10
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
