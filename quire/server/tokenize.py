@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter
@@ -86,7 +87,8 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         """The text of token ids, special tokens spelled out; ids outside the vocabulary stand for nothing."""
         context.check_model(body.model)
         check_extra_fields(body.model_extra or {}, context, "/detokenize")
-        text = context.tokenizer().decode(body.tokens, skip_special_tokens=False)
+        decode = partial(context.tokenizer().decode, body.tokens, skip_special_tokens=False)
+        text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()
         return json_response(msgspec.json.encode(Text(text)))
 
     return router
