@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 
 class KVEventSink(Protocol):
@@ -22,24 +21,3 @@ class NullEventSink:
 
     def evicted(self, group: int, block_hash: bytes, block_id: int) -> None:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class KVEvent:
-    kind: Literal["stored", "evicted"]
-    group: int
-    block_hash: bytes
-    block_id: int
-
-
-@dataclass(slots=True)
-class RecordingEventSink:
-    """Keeps every event, in order."""
-
-    events: list[KVEvent] = field(default_factory=list)
-
-    def stored(self, group: int, block_hash: bytes, block_id: int) -> None:
-        self.events.append(KVEvent("stored", group, block_hash, block_id))
-
-    def evicted(self, group: int, block_hash: bytes, block_id: int) -> None:
-        self.events.append(KVEvent("evicted", group, block_hash, block_id))

@@ -69,10 +69,6 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         return self._pool.num_free
 
-    def can_ever_fit(self, num_tokens: int, step_tokens: int) -> bool:
-        """Whether a request of this length fits when it has the pool to itself."""
-        return self.layout.blocks_for(num_tokens, step_tokens) <= self._pool.num_blocks
-
     def open(self, request: EngineRequest) -> KVSequence:
         """Take in a request at its arrival. Takes no blocks."""
         hash_chain = HashChain(request, self.block_size) if self.enable_prefix_caching else None

@@ -70,7 +70,3 @@ class Platform(ABC):
 
     @abstractmethod
     def event(self) -> Event: ...
-
-    @abstractmethod
-    def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies to the device without blocking (pinned where that means something)."""

@@ -55,9 +55,6 @@ class CpuPlatform(Platform):
     def event(self) -> Event:
         return NullEvent()
 
-    def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
-
 
 def _free_memory() -> int:
     try:

@@ -70,6 +70,3 @@ class CudaPlatform(Platform):
 
     def event(self) -> Event:
         return CudaEvent()
-
-    def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.kv.block_pool import Block, BlockPool
-from quire.kv.events import RecordingEventSink
 from quire.types.errors import ConfigError
+from tests.kv.recorder import RecordingEventSink
 
 
 def ids(blocks: list[Block]) -> list[int]:

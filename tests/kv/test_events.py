@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from quire.kv.events import KVEvent, RecordingEventSink
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
+from tests.kv.recorder import KVEvent, RecordingEventSink
 from tests.kv.test_manager import request, start
 
 

@@ -212,12 +212,6 @@ def test_eviction_takes_the_ends_of_prompts_first_in_every_group() -> None:
     assert hit_length(kv, request(prompt)) == 12
 
 
-def test_can_ever_fit() -> None:
-    kv = make(num_blocks=4)
-    assert kv.can_ever_fit(12, 100)
-    assert not kv.can_ever_fit(13, 100)
-
-
 def test_a_prompt_without_a_cached_start_is_hashed_only_when_there_is_time() -> None:
     kv = make()
     tokens = list(range(39))

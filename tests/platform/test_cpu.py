@@ -84,12 +84,11 @@ def test_zeros_take_no_memory_until_they_are_written() -> None:
     assert zeros[0, 0, 0].item() == 1.5
 
 
-def test_events_and_host_tensors_are_plain() -> None:
+def test_events_are_plain() -> None:
     platform = CpuPlatform()
     event = platform.event()
     event.record()
     event.wait()
-    assert platform.host_tensor(2, 3, dtype=torch.int64).shape == (2, 3)
     assert not platform.is_sticky(RuntimeError("out of memory"))
 
 
