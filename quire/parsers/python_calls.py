@@ -72,7 +72,7 @@ class _PythonReader(Reader):
 
     def read(self, text: str, position: int, final: bool) -> int:
         if not self._name:
-            position = self._read_name(text, position, final)
+            position = self._read_name(text, position)
         while self._name and self.status is Status.MORE:
             end = self._argument_end(text, position)
             if end < 0:
@@ -80,7 +80,7 @@ class _PythonReader(Reader):
             position = self._read_argument(text, position, end)
         return position
 
-    def _read_name(self, text: str, position: int, final: bool) -> int:
+    def _read_name(self, text: str, position: int) -> int:
         begin = skip_space(text, position)
         if begin == len(text):
             return position

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.context import ServerContext
 from quire.server.conversation.request import (
     AUTO,
     NONE,
@@ -83,9 +82,7 @@ def is_optional(definition: Mapping[str, Any]) -> bool:
     return definition.get("optional") is True or definition.get("external_web_access") is False
 
 
-def conversation_of(
-    context: ServerContext, body: ResponsesRequest, items: Sequence[Item], toolbox: Toolbox
-) -> Conversation:
+def conversation_of(body: ResponsesRequest, items: Sequence[Item], toolbox: Toolbox) -> Conversation:
     choice, tools = tool_choice_of(body.tool_choice, toolbox)
     check_tools(tools, choice)
     return Conversation(

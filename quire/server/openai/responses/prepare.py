@@ -56,7 +56,7 @@ class TurnMaker:
     ) -> Turn:
         """Turn `number`, after the items that were `said` in the turns before it."""
         context, body = self.context, self.body
-        conversation = conversation_of(context, body, [*self.items, *said], self.toolbox)
+        conversation = conversation_of(body, [*self.items, *said], self.toolbox)
         if number > 0:  # what the client asked to be called has been called
             conversation = dataclasses.replace(conversation, tool_choice=AUTO if may_call else NONE)
         if body.truncation == "auto":
