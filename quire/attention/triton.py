@@ -53,6 +53,7 @@ class TritonMetadata(AttentionMetadata):
     keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
     line: TileLine | None = None  # of single queries, where their work can be shared evenly
     alike: bool = False  # their contexts hardly differ
+    offsets: Tensor | None = None  # of single queries within their rows: zeros, made once for all layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,10 @@ class FixedTritonAttention(TritonAttention):
         split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=_KEYS)
         index = metadata.singles[0]
         if index.shape[0]:
+            if metadata.offsets is None:
+                metadata.offsets = torch.zeros_like(index)
             cut = replace(split, splits=_choose_splits(index.shape[0] * spec.num_kv_heads))
-            tile_attention(*given, index, torch.zeros_like(index), out, scale, cap, window, cut)
+            tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
             tile_attention(
                 *given, *metadata.few, out, scale, cap, window, replace(split, tile=FEW_QUERIES, splits=_MAX_SPLITS)

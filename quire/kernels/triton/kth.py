@@ -1,7 +1,7 @@
-"""The k-th highest number of a row, digit by digit: no sort, and the same whatever the order of its numbers.
+"""The k-th highest number of a row, bit by bit: no sort, and the same whatever the order of its numbers.
 
-A number of float32 is taken as an integer of four digits in the same order. Each digit of the one that is looked for
-is known from how many numbers have which digit there, among those that agree with it in the digits before.
+Numbers of float32 are ordered as integers of 32 bits. A bit of the k-th highest is set if at least k numbers are not
+below the one with that bit and the bits found before.
 """
 
 from __future__ import annotations
@@ -11,61 +11,61 @@ import triton.language as tl
 
 from quire.kernels.triton.noise import load_scaled
 
-_DIGITS = tl.constexpr(256)
-
-
-@triton.jit
-def _keys(x):
-    """float32 as int64 in [0, 2^32), in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return flipped.to(tl.int64) + 2147483648
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # stands for minus infinity, below which there are no numbers
 
 
 @triton.jit
 def _number(key):
+    """The number that is the key-th of all, the key in [0, 2^32)."""
     flipped = (key - 2147483648).to(tl.int32)
     return (flipped ^ ((flipped >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _counts(x, taken, prefix, LEVEL: tl.constexpr):
-    """How many of x have which digit at this level, of those that begin with the digits in `prefix`."""
-    keys = _keys(x)
-    agree = (keys >> (32 - 8 * LEVEL)) == prefix
-    return tl.histogram(((keys >> (24 - 8 * LEVEL)) & 255).to(tl.int32), _DIGITS, mask=taken & agree)
-
-
-@triton.jit
-def _next_digit(counts, prefix, k):
-    """(the prefix with one more digit, k among those that begin with it)"""
-    digits = tl.arange(0, _DIGITS)
-    at_least = tl.cumsum(counts, axis=0, reverse=True)
-    digit = tl.max(tl.where(at_least >= k, digits, 0), axis=0)
-    return prefix * 256 + digit, k - tl.sum(tl.where(digits > digit, counts, 0), axis=0)
+def _or_infinite(x):
+    return tl.where(x <= _LOWEST, float("-inf"), x)
 
 
 @triton.jit
 def kth_of(x, taken, k):
     """(the k-th highest of those of x that are taken, how many of its equals belong to the first k)."""
-    prefix = tl.zeros([], tl.int64)
-    for level in tl.static_range(4):
-        prefix, k = _next_digit(_counts(x, taken, prefix, level), prefix, k)
-    return _number(prefix), k
+    x = tl.where(taken, tl.maximum(x, _LOWEST), float("-inf"))
+    key = tl.zeros([], tl.int64)
+    step = tl.full([], 1 << 31, tl.int64)
+    while step > 0:
+        reached = tl.sum((x >= _number(key + step)).to(tl.int32), axis=0)
+        key = tl.where(reached >= k, key + step, key)
+        step = step >> 1
+    value = _number(key)
+    return _or_infinite(value), k - tl.sum((x > value).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _count_line(line_ptr, vocab_size, temperature, bound, BLOCK: tl.constexpr):
+    """How many of a row's logits, divided by the temperature, are not below the bound, and above it."""
+    reached = tl.zeros([], tl.int32)
+    above = tl.zeros([], tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        x = tl.maximum(load_scaled(line_ptr, tokens, vocab_size, temperature), _LOWEST)
+        x = tl.where(tokens < vocab_size, x, float("-inf"))
+        reached += tl.sum((x >= bound).to(tl.int32), axis=0)
+        above += tl.sum((x > bound).to(tl.int32), axis=0)
+    return reached, above
 
 
 @triton.jit
 def kth_of_line(line_ptr, vocab_size, temperature, k, BLOCK: tl.constexpr):
-    """The same of a row of logits divided by the temperature, which is read once for each digit."""
-    prefix = tl.zeros([], tl.int64)
-    for level in tl.static_range(4):
-        counts = tl.zeros([_DIGITS], tl.int32)
-        for start in range(0, vocab_size, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            x = load_scaled(line_ptr, tokens, vocab_size, temperature)
-            counts += _counts(x, tokens < vocab_size, prefix, level)
-        prefix, k = _next_digit(counts, prefix, k)
-    return _number(prefix), k
+    """The same of a row of logits divided by the temperature, which is read once for each bit."""
+    key = tl.zeros([], tl.int64)
+    step = tl.full([], 1 << 31, tl.int64)
+    while step > 0:
+        reached, _ = _count_line(line_ptr, vocab_size, temperature, _number(key + step), BLOCK)
+        key = tl.where(reached >= k, key + step, key)
+        step = step >> 1
+    value = _number(key)
+    _, above = _count_line(line_ptr, vocab_size, temperature, value, BLOCK)
+    return _or_infinite(value), k - above
 
 
 @triton.jit

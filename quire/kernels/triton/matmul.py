@@ -167,9 +167,11 @@ def some_rows_shape(rows: int, n: int, k: int) -> TileShape | None:
 
 def some_rows_gated_shape(rows: int, n: int, k: int) -> TileShape | None:
     """The same where the activation follows, which is a launch less."""
-    if n * k > _SMALL:
+    is_small = n * k <= _SMALL
+    if rows > 128 and not is_small:
         return None
-    return TileShape(bt=64 if rows <= 128 else 128, bn=128, bk=64, num_warps=8, num_stages=5)
+    bt = 64 if rows <= 128 and is_small else 128
+    return TileShape(bt=bt, bn=128, bk=64, num_warps=8, num_stages=5)
 
 
 def arrival_counters(device: torch.device) -> Tensor:

@@ -22,7 +22,8 @@ from quire.kernels.triton.noise import best_score, load_scaled
 _CHUNK = 4096  # tokens of a program
 _GROUP = 128  # tokens that share a highest logit
 _BLOCK = 8192  # tokens at a time where one program walks over a row
-_FEW = 64  # the largest top_k that groups are used for
+_FEW = 128  # the largest top_k that groups are used for
+_SPREAD = 16  # programs that share a row's chunks in a round: more than that, and those of finished rows take long
 _ROUNDS = 2
 _ONE = tl.constexpr(float(1 << 40))  # what the likeliest token's probability is as an integer
 
@@ -226,7 +227,6 @@ def _draw_kernel(
     """The highest score of each chunk, of what is not under the floor, and before what was found to be too much."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    chunk = tl.program_id(1)
     if tl.load(tokens_ptr + row) >= 0:
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -243,12 +243,13 @@ def _draw_kernel(
             tl.store(tokens_ptr + row, token)
             return
         bound = load_scaled(line_ptr, token, vocab_size, temperature)
-    score, at = best_score(
-        line_ptr, chunk * CHUNK, vocab_size, temperature, tl.load(seeds_ptr + row), tl.load(positions_ptr + row),
-        floor, bound, token, CHUNK // 4,
-    )  # fmt: skip
-    tl.store(score_ptr + row * num_chunks + chunk, score)
-    tl.store(score_at_ptr + row * num_chunks + chunk, at)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+        score, at = best_score(
+            line_ptr, chunk * CHUNK, vocab_size, temperature, seed, position, floor, bound, token, CHUNK // 4
+        )
+        tl.store(score_ptr + row * num_chunks + chunk, score)
+        tl.store(score_at_ptr + row * num_chunks + chunk, at)
 
 
 @triton.jit
@@ -271,7 +272,6 @@ def _measure_kernel(
     """What comes before the token with the highest score, chunk by chunk."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    chunk = tl.program_id(1)
     if tl.load(tokens_ptr + row) >= 0:
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -279,13 +279,14 @@ def _measure_kernel(
     top, floor, least, _ = _load_limits(limits_ptr, row, count)
     _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
     bound = load_scaled(line_ptr, token, vocab_size, temperature)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = load_scaled(line_ptr, tokens, vocab_size, temperature)
-    before, mass, total = _measure(x, tokens, bound, token, top, floor, least)
-    at = measures_ptr + row * num_chunks + chunk
-    tl.store(at, before.to(tl.int64))
-    tl.store(at + count * num_chunks, mass)
-    tl.store(at + 2 * count * num_chunks, total)
+    for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = load_scaled(line_ptr, tokens, vocab_size, temperature)
+        before, mass, total = _measure(x, tokens, bound, token, top, floor, least)
+        at = measures_ptr + row * num_chunks + chunk
+        tl.store(at, before.to(tl.int64))
+        tl.store(at + count * num_chunks, mass)
+        tl.store(at + 2 * count * num_chunks, total)
 
 
 @triton.jit
@@ -363,6 +364,7 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     sizes = (vocab_size, logits.stride(0), chunks, count)
     padded = triton.next_power_of_2(chunks)
     block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
+    shared = (count, min(chunks, _SPREAD))
     options = {**launch_options(), "enable_fp_fusion": False}
     _scan_kernel[(count, chunks)](
         *of_row, *keys, group_highest, best, best_at, *scores[0], vocab_size, logits.stride(0), groups, chunks, count,
@@ -371,15 +373,15 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     _limits_kernel[(count,)](
         *of_row, group_highest, found, best, best_at, *scores[0], tokens, highest, limits, vocab_size,
         logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=_GROUP,
-        FEW=_FEW, BLOCK=block, num_warps=8, **options,
+        FEW=_FEW, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     for now in range(_ROUNDS):
         before = max(now - 1, 0)
-        _draw_kernel[(count, chunks)](
+        _draw_kernel[shared](
             *of_row, *keys, tokens, limits, *scores[before], measures[before], *scores[now], *sizes,
             IS_FIRST=now == 0, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
         )  # fmt: skip
-        _measure_kernel[(count, chunks)](
+        _measure_kernel[shared](
             *of_row, tokens, limits, *scores[now], measures[now], *sizes, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4,
             **options,
         )  # fmt: skip

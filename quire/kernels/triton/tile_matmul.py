@@ -32,7 +32,7 @@ def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
     return tile * LINES + index, tile * LINES + index, N
 
 
-@triton.jit(do_not_specialize=["M"])  # one token is no special case: that was slower
+@triton.jit
 def _tile_kernel(
     x_ptr,
     weight_ptr,
@@ -77,7 +77,8 @@ def _tile_kernel(
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, K)
     w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
-    x_at = x_ptr + tokens.to(tl.int64)[None, :] * K + (begin + inner)[:, None]
+    # Beyond the last token it is read again, and not stored: that is faster than a mask.
+    x_at = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[None, :] * K + (begin + inner)[:, None]
     if PDL:
         prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
     wait_for_predecessor(PDL)
@@ -85,11 +86,11 @@ def _tile_kernel(
     for start in range(begin, end, BK):
         if EVEN:
             w = tl.load(w_at, mask=line_mask[:, None], other=0.0)
-            x = tl.load(x_at, mask=token_mask[None, :], other=0.0)
+            x = tl.load(x_at)
         else:
             present = start + inner < end
             w = tl.load(w_at, mask=line_mask[:, None] & present[None, :], other=0.0)
-            x = tl.load(x_at, mask=token_mask[None, :] & present[:, None], other=0.0)
+            x = tl.load(x_at, mask=present[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         w_at += BK
         x_at += BK
