@@ -59,7 +59,7 @@ class ModelConfig:
         None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
     )
     load_format: LoadFormat = setting("auto", "How to read weights; dummy makes seeded random ones from the config.")
-    seed: int = setting(0, "Seed of dummy weights.")
+    seed: int = setting(0, "Seed of dummy weights. As an argument of LLM also of requests that bring none.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Knows the tokenizer and the model's limits; knows nothing of scheduling, and doe
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ def child_id(request_id: str, index: int, n: int) -> str:
 
 
 class InputProcessor:
-    """Builds EngineRequests. One per frontend; keeps no state between requests."""
+    """Builds EngineRequests. One per frontend; keeps no state between requests, but for the seeds it draws."""
 
     def __init__(
         self,
@@ -71,12 +72,17 @@ class InputProcessor:
         info: EngineInfo,
         default_params: SamplingParams | None = None,
         extra_eos_token_ids: Iterable[int] = (),
+        seed: int | None = None,
     ) -> None:
-        """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json."""
+        """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json.
+
+        Requests that bring no seed get one drawn from `seed`, in their order; without it, one nobody can foresee.
+        """
         self._tokenizer = tokenizer
         self._info = info
         self.default_params = default_params or SamplingParams()
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
+        self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
 
     @property
@@ -164,7 +170,7 @@ class InputProcessor:
             )
         # One completion is enough to learn the prompt's log-probabilities; the others may reuse its cached prefix.
         rest = first if first.prompt_logprobs is None else msgspec.structs.replace(first, prompt_logprobs=None)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = self._draw_bits(64) if params.seed is None else params.seed
         return tuple(
             EngineRequest(
                 request_id=child_id(request_id, index, params.n),

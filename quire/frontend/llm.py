@@ -43,25 +43,32 @@ class LLM:
     A bad request in a batch fails alone: the others run, then BatchError is raised with their results.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: str | None = None, **settings: Any) -> None:
-        """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048."""
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, tokenizer: str | None = None, seed: int | None = None, **settings: Any
+    ) -> None:
+        """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048.
+
+        With a `seed`, requests that bring none are reproducible too: those of another LLM, asked in the same order.
+        """
+        if seed is not None:
+            settings["seed"] = seed
         config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
         with paused_collector():
             text = load_text_model(config.model)
-            self._wire(make_inproc_client(config), text)
+            self._wire(make_inproc_client(config), text, seed)
 
     @classmethod
-    def from_client(cls, client: EngineClient, text: TextModel) -> Self:
+    def from_client(cls, client: EngineClient, text: TextModel, seed: int | None = None) -> Self:
         """Around an engine that runs already."""
         llm = cls.__new__(cls)
-        llm._wire(client, text)
+        llm._wire(client, text, seed)
         return llm
 
-    def _wire(self, client: EngineClient, text: TextModel) -> None:
+    def _wire(self, client: EngineClient, text: TextModel, seed: int | None) -> None:
         self._client = client
         self._text = text
         defaults = text.defaults
-        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids)
+        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids, seed)
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
         self._ids = map(str, itertools.count())

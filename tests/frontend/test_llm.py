@@ -160,6 +160,19 @@ def test_a_bad_conversation_in_a_batch_fails_alone() -> None:
     assert failed.value.outputs[0] is not None
 
 
+def test_a_seed_of_the_llm_makes_requests_without_one_reproducible() -> None:
+    def seeds(seed: int | None) -> list[int]:
+        fake = FakeClient("x")
+        llm = LLM.from_client(fake, text_model(), seed)
+        llm.generate(["a", "b"], [SamplingParams(n=2), SamplingParams(seed=5)])
+        llm.generate("c")
+        return [request.seed for request in fake.added]
+
+    assert seeds(1) == seeds(1)
+    assert seeds(1)[2] == 5
+    assert len({*seeds(1), *seeds(2), *seeds(None), *seeds(None)}) == 13
+
+
 @pytest.mark.parametrize("messages", ["Hello", 5, None])
 def test_what_is_no_conversation_is_named_whole(messages: Any) -> None:
     llm, _ = make()
