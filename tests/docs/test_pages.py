@@ -18,11 +18,6 @@ def test_every_package_is_on_the_map() -> None:
     assert sorted(rows) == PACKAGES
 
 
-def test_what_has_only_room_has_no_code() -> None:
-    rooms = re.findall(r"^\| `(\w+)` \*\(room\)\*", ARCHITECTURE, flags=re.M)
-    assert set(rooms) & set(PACKAGES) == set()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_and_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
