@@ -288,7 +288,7 @@ class AsyncEngine:
             return
         self._dead = reason
         self._observer.on_engine_down()
-        for request_id in self._outputs.clear(reason)[0]:
+        for request_id in self._outputs.clear(reason):
             error = EngineDeadError(reason)
             error.__cause__ = cause
             self._mailboxes[request_id].fail(error)

@@ -277,7 +277,7 @@ class LLM:
     def _end_all(self, reason: str) -> None:
         """No request will hear from the engine again: each ends with EngineDeadError."""
         self._alive = False
-        for request_id in self._outputs.clear()[0]:
+        for request_id in self._outputs.clear(reason):
             self._mailboxes[request_id].fail(EngineDeadError(reason))
 
 

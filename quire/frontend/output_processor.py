@@ -307,9 +307,6 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def add(self, request: PreparedRequest, reading: Reading | None = None) -> None:
         """Expect outputs of this request; an id is refused while an older request's outputs may come under it."""
         ids = [child.request_id for child in request.children]
@@ -365,14 +362,13 @@ class OutputProcessor:
         self._end(state, time.monotonic())
         return ids, state.take()
 
-    def clear(self, error: str = "the engine is gone") -> tuple[list[str], list[str]]:
-        """Forget everything: the ids of the requests that were in progress, and their engine ids to abort."""
-        requests, engine_ids = list(self._requests), list(self._completions)
-        now = time.monotonic()
-        for state in list(self._requests.values()):
+    def clear(self, error: str) -> list[str]:
+        """Forget everything: the ids of the requests that were in progress."""
+        states, now = list(self._requests.values()), time.monotonic()
+        for state in states:
             self._end(state, now, error)
         self._aborting.clear()
-        return requests, engine_ids
+        return [state.request_id for state in states]
 
     def _add(
         self,
