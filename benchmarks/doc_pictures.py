@@ -16,6 +16,7 @@ from peers import DEFAULT_FOLDER, running
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 CONCURRENCIES = ("1", "2", "4", "8", "16")
+LIMITS = ("ttft:1000", "tpot:50")
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
                 *(sys.executable, "-m", "quire", "bench", "sweep", "--base-url", server.url),
                 *("--experiment-name", "smollm2", "--output-dir", folder),
                 *("--concurrencies", *CONCURRENCIES, "--num-prompts", str(args.num_prompts), "--warmup", "4"),
+                *("--goodput", *LIMITS),
             ],
             check=True,
         )
