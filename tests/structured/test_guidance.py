@@ -89,6 +89,8 @@ def test_matchers_of_one_grammar_are_apart(backend: GuidanceBackend) -> None:
         ({"grammar": "start: unknown_rule"}, 'grammar cannot be compiled: unknown name: "unknown_rule"'),
         ({"grammar": "start: <|none|>"}, "unknown special token"),
         ({"grammar": "what is this"}, "neither Lark nor GBNF"),
+        ({"grammar": "start: start"}, "grammar cannot be compiled: no text obeys it"),
+        ({"json": {"$ref": "#"}}, "json cannot be compiled: no text obeys it"),
         ({"choice": ["a", ""]}, "strings that are not empty"),
         ({"regex": ""}, "text that is not empty"),
     ],
