@@ -12,6 +12,8 @@ import msgspec
 from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.types.errors import ConfigError
 
+MAX_THREADS = 1024  # with many more, a process that cannot start them all is ended by its own runtime
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -87,6 +89,9 @@ def check(config: EngineConfig) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value} but must be at least 1")
+    threads = config.device.num_threads
+    if threads is not None and threads > MAX_THREADS:
+        raise ConfigError(f"num_threads is {threads} but must be at most {MAX_THREADS}; as many as cores is usual")
     timeout = config.structured.structured_outputs_compile_timeout
     if not timeout > 0:
         raise ConfigError(f"structured_outputs_compile_timeout is {timeout} but must be above 0")

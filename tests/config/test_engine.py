@@ -39,6 +39,7 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
         ("kv_cache_memory", 0, "at least 1"),
         ("steps_in_flight", 0, "at least 1"),
         ("num_threads", 0, "at least 1"),
+        ("num_threads", 1025, "at most 1024"),
         ("block_size", 0, "at least 1"),
         ("block_size", 24, "a power of two up to 128"),
         ("block_size", 256, "a power of two up to 128"),
