@@ -1,4 +1,4 @@
-"""StatsLog: one line in the log that says how it goes, once in ten seconds and only while something happens."""
+"""StatsLog: one line in the log that says how it goes, once in an interval and only while something happens."""
 
 from __future__ import annotations
 

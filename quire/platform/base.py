@@ -1,4 +1,4 @@
-"""Platform: the device behind the engine. Streams, events, pinned memory and graphs, or null objects.
+"""Platform: the device behind the engine, its defaults, memory and events. Where it has none, null objects stand in.
 
 Only kernels/ and platform/ name a device; everything else asks the platform.
 """

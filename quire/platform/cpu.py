@@ -1,4 +1,4 @@
-"""The CPU platform: everything is synchronous, so streams, events and graphs are null objects."""
+"""The CPU platform: everything is synchronous, so events are null objects."""
 
 from __future__ import annotations
 
