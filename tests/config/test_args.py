@@ -66,7 +66,7 @@ def as_flags(setting: Setting, value: Any) -> list[str]:
 @given(st.data())
 def test_any_engine_settings_round_trip(data: st.DataObject) -> None:
     settings = {
-        s.name: data.draw(st.just(32) if s.name == "block_size" else values_of(s))
+        s.name: data.draw(st.just(32) if s.name in ("block_size", "num_threads") else values_of(s))
         for s in ENGINE_SETTINGS
         if data.draw(st.booleans())
     }
