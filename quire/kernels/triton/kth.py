@@ -1,7 +1,7 @@
-"""The k-th highest number of a row, bit by bit: no sort, and the same whatever the order of its numbers.
+"""The k-th highest number of a row by bisection: no sort, and the same whatever the order of its numbers.
 
-Numbers of float32 are ordered as integers of 32 bits. A bit of the k-th highest is set if at least k numbers are not
-below the one with that bit and the bits found before.
+Numbers of float32 are ordered as integers of 32 bits. Between two of them is the one that just k numbers reach; if
+there is none, because of equal ones, the two are neighbours in the end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)  # stands for minus infinity, bel
 
 
 @triton.jit
+def _key(x):
+    """The place of a number among all, in [0, 2^32)."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
 def _number(key):
-    """The number that is the key-th of all, the key in [0, 2^32)."""
     flipped = (key - 2147483648).to(tl.int32)
     return (flipped ^ ((flipped >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -27,45 +33,57 @@ def _or_infinite(x):
 
 
 @triton.jit
-def kth_of(x, taken, k):
-    """(the k-th highest of those of x that are taken, how many of its equals belong to the first k)."""
+def _narrow(below, above, middle, reached, k):
+    """Keys that are reached by at least k and by less than k numbers, given how many reach the middle of them."""
+    is_enough = reached >= k
+    below = tl.where(is_enough, middle, below)
+    above = tl.where(is_enough, above, middle)
+    return below, tl.where(reached == k, below + 1, above)
+
+
+@triton.jit
+def kth_of(x, taken, k, low, high):
+    """(the k-th highest of those of x that are taken, how many of its equals belong to the first k).
+
+    None of them is above `high`, and at least k are not below `low`.
+    """
     x = tl.where(taken, tl.maximum(x, _LOWEST), float("-inf"))
-    key = tl.zeros([], tl.int64)
-    step = tl.full([], 1 << 31, tl.int64)
-    while step > 0:
-        reached = tl.sum((x >= _number(key + step)).to(tl.int32), axis=0)
-        key = tl.where(reached >= k, key + step, key)
-        step = step >> 1
-    value = _number(key)
+    below, above = _key(tl.maximum(low, _LOWEST)), _key(high) + 1
+    while above - below > 1:
+        middle = (below + above) // 2
+        reached = tl.sum((x >= _number(middle)).to(tl.int32), axis=0)
+        below, above = _narrow(below, above, middle, reached, k)
+    value = tl.min(tl.where(x >= _number(below), x, float("inf")), axis=0)
     return _or_infinite(value), k - tl.sum((x > value).to(tl.int32), axis=0)
 
 
 @triton.jit
-def _count_line(line_ptr, vocab_size, temperature, bound, BLOCK: tl.constexpr):
-    """How many of a row's logits, divided by the temperature, are not below the bound, and above it."""
+def _look(line_ptr, vocab_size, temperature, bound, BLOCK: tl.constexpr):
+    """Of a row's logits divided by the temperature: how many reach a bound, the lowest of them, how many exceed it."""
     reached = tl.zeros([], tl.int32)
-    above = tl.zeros([], tl.int32)
+    lowest = tl.full([], float("inf"), tl.float32)
+    higher = tl.zeros([], tl.int32)
     for start in range(0, vocab_size, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         x = tl.maximum(load_scaled(line_ptr, tokens, vocab_size, temperature), _LOWEST)
         x = tl.where(tokens < vocab_size, x, float("-inf"))
         reached += tl.sum((x >= bound).to(tl.int32), axis=0)
-        above += tl.sum((x > bound).to(tl.int32), axis=0)
-    return reached, above
+        lowest = tl.minimum(lowest, tl.min(tl.where(x >= bound, x, float("inf")), axis=0))
+        higher += tl.sum((x > bound).to(tl.int32), axis=0)
+    return reached, lowest, higher
 
 
 @triton.jit
-def kth_of_line(line_ptr, vocab_size, temperature, k, BLOCK: tl.constexpr):
-    """The same of a row of logits divided by the temperature, which is read once for each bit."""
-    key = tl.zeros([], tl.int64)
-    step = tl.full([], 1 << 31, tl.int64)
-    while step > 0:
-        reached, _ = _count_line(line_ptr, vocab_size, temperature, _number(key + step), BLOCK)
-        key = tl.where(reached >= k, key + step, key)
-        step = step >> 1
-    value = _number(key)
-    _, above = _count_line(line_ptr, vocab_size, temperature, value, BLOCK)
-    return _or_infinite(value), k - above
+def kth_of_line(line_ptr, vocab_size, temperature, k, high, BLOCK: tl.constexpr):
+    """The same of a row of logits divided by the temperature, which is read over and over."""
+    below, above = _key(high * 0.0 + _LOWEST), _key(high) + 1
+    while above - below > 1:
+        middle = (below + above) // 2
+        reached, _, _ = _look(line_ptr, vocab_size, temperature, _number(middle), BLOCK)
+        below, above = _narrow(below, above, middle, reached, k)
+    _, value, _ = _look(line_ptr, vocab_size, temperature, _number(below), BLOCK)
+    _, _, higher = _look(line_ptr, vocab_size, temperature, value, BLOCK)
+    return _or_infinite(value), k - higher
 
 
 @triton.jit
@@ -77,6 +95,7 @@ def kth_by_groups(
     temperature,
     num_groups,
     k,
+    high,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     MOST: tl.constexpr,
@@ -89,7 +108,7 @@ def kth_by_groups(
     groups = tl.arange(0, GROUPS)
     inside = groups < num_groups
     highest = load_scaled(group_highest_ptr, groups, num_groups, temperature)
-    bound, _ = kth_of(highest, inside, k)
+    bound, _ = kth_of(highest, inside, k, high * 0.0 + _LOWEST, high)
     above = inside & (highest > bound)
     slots = tl.cumsum(above.to(tl.int32), axis=0) - 1
     tl.store(found_ptr + slots, groups, mask=above)
@@ -101,6 +120,6 @@ def kth_by_groups(
     x = load_scaled(line_ptr, tokens, vocab_size, temperature)
     taken = (tokens < vocab_size) & (x > bound)
     count = tl.sum(taken.to(tl.int32), axis=0)
-    value, equals = kth_of(x, taken, k)
+    value, equals = kth_of(x, taken, k, bound, high)
     is_bound = count < k
     return tl.where(is_bound, bound, value), tl.where(is_bound, k - count, equals)

@@ -107,7 +107,7 @@ def _limits_kernel(
     best_at_ptr,
     score_ptr,
     score_at_ptr,
-    tokens_ptr,  # [rows] int32: the draw, or -1
+    drawn_ptr,  # [rows] int32: the draw, or -1
     highest_ptr,  # [rows] float32
     limits_ptr,  # [4, rows] float32: the highest of what is drawn from, the floor, what top_k ends at, how many of it
     vocab_size,
@@ -140,10 +140,10 @@ def _limits_kernel(
             if (k <= FEW) & (k <= num_groups):
                 least, equals = kth_by_groups(
                     line_ptr, group_highest_ptr + row * num_groups, found_ptr + row * FEW, vocab_size, temperature,
-                    num_groups, k, GROUPS, GROUP, FEW,
+                    num_groups, k, top, GROUPS, GROUP, FEW,
                 )  # fmt: skip
             else:
-                least, equals = kth_of_line(line_ptr, vocab_size, temperature, k, BLOCK)
+                least, equals = kth_of_line(line_ptr, vocab_size, temperature, k, top, BLOCK)
             # Where min_p leaves less than top_k does, top_k changes nothing.
             equals = tl.where(least < floor, 0, equals)
             least = tl.where(least < floor, float("-inf"), least)
@@ -155,7 +155,7 @@ def _limits_kernel(
         _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
         if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
             token = token * 0 - 1
-    tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1))
+    tl.store(drawn_ptr + row, tl.minimum(token, vocab_size - 1))
 
 
 @triton.jit
@@ -208,11 +208,13 @@ def _draw_kernel(
     parameters_ptr,
     seeds_ptr,
     positions_ptr,
-    tokens_ptr,
     limits_ptr,
-    before_score_ptr,  # scores and measures of the round before
+    drawn_ptr,  # [rows] int32: the draw, or -1; like the next three, of the round before
+    before_score_ptr,
     before_score_at_ptr,
     measures_ptr,
+    # Of its own: what others of its programs read must not change under them, not even from one warp to the next.
+    now_drawn_ptr,
     score_ptr,
     score_at_ptr,
     vocab_size,
@@ -227,20 +229,24 @@ def _draw_kernel(
     """The highest score of each chunk, of what is not under the floor, and before what was found to be too much."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    if tl.load(tokens_ptr + row) >= 0:
+    drawn = tl.load(drawn_ptr + row)
+    if drawn >= 0:
+        tl.store(now_drawn_ptr + row, drawn)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature, log_min_p, top_k, _ = _load_parameters(parameters_ptr, row, count)
     _, floor, _, _ = _load_limits(limits_ptr, row, count)
     if IS_FIRST:
+        tl.store(now_drawn_ptr + row, drawn)
         if (top_k == 0) & (log_min_p == float("-inf")):  # it has its scores
             return
         bound = float("-inf")
         token = vocab_size
     else:
         _, token = _first_of(before_score_ptr, before_score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
-        if _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS):
-            tl.store(tokens_ptr + row, token)
+        is_found = _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS)
+        tl.store(now_drawn_ptr + row, tl.where(is_found, token, drawn))
+        if is_found:
             return
         bound = load_scaled(line_ptr, token, vocab_size, temperature)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
@@ -256,8 +262,8 @@ def _draw_kernel(
 def _measure_kernel(
     logits_ptr,
     parameters_ptr,
-    tokens_ptr,
     limits_ptr,
+    drawn_ptr,
     score_ptr,
     score_at_ptr,
     measures_ptr,  # [3, rows, chunks] int64
@@ -272,7 +278,7 @@ def _measure_kernel(
     """What comes before the token with the highest score, chunk by chunk."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    if tl.load(tokens_ptr + row) >= 0:
+    if tl.load(drawn_ptr + row) >= 0:
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature = tl.load(parameters_ptr + row).to(tl.float32)
@@ -295,11 +301,12 @@ def _finish_kernel(
     parameters_ptr,
     seeds_ptr,
     positions_ptr,
-    tokens_ptr,
     limits_ptr,
+    drawn_ptr,
     score_ptr,
     score_at_ptr,
     measures_ptr,
+    tokens_ptr,
     vocab_size,
     logits_stride,
     num_chunks,
@@ -311,7 +318,9 @@ def _finish_kernel(
     """The draw of rows that have none yet: of the last round, or of as many rounds as it takes by one program."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    if tl.load(tokens_ptr + row) >= 0:
+    drawn = tl.load(drawn_ptr + row)
+    if drawn >= 0:
+        tl.store(tokens_ptr + row, drawn)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature, _, top_k, top_p = _load_parameters(parameters_ptr, row, count)
@@ -355,6 +364,7 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     tokens, highest = scratch(count, dtype=torch.int32), scratch(count)
+    drawn = scratch(1 + _ROUNDS, count, dtype=torch.int32)
     group_highest, limits = scratch(count, groups), scratch(4, count)
     best, best_at = scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)
     scores = [(scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)) for _ in range(_ROUNDS)]
@@ -371,22 +381,22 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
         CHUNK=_CHUNK, GROUP=_GROUP, num_warps=4, **options,
     )  # fmt: skip
     _limits_kernel[(count,)](
-        *of_row, group_highest, found, best, best_at, *scores[0], tokens, highest, limits, vocab_size,
+        *of_row, group_highest, found, best, best_at, *scores[0], drawn[0], highest, limits, vocab_size,
         logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=_GROUP,
         FEW=_FEW, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     for now in range(_ROUNDS):
-        before = max(now - 1, 0)
+        before = (drawn[now], *scores[max(now - 1, 0)], measures[max(now - 1, 0)])
         _draw_kernel[shared](
-            *of_row, *keys, tokens, limits, *scores[before], measures[before], *scores[now], *sizes,
+            *of_row, *keys, limits, *before, drawn[now + 1], *scores[now], *sizes,
             IS_FIRST=now == 0, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
         )  # fmt: skip
         _measure_kernel[shared](
-            *of_row, tokens, limits, *scores[now], measures[now], *sizes, CHUNKS=padded, CHUNK=_CHUNK, num_warps=4,
-            **options,
+            *of_row, limits, drawn[now + 1], *scores[now], measures[now], *sizes,
+            CHUNKS=padded, CHUNK=_CHUNK, num_warps=4, **options,
         )  # fmt: skip
     _finish_kernel[(count,)](
-        *of_row, *keys, tokens, limits, *scores[-1], measures[-1], *sizes, CHUNKS=padded, BLOCK=block, num_warps=16,
-        **options,
+        *of_row, *keys, limits, drawn[-1], *scores[-1], measures[-1], tokens, *sizes,
+        CHUNKS=padded, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     return tokens, highest

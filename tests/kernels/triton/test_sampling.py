@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.ops.draw_within import draw_within as reference
 from quire.ops.draw_within import generate_inputs
 from quire.ops.gumbel import gumbel_noise
-from tests.kernels.device import DEVICE, HALF
+from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
@@ -79,6 +79,19 @@ def test_more_rounds_than_run_on_all_programs() -> None:
     logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
     inputs = (logits, parameters(1.0, -torch.inf, 0, 0.002, rows), torch.arange(rows), torch.arange(rows))
     assert run(*inputs)[0] == reference(*inputs)[0].tolist()
+
+
+@pytest.mark.skipif(not NATIVE, reason="takes minutes in the interpreter, whose programs run one after the other")
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.95), (40, 0.9), (300, 1.0)])
+def test_programs_that_share_many_rows(top_k: int, top_p: float) -> None:
+    rows, size = 64, 151936
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(rows, size, generator=generator, device=DEVICE) * 3
+    seeds = torch.arange(rows, device=DEVICE)
+    limits = parameters(0.8, -torch.inf, top_k, top_p, rows).to(DEVICE)
+    for start in range(0, 1000, 100):
+        inputs = (logits, limits, seeds, seeds + start)
+        assert run(*inputs)[0] == reference(*inputs)[0].tolist()
 
 
 def test_half_precision_bans_and_broken_rows() -> None:
