@@ -274,9 +274,10 @@ def main() -> None:
             results[model] |= run_mode(model, mode, args.rows)
             gc.collect()
             free_memory()
+            if args.out is not None:
+                report = {"environment": environment("torch", "triton"), "results": results}
+                args.out.write_text(json.dumps(report, indent=2))
     show(results)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"environment": environment("torch", "triton"), "results": results}, indent=2))
 
 
 def free_memory() -> None:
