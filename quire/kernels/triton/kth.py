@@ -59,7 +59,7 @@ def kth_of(x, taken, k, low, high):
 
 @triton.jit
 def _look(line_ptr, vocab_size, temperature, bound, BLOCK: tl.constexpr):
-    """Of a row's logits divided by the temperature: how many reach a bound, the lowest of them, how many exceed it."""
+    """Of a row's logits over the temperature: how many reach a bound, the lowest of them, how many exceed it."""
     reached = tl.zeros([], tl.int32)
     lowest = tl.full([], float("inf"), tl.float32)
     higher = tl.zeros([], tl.int32)
