@@ -183,6 +183,12 @@ class Responses:
         """Answer at once with a queued response, and go on without the client."""
         response_id = plan.response.id
         self._store.put(StoredResponse(plan.response, plan.previous, plan.items))
+        if self._store.get(response_id) is None:
+            raise RequestError(
+                "background is set but this response cannot be kept, so nobody could ask for the answer; the server"
+                " can allow it (--max-stored-responses, --max-stored-bytes)",
+                "background",
+            )
         body = msgspec.json.encode(plan.response)
 
         async def work() -> None:

@@ -194,6 +194,16 @@ async def test_what_is_refused_names_the_field(body: dict[str, Any], field: str)
     assert answer["error"]["param"] == field
 
 
+@pytest.mark.parametrize("settings", [{"max_stored_responses": 0}, {"max_stored_bytes": 100}])
+async def test_nothing_runs_in_the_background_that_nobody_could_ask_for(settings: dict[str, Any]) -> None:
+    client = FakeClient("x")
+    async with serving(client, **settings) as session:
+        answer = await session.post(URL, json={"input": "Hello", "background": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "background"
+    assert not client.added
+
+
 async def test_hints_reach_neither_the_cache_nor_the_prompt() -> None:
     client = FakeClient("x")
     hints = {"prompt_cache_key": "key", "service_tier": "flex", "user": "u", "safety_identifier": "s"}
