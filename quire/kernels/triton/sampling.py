@@ -4,8 +4,8 @@ The token with the highest score, which is logit plus noise, is the draw if it l
 them can have a higher score. What top_k and min_p leave is known before scores are made: logits not under a floor.
 What top_p leaves is not. So the token is measured: which part of the probability comes before it in the order (higher
 logit first, then lower id)? If that is too much, all that comes after it is out as well, and what comes before it is
-drawn from again. Two rounds of that run on all programs, chunks of rows each; the few rows that need more are left to
-one program each. Probabilities are added as integers, so that their order makes no difference.
+drawn from again. Three rounds of that run on all programs, chunks of rows each; the few rows that need more are left
+to one program each. Probabilities are added as integers, so that their order makes no difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUP = 128  # tokens that share a highest logit
 _BLOCK = 8192  # tokens at a time where one program walks over a row
 _FEW = 128  # the largest top_k that groups are used for
 _SPREAD = 16  # programs that share a row's chunks in a round: more than that, and those of finished rows take long
-_ROUNDS = 2
+_ROUNDS = 3
 _ONE = tl.constexpr(float(1 << 40))  # what the likeliest token's probability is as an integer
 
 

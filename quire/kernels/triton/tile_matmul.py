@@ -20,6 +20,8 @@ from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, launch_options, prefetch_lines, wait_for_predecessor
 
 _MIN_TOKENS = 16  # the narrowest tile of a matrix unit
+# Where a tile is not full, a mask costs more than reading the last token again in shorter lines, less in longer ones.
+_LONG = 4096
 
 
 @triton.jit
@@ -51,6 +53,7 @@ def _tile_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # every split is whole pieces of BK
+    AGAIN: tl.constexpr,  # beyond the last token it is read again, and not stored
     SPLITS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -77,7 +80,6 @@ def _tile_kernel(
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, K)
     w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
-    # Beyond the last token it is read again, and not stored: that is faster than a mask.
     x_at = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[None, :] * K + (begin + inner)[:, None]
     if PDL:
         prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
@@ -86,11 +88,11 @@ def _tile_kernel(
     for start in range(begin, end, BK):
         if EVEN:
             w = tl.load(w_at, mask=line_mask[:, None], other=0.0)
-            x = tl.load(x_at)
+            x = tl.load(x_at) if AGAIN else tl.load(x_at, mask=token_mask[None, :], other=0.0)
         else:
             present = start + inner < end
             w = tl.load(w_at, mask=line_mask[:, None] & present[None, :], other=0.0)
-            x = tl.load(x_at, mask=present[:, None], other=0.0)
+            x = tl.load(x_at, mask=token_mask[None, :] & present[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         w_at += BK
         x_at += BK
@@ -182,6 +184,7 @@ def matmul_tiles(
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
         EVEN=k % bk == 0,
+        AGAIN=m < _MIN_TOKENS and k < _LONG,
         SPLITS=splits,
         BT=bt,
         BN=bn,
