@@ -1,8 +1,9 @@
-"""Shared by all tests: hypothesis without deadlines, none of the user's own settings, and how Triton runs."""
+"""Shared by all tests: hypothesis without deadlines, none of the user's own settings, Ctrl-C, and how Triton runs."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
@@ -21,6 +22,9 @@ for name in ("QUIRE_LOG_LEVEL", "QUIRE_DEBUG"):
 
 # Two workers share two cores: a test's own threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts them in the background has them ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton decides on import whether it compiles or interprets, and transformers imports it: settled before any test.
 if HAS_TRITON and not NATIVE and os.environ.get("TRITON_INTERPRET") != "1":
