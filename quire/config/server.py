@@ -34,7 +34,6 @@ def check_server(config: ServerConfig) -> None:
         "max_logprobs": (config.max_logprobs, -1),
         "max_restarts": (config.max_restarts, 0),
         "drain_timeout": (config.drain_timeout, 0),
-        "stall_timeout": (config.stall_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
         "max_stored_responses": (config.max_stored_responses, 0),
         "max_stored_bytes": (config.max_stored_bytes, 0),
@@ -45,6 +44,8 @@ def check_server(config: ServerConfig) -> None:
     for name, (value, minimum) in least.items():
         if not value >= minimum:
             raise ConfigError(f"{name} is {value} but must be at least {minimum}")
+    if not config.stall_timeout > 0:
+        raise ConfigError(f"stall_timeout is {config.stall_timeout} but must be above 0")
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         raise ConfigError("ssl_keyfile is given without ssl_certfile; give the certificate too")
     if config.root_path and not config.root_path.startswith("/"):

@@ -55,6 +55,7 @@ def test_the_defaults_are_safe() -> None:
         {"max_logprobs": -2},
         {"drain_timeout": -1.0},
         {"stall_timeout": float("nan")},
+        {"stall_timeout": 0.0},
         {"ssl_keyfile": "key.pem"},
         {"root_path": "llm"},
         {"api_key": ("",)},
