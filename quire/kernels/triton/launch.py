@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 HOPPER = (9, 0)
+# What Triton does unasked, up to a version that will not.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -53,8 +55,8 @@ def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIEC
 def launch_options() -> dict[str, Any]:
     """Keyword arguments for launches of kernels that call the functions above."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+        return {"PDL": True, "launch_pdl": True, **FUSED}
+    return {"PDL": False, **FUSED}
 
 
 def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None) -> dict[str, int]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import heads_of
+from quire.kernels.triton.launch import FUSED, heads_of
 
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
@@ -146,4 +146,5 @@ def prefill_attention(
         num_warps=8,
         num_stages=num_stages,
         **heads,
+        **FUSED,
     )

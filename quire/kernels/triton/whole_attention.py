@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.triton.launch import FUSED
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _QUERIES = 64
@@ -88,6 +89,7 @@ def whole_attention(
         KEYS=piece,
         num_warps=4,
         num_stages=num_stages,
+        **FUSED,
     )
 
 
