@@ -11,8 +11,6 @@ from quire.server.context import ServerContext
 from quire.server.conversation.render import check_template_option
 from quire.server.conversation.request import (
     AUTO,
-    NONE,
-    REQUIRED,
     Conversation,
     TemplateOptions,
     Tool,
@@ -27,10 +25,10 @@ from quire.server.openai.chat.protocol import (
     ToolDefinition,
 )
 from quire.server.openai.structured import output_format
+from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
 
 
 def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
@@ -81,12 +79,7 @@ def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tup
     if value is None:
         return AUTO, tools
     if isinstance(value, str):
-        if value not in _CHOICES:
-            raise RequestError(
-                f"tool_choice is {value[:40]!r} but must be auto, none, required or an object that names a function",
-                "tool_choice",
-            )
-        return _CHOICES[value], tools
+        return choice_of_word(value), tools
     if value.get("type") == "function":
         return ToolChoice("named", _name_of(value, "tool_choice")), tools
     if value.get("type") == "allowed_tools":
@@ -109,7 +102,7 @@ def _allowed(value: Any, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
         if name not in known:
             raise RequestError(f"{where}.tools[{index}] names {name[:140]!r}, which is not in tools", where)
         allowed.append(known[name])
-    return _CHOICES[value["mode"]], allowed
+    return choice_of_word(value["mode"]), allowed
 
 
 def _name_of(value: Any, where: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from quire.server.conversation.request import (
     AUTO,
-    NONE,
     REQUIRED,
     Conversation,
     OutputFormat,
@@ -20,10 +19,10 @@ from quire.server.conversation.request import (
 from quire.server.openai.responses.items import Item, flat_name, messages_of
 from quire.server.openai.responses.mcp import Listing
 from quire.server.openai.responses.protocol import Response, ResponsesRequest
+from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
-_CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
 _MOST_METADATA = 16
 INCLUDABLE = ("reasoning.encrypted_content", "message.output_text.logprobs")
 
@@ -102,12 +101,7 @@ def tool_choice_of(value: str | dict[str, Any] | None, toolbox: Toolbox) -> tupl
     if value is None:
         return AUTO, tools
     if isinstance(value, str):
-        if value not in _CHOICES:
-            raise RequestError(
-                f"tool_choice is {value[:40]!r} but must be auto, none, required or an object that names a function",
-                "tool_choice",
-            )
-        return _CHOICES[value], tools
+        return choice_of_word(value), tools
     kind = value.get("type")
     if kind in ("function", "mcp"):
         names = _chosen(value, toolbox, "tool_choice")
@@ -128,7 +122,7 @@ def tool_choice_of(value: str | dict[str, Any] | None, toolbox: Toolbox) -> tupl
     missing = set(allowed) - {tool.name for tool in tools}
     if missing:
         raise RequestError(f"tool_choice allows {min(missing)[:140]!r}, which is not in tools", "tool_choice.tools")
-    return _CHOICES[value["mode"]], _only(tools, allowed)
+    return choice_of_word(value["mode"]), _only(tools, allowed)
 
 
 def _chosen(entry: Mapping[str, Any], toolbox: Toolbox, where: str) -> list[str]:
