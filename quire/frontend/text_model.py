@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import msgspec
 
@@ -15,6 +16,9 @@ from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.loader.hub import resolve_model
 from quire.types.errors import CheckpointError, ConfigError, RequestError
 from quire.types.sampling import SamplingParams
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -59,6 +63,7 @@ class TextModel:
         self.defaults = defaults or GenerationDefaults()
         self._chat_template = chat_template
         self._compiled: dict[str, ChatTemplate] = {}
+        self._seen_with_tools: WeakSet[ChatTemplate] = WeakSet()
 
     def render_chat(
         self,
@@ -75,6 +80,10 @@ class TextModel:
         variables = chat_template_kwargs or {}
         check_variables(variables)
         template = self._template(self._template_source(chat_template, tools))
+        if tools and template not in self._seen_with_tools:
+            self._seen_with_tools.add(template)
+            if not template.reads("tools"):
+                logger.warning("the chat template prints no tools: the model does not hear of those given")
         return template.render(
             messages,
             tools=tools,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_which_template_is_used() -> None:
     assert text.render_chat(HELLO, chat_template="mine") == "mine"
     assert TextModel(tokenizer, chat_template="configured").render_chat(HELLO) == "configured"
     assert TextModel(None, chat_template="configured").render_chat(HELLO) == "configured"
+
+
+def test_tools_that_the_template_does_not_print_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "quire")
+    text = text_model()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert text.render_chat(HELLO, tools=tools) == text.render_chat(HELLO, tools=tools) == text.render_chat(HELLO)
+    assert caplog.messages == ["the chat template prints no tools: the model does not hear of those given"]
+    text.render_chat(HELLO, tools=tools, chat_template="{{ tools }}")
+    assert len(caplog.messages) == 1
 
 
 def test_a_model_without_a_template_says_what_to_do() -> None:
