@@ -52,11 +52,15 @@ def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIEC
 
 
 @cache
-def launch_options() -> dict[str, Any]:
-    """Keyword arguments for launches of kernels that call the functions above."""
+def launch_options(*, fused: bool = True) -> dict[str, Any]:
+    """Keyword arguments for launches of kernels that call the functions above.
+
+    `fused`: whether a multiplication and an addition may become one, with one rounding.
+    """
+    options = {"enable_fp_fusion": fused}
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER:
-        return {"PDL": True, "launch_pdl": True, **FUSED}
-    return {"PDL": False, **FUSED}
+        return {"PDL": True, "launch_pdl": True, **options}
+    return {"PDL": False, **options}
 
 
 def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Logits of a row divided by the temperature, and the best of them with noise added.
 
-Noise follows quire/ops/gumbel.py to the bit: kernels that use it are compiled with `enable_fp_fusion=False`, so that
-no multiplication is fused with an addition.
+Noise follows quire/ops/gumbel.py to the bit: kernels that use it are launched with `launch_options(fused=False)`, so
+that no multiplication is fused with an addition.
 """
 
 from __future__ import annotations

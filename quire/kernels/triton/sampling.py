@@ -375,7 +375,7 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     padded = triton.next_power_of_2(chunks)
     block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
     shared = (count, min(chunks, _SPREAD))
-    options = {**launch_options(), "enable_fp_fusion": False}
+    options = launch_options(fused=False)
     _scan_kernel[(count, chunks)](
         *of_row, *keys, group_highest, best, best_at, *scores[0], vocab_size, logits.stride(0), groups, chunks, count,
         CHUNK=_CHUNK, GROUP=_GROUP, num_warps=4, **options,

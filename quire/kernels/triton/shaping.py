@@ -274,6 +274,5 @@ def apply_penalties(
         penalties.stride(0),
         CHUNK=_CHUNK,
         num_warps=8,
-        enable_fp_fusion=False,
-        **options,
+        **launch_options(fused=False),
     )

@@ -1,0 +1,188 @@
+"""Compiles kernels for a Hopper GPU, in the shapes that real models give it, without having one.
+
+    python -m tests.kernels.triton.hopper {products,lines,attention,sampling} [--all]
+
+Kernels are launched as ever, on tensors in host memory; a driver of our own compiles them and leaves it at that. What
+a GPU would refuse shows: code that only the interpreter takes, and more shared memory than a multiprocessor has.
+Prints how many variants of each kernel there were, as JSON. It must be the first in its process to import Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 232448  # bytes, of a program
+VOCAB = 151936
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+compiled: Counter[str] = Counter()
+
+
+class CompileOnly:
+    """Stands in for Triton's CUDA driver."""
+
+    def __init__(self) -> None:
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
+            load_binary=self._load,
+            unload_module=lambda module: None,
+        )
+
+    def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        compiled[name] += 1
+        return 1, 1, 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: None
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def pretend() -> None:
+    """There is such a GPU; what is left to libraries is not computed."""
+    triton.runtime.driver.set_active(CompileOnly())
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0])
+    torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **how: torch.empty_like(q)
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)  # never touched, so never taken
+
+
+def products(all_shapes: bool) -> None:
+    from quire.kernels.triton import fixed_matmul, fp8, matmul
+
+    fixed_matmul._library_agrees = lambda *of: False
+    weights = [(1024, 3072), (6144, 1024), *([(4096, 1024), (4096, 14336), (28672, 4096)] if all_shapes else [])]
+    for rows, (n, k) in product((1, 16, 64, 128, 160) if all_shapes else (1, 16, 160), weights):
+        x, weight = numbers(rows, k), numbers(n, k)
+        matmul.linear_transposed(x, weight)
+        fixed_matmul.linear_transposed(x, weight)
+        if n > k:
+            matmul.gated_linear(x, weight, None, "silu")
+            fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
+    fixed_matmul.linear_transposed(numbers(2048, 1024), numbers(4096, 1024))
+    for rows in (1, 64) if all_shapes else (1,):
+        quantized = numbers(28672, 4096, dtype=FP8), numbers(28672, dtype=torch.float32)
+        fp8.linear_fp8(numbers(rows, 4096), *quantized)
+        fp8.linear_fp8_fixed(numbers(rows, 4096), *quantized)
+
+
+def lines(all_shapes: bool) -> None:
+    from quire.kernels.triton import activation, norm
+
+    for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
+        x, weight = numbers(rows, width), numbers(width)
+        norm.rms_norm(x, weight, 1e-6)
+        norm.add_rms_norm(x, x, weight, 1e-6)
+        norm.rms_norm_fp8(x, weight, 1e-6)
+        norm.add_rms_norm_fp8(x, x, weight, 1e-6)
+        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.silu_and_mul_fp8):
+            run(numbers(rows, 2 * 14336))
+
+
+def attention(all_shapes: bool) -> None:
+    """Both backends, with prompts, prefix hits, single queries, and decode steps of few and many rows."""
+    from quire.attention.base import AttentionBatch, AttentionSpec, HeadNorm
+    from quire.attention.triton import TritonAttention
+    from quire.attention.triton_fixed import FixedTritonAttention
+
+    block_size, max_len = 16, 4096
+
+    def batch(queries: list[int], contexts: list[int]) -> AttentionBatch:
+        rows, tokens = len(queries), sum(queries)
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+        return AttentionBatch(
+            query_lens=queries,
+            context_lens=contexts,
+            tables=torch.zeros(rows + 1, max_len // block_size + 1, dtype=torch.int32),
+            rows=torch.arange(rows),
+            contexts=torch.tensor(contexts, dtype=torch.int32),
+            query_starts=starts,
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+            block_size=block_size,
+        )
+
+    kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
+    if all_shapes:
+        kinds += [(64, None, None, BF16), (128, None, None, FP8)]
+    for backend, (head_dim, window, cap, kept) in product((TritonAttention(), FixedTritonAttention()), kinds):
+        spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap)
+        cache = numbers(*backend.cache_shape(64, block_size, 8, head_dim, kept), dtype=kept)
+        norm = HeadNorm(numbers(head_dim), numbers(head_dim), 1e-6, 0.0)
+        turned = min(head_dim, 128)  # of wider heads only a part
+        angles = (numbers(2700, 1, turned), numbers(2700, 1, turned))
+        mixed = batch([1, 9, 300, 2200], [40, 1000, 700, 2200])
+        steps = [backend.prepare(mixed), backend.prepare(batch([2100], [2100]))]
+        for rows in (1, 32, 64) if all_shapes else (64,):
+            step = batch([1] * rows, [999] * rows)
+            steps += [backend.prepare_decode(step, max_len, rows, alike=alike) for alike in (False, True)]
+        for metadata in steps:
+            tokens = int(metadata.batch.query_starts[-1])
+            rotation = (angles[0][:tokens], angles[1][:tokens])
+            qkv = numbers(tokens, 32 * head_dim)
+            query = backend.write(spec, qkv, norm if head_dim == 128 else None, rotation, cache, metadata)
+            backend.attend(spec, query, cache, metadata)
+
+
+def sampling(all_shapes: bool) -> None:
+    from quire.kernels.triton import logprobs, sampling, shaping, step
+    from quire.worker.sampling.mask_buffer import MaskBuffer
+    from quire.worker.sampling.shaping_table import ShapingTable
+
+    rows, length = 64, 1000
+    index, known = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    token_ids = torch.zeros(rows + 1, length, dtype=torch.int32)
+    for dtype in (BF16, torch.float32):
+        logits = numbers(rows, VOCAB, dtype=dtype)
+        sampling.draw_within(logits, numbers(4, rows, dtype=torch.float64), index, index)
+        for count in (0, 5, 20) if all_shapes else (5,):
+            logprobs.logprobs(logits, index, count)
+        step.append_likeliest(logits, index, token_ids, known, known, rows)
+    highest = numbers(rows, dtype=torch.float32)
+    step.append_chosen(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
+    step.gather_inputs(index, token_ids, known, torch.zeros(1, rows + 1, 64, dtype=torch.int32), 16)
+    buffer = MaskBuffer(VOCAB, rows, 2, index.device)
+    table = ShapingTable(VOCAB, rows, buffer, index.device)
+    shaping.keep_allowed(numbers(rows, VOCAB), index, buffer.masks, buffer.lines)
+    shaped = numbers(rows, VOCAB, dtype=torch.float32)
+    shaping.apply_edits(shaped, index, table.edits, table.counts, token_ids, known, known)
+    shaping.apply_penalties(shaped, index, table.penalties, token_ids, known, known)
+
+
+PARTS = {"products": products, "lines": lines, "attention": attention, "sampling": sampling}
+
+
+def main() -> None:
+    pretend()
+    PARTS[sys.argv[1]](all_shapes="--all" in sys.argv[2:])
+    print(json.dumps(dict(sorted(compiled.items()))))
+
+
+if __name__ == "__main__":
+    main()

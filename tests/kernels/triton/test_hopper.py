@@ -1,0 +1,62 @@
+"""Kernels compile for a GPU that this machine need not have; see hopper.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.triton.paged import needs_triton
+
+ROOT = Path(__file__).parents[3]
+KERNELS = {
+    file.stem: set(names)
+    for file in (ROOT / "quire" / "kernels" / "triton").glob("*.py")
+    if (names := re.findall(r"^def (_\w+_kernel)\(", file.read_text(encoding="utf-8"), flags=re.M))
+}
+PARTS = {
+    "products": {"matmul", "tile_matmul"},
+    "lines": {"activation", "norm", "quantize"},
+    "attention": {
+        *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
+        "qkv",
+    },
+    "sampling": {"logprobs", "sampling", "shaping", "step"},
+}
+
+pytestmark = needs_triton
+
+
+def check(part: str, cache: Path, *flags: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.hopper", part, *flags],
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = set(json.loads(done.stdout.splitlines()[-1]))
+    assert found >= set().union(*(KERNELS[module] for module in PARTS[part]))
+
+
+def test_every_file_of_kernels_has_its_part() -> None:
+    assert set().union(*PARTS.values()) == KERNELS.keys()
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("part", PARTS)
+def test_every_kernel_compiles_for_hopper(part: str, tmp_path: Path) -> None:
+    check(part, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", PARTS)
+def test_every_kernel_compiles_in_more_shapes(part: str, tmp_path: Path) -> None:
+    check(part, tmp_path, "--all")
