@@ -13,7 +13,8 @@ import msgspec
 from quire.config.groups import ModelConfig
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
-from quire.loader.hub import resolve_model
+from quire.loader.hub import ModelSource, resolve_model
+from quire.loader.model_config import load_generation_config
 from quire.types.errors import CheckpointError, ConfigError, RequestError
 from quire.types.sampling import SamplingParams
 from quire.utils.log import get_logger
@@ -41,7 +42,7 @@ _TAKEN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_promp
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What generation_config.json suggests; empty where there is no such file."""
+    """What the model suggests; empty where it suggests nothing."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     eos_token_ids: tuple[int, ...] = ()
@@ -136,24 +137,22 @@ def load_text_model(config: ModelConfig) -> TextModel:
     tokenizer_source = resolve_model(config.tokenizer, None) if config.tokenizer is not None else source
     return TextModel(
         load_tokenizer(tokenizer_source.path),
-        load_generation_defaults(source.path),
+        load_generation_defaults(source),
         None if config.chat_template is None else read_chat_template(config.chat_template),
     )
 
 
-def load_generation_defaults(model_path: Path) -> GenerationDefaults:
-    """Read generation_config.json of a model folder; a .gguf file has none."""
-    path = model_path / "generation_config.json"
-    if not path.is_file():
-        return GenerationDefaults()
+def load_generation_defaults(source: ModelSource) -> GenerationDefaults:
+    """Read generation_config.json of a model folder, or what a GGUF file suggests instead of it."""
+    path = source.path if source.kind == "gguf" else source.path / "generation_config.json"
     try:
-        suggested = msgspec.json.decode(path.read_bytes(), type=GenerationConfig)
+        suggested = msgspec.convert(load_generation_config(source), GenerationConfig)
         given = {name: value for name, value in msgspec.structs.asdict(suggested).items() if value is not None}
         eos = given.pop("eos_token_id", ())
         if "max_new_tokens" in given:
             given["max_tokens"] = given.pop("max_new_tokens")
         params = SamplingParams(**given)
-    except (msgspec.DecodeError, RequestError) as error:
+    except (msgspec.ValidationError, RequestError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}; correct, replace or remove it") from error
     eos_token_ids = (eos,) if isinstance(eos, int) else tuple(eos)
     return GenerationDefaults(params, eos_token_ids, limits_tokens="max_tokens" in given)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from quire.layers.weights import Blocks, Format, Weight
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
-from quire.loader.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
+from quire.loader.gguf_config import architecture_of, config_from_gguf
 from quire.loader.gguf_file import GgufFile, GgufTensor
 from quire.loader.gguf_names import ROPE_TABLES, hf_tensor_name
 from quire.loader.gguf_quants import BLOCK_SIZES, FLOAT_TYPES, SUPPORTED_TYPES, decoded_dtype, dequantize
@@ -33,11 +32,6 @@ class GgufCheckpoint(Checkpoint):
             name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_format(tensor))
             for name, tensor in self._stored.items()
         }
-
-    @cached_property
-    def generation_config(self) -> dict[str, Any]:
-        """The keys of generation_config.json that the file implies; some are in its vocabulary."""
-        return generation_config_from_gguf(GgufFile(self.file.path))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos

@@ -12,11 +12,6 @@ from quire.loader.gguf_names import ARCHITECTURES, GgufArchitecture
 from quire.types.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0
-CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
-# Control tokens that end a turn. Many files name only one of theirs as the end-of-sequence token.
-END_OF_TURN_TEXTS = frozenset(
-    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-)
 
 
 class GgufKeys:
@@ -276,19 +271,17 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
 }
 
 
-def generation_config_from_gguf(file: GgufFile) -> dict[str, Any]:
-    """The keys of generation_config.json that GGUF can express: every token that ends a turn, and sampling."""
-    metadata = file.metadata
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ends = {token for token in named if isinstance(token, int)}
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, list):
-        pairs = enumerate(zip(tokens, types, strict=False))
-        ends |= {i for i, (text, kind) in pairs if kind == CONTROL_TOKEN and text in END_OF_TURN_TEXTS}
-    config: dict[str, Any] = {"eos_token_id": sorted(ends)}
-    if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
-        config["bos_token_id"] = bos
-    for key, hf_key in (("temp", "temperature"), ("top_k", "top_k"), ("top_p", "top_p"), ("min_p", "min_p")):
-        if (value := metadata.get(f"general.sampling.{key}")) is not None:
-            config[hf_key] = _shortest(value)
-    return config
+# Keys under general.sampling., and what generation_config.json calls them.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def sampling_from_gguf(file: GgufFile) -> dict[str, Any]:
+    """The keys of generation_config.json that say how to sample, as far as the file suggests any."""
+    suggested = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: _shortest(value) for name, value in suggested.items() if value is not None}

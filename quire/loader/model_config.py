@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.loader.gguf_config import config_from_gguf, generation_config_from_gguf
+from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
 from quire.loader.hub import ModelSource
 from quire.types.errors import CheckpointError
@@ -20,9 +20,12 @@ def load_config(source: ModelSource) -> dict[str, Any]:
 
 
 def load_generation_config(source: ModelSource) -> dict[str, Any]:
-    """The keys of generation_config.json; empty if the model has none."""
+    """The keys of generation_config.json, or of them what a GGUF file suggests; empty if there are none.
+
+    Tokens that end an answer are the tokenizer's in a GGUF file.
+    """
     if source.kind == "gguf":
-        return generation_config_from_gguf(GgufFile(source.path))
+        return sampling_from_gguf(GgufFile(source.path, string_arrays=False))
     return read_optional_json(source.path / "generation_config.json")
 
 

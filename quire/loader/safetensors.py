@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.mapped import MappedFile
-from quire.loader.model_config import read_json, read_optional_json
+from quire.loader.model_config import read_json
 from quire.types.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -38,12 +38,9 @@ _DTYPES: dict[str, torch.dtype] = {
 class SafetensorsCheckpoint(Checkpoint):
     """Headers are read at once; a file's data is mapped when its first tensor is asked for."""
 
-    generation_config: dict[str, Any]  # generation_config.json, or empty
-
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json")
-        self.generation_config = read_optional_json(self.folder / "generation_config.json")
         infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
         self._starts: dict[str, int] = {}  # offset of the first byte in the file

@@ -5,10 +5,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from quire.frontend.text_model import TextModel, is_conversation, load_generation_defaults, read_chat_template
 from quire.frontend.tokenizer import Tokenizer
+from quire.loader.hub import ModelSource, resolve_model
 from quire.types.errors import CheckpointError, ConfigError, RequestError
 from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import TOKENIZER, text_model
@@ -16,9 +18,9 @@ from tests.frontend.fake_client import TOKENIZER, text_model
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def write(folder: Path, value: Any) -> Path:
+def write(folder: Path, value: Any) -> ModelSource:
     (folder / "generation_config.json").write_text(value if isinstance(value, str) else json.dumps(value))
-    return folder
+    return ModelSource(folder, "folder", "model")
 
 
 def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
@@ -44,13 +46,28 @@ def test_a_suggested_length_is_kept_for_chats(tmp_path: Path) -> None:
 
 
 def test_without_the_file_the_usual_defaults_hold(tmp_path: Path) -> None:
-    assert load_generation_defaults(tmp_path).params == SamplingParams()
-    assert load_generation_defaults(tmp_path / "model.gguf").params.temperature == 1.0
+    assert load_generation_defaults(ModelSource(tmp_path, "folder", "model")).params == SamplingParams()
+    assert load_generation_defaults(resolve_model("smollm2")).params == SamplingParams()
+
+
+def test_a_gguf_file_may_suggest_how_to_sample(tmp_path: Path) -> None:
+    def suggesting(temperature: float) -> ModelSource:
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+        writer.add_float32("general.sampling.temp", temperature)
+        writer.add_uint32("general.sampling.top_k", 20)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return resolve_model(str(tmp_path / "m.gguf"))
+
+    assert load_generation_defaults(suggesting(0.6)).params == SamplingParams(temperature=0.6, top_k=20)
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*temperature"):
+        load_generation_defaults(suggesting(-1.0))
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [("{", "truncated"), ({"temperature": -1}, "temperature"), ([1], "object"), ({"top_p": "x"}, "top_p")],
+    [("{", "not valid JSON"), ({"temperature": -1}, "temperature"), ([1], "object"), ({"top_p": "x"}, "top_p")],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: Any, named: str) -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json") as refused:

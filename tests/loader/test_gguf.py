@@ -137,7 +137,6 @@ def test_config_of_the_default_model() -> None:
     assert checkpoint.config["rms_norm_eps"] == 1e-5
     assert checkpoint.config["vocab_size"] == 49152
     assert checkpoint.config["tie_word_embeddings"]
-    assert checkpoint.generation_config == {"eos_token_id": [0, 2], "bos_token_id": 1}
 
 
 def test_names_are_in_natural_order(folder: Path) -> None:

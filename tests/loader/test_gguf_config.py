@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quire.loader.gguf_config import config_from_gguf, generation_config_from_gguf
+from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
 from quire.types.errors import CheckpointError
 from tests.loader.gguf_tiny import TINY_MODELS, tiny_hf_model, write_tiny_gguf
@@ -157,15 +157,8 @@ def test_olmo2_with_a_window_is_olmo3(tmp_path: Path) -> None:
     assert config["architectures"] == ["Olmo3ForCausalLM"]
 
 
-def test_every_token_that_ends_a_turn_is_an_end(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "/tokenizer.ggml.tokens": ["a", "<|end|>", "<|endoftext|>", "<|eot|>", "<|im_end|>"],
-        "/tokenizer.ggml.token_type": [1, 3, 3, 3, 1],
-        "/tokenizer.ggml.eos_token_id": 2,
-        "/tokenizer.ggml.eot_token_id": 3,
-        "/tokenizer.ggml.bos_token_id": 0,
-        "/general.sampling.temp": 0.6,
-    }
-    found = generation_config_from_gguf(write(tmp_path / "m.gguf", **changes))
-    # <|im_end|> is ordinary text in this vocabulary.
-    assert found == {"eos_token_id": [1, 2, 3], "bos_token_id": 0, "temperature": 0.6}
+def test_suggestions_for_sampling(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"/general.sampling.temp": 0.6, "/general.sampling.penalty_repeat": 1.05}
+    found = sampling_from_gguf(write(tmp_path / "m.gguf", **changes))
+    assert found == {"temperature": 0.6, "repetition_penalty": 1.05}
+    assert sampling_from_gguf(write(tmp_path / "none.gguf")) == {}

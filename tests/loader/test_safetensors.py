@@ -45,13 +45,6 @@ def test_all_tensors_come_back_in_natural_order(tmp_path: Path, shards: int) -> 
     assert checkpoint.config == {"architectures": ["LlamaForCausalLM"]}
 
 
-def test_generation_config_is_read_if_it_is_there(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    assert SafetensorsCheckpoint(tmp_path).generation_config == {}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert SafetensorsCheckpoint(tmp_path).generation_config == {"eos_token_id": [1, 2]}
-
-
 def test_one_file_of_another_name_is_enough(tmp_path: Path) -> None:
     (write_folder(tmp_path) / "model.safetensors").rename(tmp_path / "weights.safetensors")
     assert set(SafetensorsCheckpoint(tmp_path).tensors()) == set(TENSORS)
@@ -123,7 +116,6 @@ def test_an_index_that_names_other_tensors_is_refused(tmp_path: Path) -> None:
         ("config.json", None, r"config\.json is missing"),
         ("config.json", "{", r"config\.json is not valid JSON"),
         ("config.json", "[]", r"config\.json holds a list"),
-        ("generation_config.json", "oops", r"generation_config\.json is not valid JSON"),
         ("model.safetensors.index.json", "{}", "has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": []}', "has no weight_map"),
     ],
