@@ -19,11 +19,12 @@ from quire.attention.base import (
 )
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
-from quire.kernels.triton.launch import multiprocessors
+from quire.kernels.triton.launch import multiprocessors, unavailable
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.platform.transfer import upload
+from quire.types.errors import ConfigError
 
 # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
 _FUSED_QUERIES = 2048
@@ -75,6 +76,11 @@ class TritonAttention(AttentionBackend):
     records = True
     shares = True  # a row's keys over as many programs as suits the step
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
+
+    def start(self) -> None:
+        reason = unavailable()
+        if reason is not None:
+            raise ConfigError(f"attention_backend is {self.name!r}, but {reason}; leave --attention-backend out")
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return (dtype, torch.float8_e4m3fn)

@@ -21,6 +21,7 @@ from quire.worker.worker import Worker
 
 def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tuple[EngineCore, EngineInfo, bool]:
     """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
+    limits = grammar_limits(config.structured)  # first: what it refuses need not wait for weights
     worker = Worker(config, report)
     settings, ledger = worker.plan.settings, worker.plan.ledger
     kv = KVCacheManager(ledger.layout, ledger.num_kv_blocks, config.cache.enable_prefix_caching)
@@ -32,7 +33,6 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         max_model_len=ledger.max_model_len,
         kv=kv,
     )
-    limits = grammar_limits(config.structured)
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, worker.mask_room)
     core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight, Constraints(grammars))
     info = EngineInfo(

@@ -107,13 +107,18 @@ def make_ledger(
     )
 
 
+def check_trained(length: int, trained_len: int) -> None:
+    """Refuse contexts that the model knows nothing of."""
+    if length > trained_len:
+        raise MemoryPlanError(
+            f"max_model_len is {length} but the model was trained for {trained_len} tokens; "
+            f"set --max-model-len {trained_len} or less"
+        )
+
+
 def _check_length(demand: MemoryDemand, shortest: int, kv_memory: int | None, max_model_len: int | None) -> None:
     """Refuse what cannot be on a machine of any size."""
-    if shortest > demand.trained_len:
-        raise MemoryPlanError(
-            f"max_model_len is {shortest} but the model was trained for {demand.trained_len} tokens; "
-            f"set --max-model-len {demand.trained_len} or less"
-        )
+    check_trained(shortest, demand.trained_len)
     needed = demand.kv_bytes(shortest)
     if kv_memory is None or kv_memory >= needed:
         return

@@ -31,7 +31,7 @@ from quire.ops.base import Target
 from quire.platform.base import Platform
 from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError
-from quire.worker.ledger import MemoryDemand, MemoryLedger, make_ledger
+from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
 from quire.worker.sampling.mask_buffer import mask_words
 
 
@@ -81,6 +81,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     backend.start()
     kv_dtype = _kv_dtype(config, backend, dtype)
     length = config.model.max_model_len or description.max_position_embeddings
+    check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     with torch.device("meta"):
         model = model_class(model_config).from_config(
             model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)

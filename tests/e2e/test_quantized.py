@@ -111,10 +111,10 @@ def test_a_float_gguf_can_be_quantized_and_a_quantized_one_cannot(tmp_path: Path
     write_tiny_gguf("llama", quantized, "Q8_0")
     plan, model = load(half, quantization="int8")
     assert weights_of(plan) == taken(model)
-    with pytest.raises(
-        ConfigError, match="quantization is 'int8' but the checkpoint holds Q8_0 weights already; leave"
-    ):
-        load(quantized, quantization="int8")
+    for method in ("int8", "int4"):
+        message = f"quantization is '{method}' but the checkpoint holds Q8_0 weights already; leave"
+        with pytest.raises(ConfigError, match=message):
+            load(quantized, quantization=method)
 
 
 @pytest.mark.parametrize(

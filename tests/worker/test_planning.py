@@ -117,6 +117,7 @@ def test_planning_reads_no_weights_and_takes_no_memory(tmp_path: Path) -> None:
     ("settings", "error", "message"),
     [
         ({"max_model_len": 513}, MemoryPlanError, "trained for 512"),
+        ({"max_model_len": 10**12}, MemoryPlanError, "trained for 512"),  # at once, not after making tables of it
         ({"attention_backend": "magic"}, UnknownNameError, "unknown attention backend 'magic'; known: .*torch_ref"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ConfigError, "max_num_seqs is 9"),
         ({"kv_cache_memory": 10}, MemoryPlanError, "kv_cache_memory is 10B"),

@@ -78,6 +78,13 @@ def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | Non
     }
 
 
+def unavailable() -> str | None:
+    """Why kernels cannot run in this process; None if they can."""
+    if torch.cuda.is_available() or triton.knobs.runtime.interpret:
+        return None
+    return "Triton's kernels need an NVIDIA GPU, and PyTorch finds none"
+
+
 @cache
 def multiprocessors() -> int:
     """Of the device; some number where there is none, as in Triton's interpreter."""

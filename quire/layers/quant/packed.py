@@ -72,8 +72,8 @@ class PackedLinear(LinearMethod):
             return format if format in BLOCK_TYPES else _STORAGES.get(format, "float32")
         if not format.startswith(("F", "BF")):  # F32, BF16, FLOAT64, ...: anything else is quantized
             raise ConfigError(
-                f"quantization is {self._storage!r} but the checkpoint holds {format} weights already; "
-                f"leave --quantization out to keep them"
+                f"quantization is {self.spec.target.quantization!r} but the checkpoint holds {format} weights "
+                f"already; leave --quantization out to keep them"
             )
         return self._storage
 

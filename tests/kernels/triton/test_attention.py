@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionSpec, HeadNorm, make_batch
 from quire.attention.torch_ref import TorchAttention
+from quire.types.errors import ConfigError
 from tests.attention.test_torch_ref import dense
 from tests.kernels.device import DEVICE, NATIVE
 from tests.kernels.triton.paged import assert_close, int32, needs_triton
@@ -141,3 +142,12 @@ def test_a_cache_of_more_than_two_billion_elements(tmp_path: Path) -> None:
     tiles = (int32([0, 0]), int32([0, 16]))
     prefill_attention(query, cache, tables, *shared, *tiles, out, 0.2, None, None, query_tile=16, keys=32)
     assert_close(out, expected)
+
+
+def test_a_machine_without_a_gpu_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton
+
+    triton.TritonAttention().start()
+    monkeypatch.setattr(triton, "unavailable", lambda: "there is no GPU")
+    with pytest.raises(ConfigError, match=r"attention_backend is 'triton', but there is no GPU; leave --attention"):
+        triton.TritonAttention().start()
