@@ -85,8 +85,12 @@ def test_same_tokens_as_launched_steps(folder: Path, monkeypatch: pytest.MonkeyP
     assert Rerun.recorded >= 3
 
 
-def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is the first part of a long prompt, one of two prompts, and one of all kinds of rows."""
+@pytest.mark.parametrize("shared_from", [1, 99])
+def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared_from: int) -> None:
+    """A step that is the first part of a long prompt, one of two prompts, and one of all kinds of rows.
+
+    In its last layer wanted tokens are rows of one query each, whose keys may be shared among programs.
+    """
     from quire.worker.mixed_graphs import MixedGraphs
 
     lengths = (20, 12, 14)
@@ -106,6 +110,9 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(CpuPlatform, "narrow_above", 4)
     monkeypatch.setattr("quire.attention.triton._FUSED_QUERIES", 15)
     monkeypatch.setattr("quire.attention.triton.FEW_QUERIES", 2)
+    monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", shared_from)
+    monkeypatch.setattr("quire.attention.triton.multiprocessors", lambda: 1)
+    monkeypatch.setattr("quire.worker.decode_graphs.MIN_SHARED_ROWS", shared_from)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.SIZES", (4,))
