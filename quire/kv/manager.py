@@ -70,9 +70,13 @@ class KVCacheManager:
         return self._pool.num_free
 
     def open(self, request: EngineRequest) -> KVSequence:
-        """Take in a request at its arrival. Takes no blocks."""
-        hash_chain = HashChain(request, self.block_size) if self.enable_prefix_caching else None
-        return KVSequence(hash_chain, self._num_groups)
+        """Take in a request at its arrival; hash its prompt if that begins with a cached block. Takes no blocks."""
+        if not self.enable_prefix_caching:
+            return KVSequence(None, self._num_groups)
+        chain = HashChain(request, self.block_size)
+        if self._begins_cached(chain, request.token_ids):
+            chain.extend(request.token_ids, len(request.token_ids))
+        return KVSequence(chain, self._num_groups)
 
     def hash_ahead(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
         """Hash the full blocks of these tokens now, so that `store` need not; for when there is time."""
@@ -85,8 +89,7 @@ class KVCacheManager:
             return self.no_prefix()
         hashes = sequence.chain.hashes
         count = (len(token_ids) - 1) // self.block_size
-        sequence.chain.extend(token_ids, min(self.block_size, len(token_ids)))
-        if self._full and not self._full[0].find(hashes, min(count, 1)):
+        if not self._begins_cached(sequence.chain, token_ids):
             return self.no_prefix()  # the other blocks are hashed while the first step runs
         sequence.chain.extend(token_ids, len(token_ids))
         tables: list[list[Block]] = [[] for _ in sequence.tables]
@@ -100,6 +103,11 @@ class KVCacheManager:
         if len(tables) > 1:
             tables = [table[:count] for table in tables]
         return PrefixHit(count * self.block_size, tables)
+
+    def _begins_cached(self, chain: HashChain, token_ids: Sequence[int]) -> bool:
+        """Whether the first block that could be taken from the cache may be there: only that one is hashed."""
+        chain.extend(token_ids, min(self.block_size, len(token_ids)))
+        return not self._full or bool(self._full[0].find(chain.hashes, int(len(token_ids) > self.block_size)))
 
     def no_prefix(self) -> PrefixHit:
         return PrefixHit(0, [[] for _ in self.layout.groups])

@@ -44,7 +44,7 @@ class Scheduler:
         check_request(self._state, engine_request)
 
     def add_request(self, engine_request: EngineRequest) -> None:
-        """Queue a request, hashing its prompt; RequestError if it is a duplicate or could never run."""
+        """Queue a request; RequestError if it is a duplicate or could never run."""
         state = self._state
         check_request(state, engine_request)
         key = state.waiting.order_key(engine_request.priority, self._num_arrivals)

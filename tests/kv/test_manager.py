@@ -221,3 +221,12 @@ def test_a_prompt_without_a_cached_start_is_hashed_only_when_there_is_time() -> 
     assert len(sequence.chain.hashes) == 1
     kv.hash_ahead(sequence, tokens)
     assert len(sequence.chain.hashes) == 9
+
+
+def test_a_prompt_with_a_cached_start_is_hashed_at_its_arrival() -> None:
+    """So that planning a step need not."""
+    kv, tokens = make(), list(range(37))
+    run_once(kv, request(tokens[:5]))
+    chain = kv.open(request(tokens)).chain
+    assert chain is not None
+    assert len(chain.hashes) == 9
