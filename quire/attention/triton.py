@@ -209,9 +209,8 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _fills(programs: int) -> bool:
-    """Whether programs of equal length leave next to nothing of the device idle: four at a time run on each of its
-    multiprocessors."""
-    at_once = 4 * multiprocessors()
+    """Whether programs of equal length, one a row and KV head, leave next to nothing of the device idle."""
+    at_once = 4 * multiprocessors()  # so many of them fit
     return programs >= 0.9 * at_once * -(-programs // at_once) > 0
 
 
