@@ -6,6 +6,7 @@ Imports nothing heavy: a subcommand's module is imported only when it is the one
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -20,6 +21,7 @@ from quire.utils.log import setup_logging
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Name -> what `quire --help` says; the module is quire.cli.<name>.
 COMMANDS = {
@@ -82,11 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away (`quire run ... | head`). Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (`quire run ... | head`)
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        report(QuireError(f"the output cannot be written: {error.strerror}; free some space and run it again"))
+        return EXIT_ERROR
     return code
+
+
+def _drop_output() -> None:
+    """Python would complain once more when it closes a stdout that takes nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: QuireError) -> None:

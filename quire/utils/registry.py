@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
-from quire.types.errors import UnknownNameError
+from quire.types.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -47,7 +47,16 @@ class Registry(Generic[T]):
             raise self._error(self.kind, name, sorted(self._entries))
         module_name, _, attribute = self._entries[name].partition(":")
         # A relative module lives in the registry's own package; a dotted one is a user's plug-in.
-        module = importlib.import_module(module_name if "." in module_name else f"{self._package}.{module_name}")
+        try:
+            module = importlib.import_module(module_name if "." in module_name else f"{self._package}.{module_name}")
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package == __name__.partition(".")[0]:  # our own mistake
+                raise
+            raise ConfigError(
+                f"{self.kind} {name!r} needs the Python package {package!r}, which is not installed; install it, or"
+                f" choose another {self.kind}"
+            ) from error
         resolved = cast(T, getattr(module, attribute))
         self._resolved[name] = resolved
         return resolved

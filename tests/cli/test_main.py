@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,3 +118,18 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line_and_no_traceback() -> None:
+    code = (
+        "import sys; from types import SimpleNamespace; from quire.cli import main as cli\n"
+        "command = SimpleNamespace(add_arguments=lambda parser: None, run=lambda args: print('word ' * 10000) or 0)\n"
+        "cli.load_command = lambda name: command\n"
+        "sys.exit(cli.main(['run']))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the output cannot be written: No space left on device; free some space")
+    assert len(done.stderr.splitlines()) == 1

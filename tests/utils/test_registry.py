@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from quire.types.errors import UnknownArchitectureError, UnknownNameError
+from quire.types.errors import ConfigError, UnknownArchitectureError, UnknownNameError
 from quire.utils.registry import Registry
 
 
@@ -55,3 +55,9 @@ def test_register_takes_an_object_or_a_path_and_replaces() -> None:
     assert registry.get("bytes") is thing
     registry.register("bytes", "collections.abc:Mapping")
     assert registry.get("bytes") is Mapping
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    registry: Registry[object] = Registry("unit", "quire.utils", {"away": "no_such_package.inside:thing"})
+    with pytest.raises(ConfigError, match=r"unit 'away' needs the Python package 'no_such_package'.*install it"):
+        registry.get("away")
