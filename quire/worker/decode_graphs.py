@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.attention.triton import MIN_SHARED_ROWS, TritonAttention
+from quire.attention.triton import TritonAttention
 from quire.kernels.triton.step import gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
@@ -28,8 +28,10 @@ from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.recorded import sample_step
 from quire.worker.sampling.sampler import RecordedKind, Sampler
 
-# Contexts are alike where the longest is at most this many times the mean.
+# Contexts are alike where the longest is at most this many times the mean. It is asked from so many rows on:
+# attention of fewer is the same either way, and each kind of step is recorded when it first comes up.
 _ALIKE = 1.15
+_MIN_ROWS = 32
 
 
 class _Kind(NamedTuple):
@@ -105,8 +107,7 @@ class DecodeGraphs:
         """Choose the kind of step for these rows, and put them where it reads them."""
         size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
         lengths = [self._rows.host_num_computed[row] for row in plan.rows]
-        # Attention of fewer rows is the same either way.
-        alike = size < MIN_SHARED_ROWS or max(lengths) * len(lengths) <= _ALIKE * sum(lengths)
+        alike = size >= _MIN_ROWS and max(lengths) * len(lengths) <= _ALIKE * sum(lengths)
         kind = _Kind(size, alike)
         self._record(kind, sampling)
         padding = [self._rows.scratch_row] * (size - len(plan.rows))

@@ -112,7 +112,6 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     monkeypatch.setattr("quire.attention.triton.FEW_QUERIES", 2)
     monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", shared_from)
     monkeypatch.setattr("quire.attention.triton.multiprocessors", lambda: 1)
-    monkeypatch.setattr("quire.worker.decode_graphs.MIN_SHARED_ROWS", shared_from)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.mixed_graphs.SIZES", (4,))
@@ -132,7 +131,7 @@ def test_draws_with_keys_shared_evenly_or_a_program_each(
     record_steps(monkeypatch)
     monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", 1)
     monkeypatch.setattr("quire.attention.triton._fills", lambda programs: True)
-    monkeypatch.setattr("quire.worker.decode_graphs.MIN_SHARED_ROWS", 1)
+    monkeypatch.setattr("quire.worker.decode_graphs._MIN_ROWS", 1)
     monkeypatch.setattr("quire.worker.decode_graphs._ALIKE", 99.0 if alike else 0.5)
     Rerun.recorded = 0
     assert tokens_of(folder, prompts, params) == launched
