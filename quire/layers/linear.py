@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from quire.layers.quant.registry import choose_method
 from quire.layers.weights import F32, Blocks, Format, Weight, WeightedLayer, as_tensor
 from quire.ops.base import Target
 from quire.ops.fp8 import Fp8Lines
+from quire.ops.parts import Parts
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
@@ -167,6 +169,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor | Fp8Lines) -> Tensor:
         return self._group.collectives.all_reduce(super().forward(x))
+
+    def product(self, *, in_parts: bool) -> Callable[[Any], Tensor | Parts]:
+        """Itself as a function; `in_parts`: what reads the result adds up parts, as norms do that merge."""
+        parted = self.method.in_parts() if in_parts and self._group.size == 1 else None
+        return parted or self.forward
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

@@ -8,6 +8,7 @@ from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import Fp8Lines
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
+from quire.ops.parts import ADD_RMS_NORM_IN_PARTS, Parts
 from quire.parallel.groups import ParallelGroup
 
 
@@ -28,15 +29,18 @@ class RMSNorm(_NormWeight):
         super().__init__(width, eps=eps, target=target, weight_offset=weight_offset)
         self._norm = RMS_NORM.bind(target)
         self._add_norm = ADD_RMS_NORM.bind(target)
+        self._add_norm_in_parts = ADD_RMS_NORM_IN_PARTS.bind(target)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.weight_offset)
 
-    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
-        if residual is None:
-            return self(hidden), hidden
-        return self._add_norm(hidden, residual, self.weight, self.eps, self.weight_offset)
+        kind = (self.weight, self.eps, self.weight_offset)
+        if isinstance(hidden, Parts):
+            assert residual is not None
+            return self._add_norm_in_parts(hidden.values, residual, *kind)
+        return (self(hidden), hidden) if residual is None else self._add_norm(hidden, residual, *kind)
 
 
 class Fp8RMSNorm(_NormWeight):
@@ -47,9 +51,10 @@ class Fp8RMSNorm(_NormWeight):
         self._norm_lines = RMS_NORM_FP8.bind(target)
         self._add_norm_lines = ADD_RMS_NORM_FP8.bind(target)
 
-    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Fp8Lines, Tensor]:
+    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Fp8Lines, Tensor]:
         """As that of RMSNorm."""
         kind = (self.weight, self.eps, self.weight_offset)
+        hidden = hidden.summed() if isinstance(hidden, Parts) else hidden
         if residual is None:
             values, scale = self._norm_lines(hidden, *kind)
             return Fp8Lines(values, scale, hidden.dtype), hidden

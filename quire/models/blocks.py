@@ -15,6 +15,7 @@ from quire.layers.norm import Fp8RMSNorm, ParallelRMSNorm, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.ops.fp8 import Fp8Lines
+from quire.ops.parts import Parts
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
@@ -55,13 +56,13 @@ class AttentionBlock(nn.Module):
             layer,
             ctx.target,
         )
+        self._out = self.o_proj.product(in_parts=config.merges_products)
 
     def forward(
         self, hidden: Tensor | Fp8Lines, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Tensor:
+    ) -> Tensor | Parts:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
-        out: Tensor = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
-        return out
+        return self._out(self.attention(qkv, head_norm, rotation, batch, wanted))
 
 
 class NoQKNorm(nn.Module):
@@ -130,10 +131,10 @@ class GatedMLP(nn.Module):
         )
         takes_lines = self.down_proj.method.takes_lines
         self._gated = gated_product(self.gate_up_proj, config.activation, ctx.target, takes_lines=takes_lines)
+        self._down = self.down_proj.product(in_parts=config.merges_products)
 
-    def forward(self, hidden: Tensor | Fp8Lines) -> Tensor:
-        out: Tensor = self.down_proj(self._gated(hidden))
-        return out
+    def forward(self, hidden: Tensor | Fp8Lines) -> Tensor | Parts:
+        return self._down(self._gated(hidden))
 
 
 class DecoderLayer(nn.Module):
@@ -160,12 +161,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | Parts,
         residual: Tensor | None,
         rotation: Rotation,
         batch: ForwardBatch,
         wanted: WantedTokens | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Parts, Tensor]:
         """`hidden` is what the layer before added last; it is merged into `residual` here.
 
         With `wanted` both results are of those tokens alone.
@@ -177,18 +178,19 @@ class DecoderLayer(nn.Module):
         normed, residual = self.mlp_norm.merge(hidden, residual)
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def _scaled(self, hidden: Any) -> Tensor | Parts:
         return hidden if self._multiplier is None else self._scale(hidden, self._multiplier)
 
 
 class NoNorm(nn.Module):
     """Stands where a norm would merge the residual stream, and only merges."""
 
-    def merge(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         total = merge_residual(hidden, residual)
         return total, total
 
 
-def merge_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:
+def merge_residual(hidden: Tensor | Parts, residual: Tensor | None) -> Tensor:
     """The residual stream after `hidden` is added; before the first layer it is `hidden` itself."""
-    return hidden if residual is None else residual + hidden
+    whole = hidden.summed() if isinstance(hidden, Parts) else hidden
+    return whole if residual is None else residual + whole

@@ -44,6 +44,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return len(self.rope)
 
+    @property
+    def merges_products(self) -> bool:
+        """Whether what attention and MLP end with is added to the residual stream as it is."""
+        return self.norms == "pre" and self.residual_multiplier is None
+
 
 class ConfigReader(Mapping[str, Any]):
     """A Hugging Face config in which the architecture's defaults stand in for keys that are absent or null."""

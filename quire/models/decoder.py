@@ -18,6 +18,7 @@ from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM
 from quire.models.blocks import DecoderLayer, merge_residual
 from quire.models.config import DecoderConfig
+from quire.ops.parts import Parts
 from quire.ops.scale import SCALE, rounded
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -66,14 +67,14 @@ class Decoder(nn.Module):
 
     def run_layers(
         self,
-        hidden: Tensor,
+        hidden: Tensor | Parts,
         residual: Tensor | None,
         positions: Tensor,
         batch: ForwardBatch,
         first: int = 0,
         last: int | None = None,
         capture: Collection[int] = (),
-    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+    ) -> tuple[Tensor | Parts, Tensor | None, dict[int, Tensor]]:
         """Run layers [first, last) and return (hidden, residual, captured).
 
         captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
             captured[last] = merge_residual(hidden, residual)
         return hidden, residual, captured
 
-    def finish(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def finish(self, hidden: Tensor | Parts, residual: Tensor | None) -> Tensor:
         """The final norm of the residual stream."""
         normed, _ = self.norm.merge(hidden, residual)
         return normed
@@ -137,8 +138,8 @@ class DecoderLM(CausalLM):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        hidden = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden, residual, _ = self.model.run_layers(hidden, None, positions, batch)
+        embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden, residual, _ = self.model.run_layers(embeds, None, positions, batch)
         return self.model.finish(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
+from quire.ops.parts import ADD_RMS_NORM_IN_PARTS, LINEAR_IN_PARTS
 from quire.ops.rope import GATHER_ROTATION
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
@@ -28,10 +29,12 @@ OPS: tuple[Op[Any], ...] = (
     LINEAR,
     LINEAR_TRANSPOSED,
     GATED_LINEAR,
+    LINEAR_IN_PARTS,
     LINEAR_FP8,
     LINES_FP8,
     RMS_NORM,
     ADD_RMS_NORM,
+    ADD_RMS_NORM_IN_PARTS,
     RMS_NORM_FP8,
     ADD_RMS_NORM_FP8,
     GATHER_ROTATION,

@@ -39,6 +39,27 @@ def test_logits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
         assert torch.equal(actual.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
+def test_a_model_wide_enough_for_tiles_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of such models have kernels of their own, and leave their parts to the norms after them."""
+    from quire.kernels.triton import norm
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 1152, "num_hidden_layers": 2, "initializer_range": 0.04}
+    tiny = Tiny("wide", "LlamaConfig", sizes)
+    tiny.make(tmp_path)
+    expected = logits_on(tmp_path, tiny, "cpu", attention_backend="torch_ref")
+    merged, merge = [], norm.add_rms_norm_in_parts
+    monkeypatch.setattr(
+        norm, "add_rms_norm_in_parts", lambda *given: (merged.append(given[0].shape[0]), merge(*given))[1]
+    )
+    fast, deterministic = (
+        logits_on(tmp_path, tiny, "cuda", dtype="bfloat16", deterministic=mode) for mode in (False, True)
+    )
+    assert len(merged) == 2 * sizes["num_hidden_layers"]
+    assert min(merged) > 1
+    for actual in (fast, deterministic):
+        assert float((actual - expected).norm() / expected.norm()) < 0.02
+
+
 @pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])
 def test_fp8_stays_near(settings: dict[str, Any], tmp_path: Path) -> None:
     """Three bits of mantissa: a product is off by a few percent of its norm, and logits by some times as much."""

@@ -1,7 +1,8 @@
 """Products with a weight [out_features, in_features]: which kernel for how many rows, and the one for a single row.
 
 Products of few rows are bound by reading the weight. One row uses multiply-and-add over long contiguous pieces, a
-few rows tiles; many rows are left to the library. Own kernels can do the gated activation after a product, too.
+few rows tiles; many rows are left to the library. Own kernels can do the gated activation after a product, too, and
+leave an inner sum that is split over programs to the kernel that reads the product next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from quire.kernels.triton.activation import GATED as ACTIVATIONS
 from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
 from quire.kernels.triton.tile_matmul import TileShape, lines_of, matmul_tiles
+from quire.kernels.triton.wide_matmul import matmul_wide, wide_fits
 
 
 @triton.jit
@@ -94,7 +96,11 @@ _MAX_FEW_ROWS = 64
 _MAX_SOME_ROWS = 256
 _SMALL = 1 << 23  # elements of a weight that is read faster than the library starts
 _LINES = 64  # of the weight in a tile
+_TOKENS = 64  # in a tile, at most, where a product stays in parts
 _PIECE = 128  # of the inner dimension
+_PROGRAMS = 128  # that run at a time, about one on each multiprocessor
+_MAX_PARTS = 8
+_MAX_WIDE_ROWS = 192
 # Wider weights, such as heads over a vocabulary, are read at full speed by the library.
 _WIDE = 1 << 16
 
@@ -126,6 +132,18 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         return ACTIVATIONS[activation](linear_transposed(x, weight, bias))
     counters = arrival_counters(x.device)
     return matmul_tiles(x, weight, bias, shape=shape, counters=counters, activation=activation)
+
+
+def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, K] @ weight [N, K].T + bias as float32 [parts, n, N], or whole as [1, n, N] in x's type."""
+    rows, (n, k) = x.shape[0], weight.shape
+    splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1
+    if splits > 1 and (rows <= _MAX_FEW_ROWS or n * k <= _SMALL):
+        shape = TileShape(splits, bt=_TOKENS if rows > _TOKENS else 0)
+        return matmul_tiles(x, weight, bias, shape=shape, in_parts=True)
+    if splits > 1 and wide_fits(x, weight):
+        return matmul_wide(x, weight, bias, splits)
+    return linear_transposed(x, weight, bias).unsqueeze(0)
 
 
 def _takes_tiles(x: Tensor, weight: Tensor) -> bool:
@@ -172,6 +190,18 @@ def some_rows_gated_shape(rows: int, n: int, k: int) -> TileShape | None:
         return None
     bt = 64 if rows <= 128 and is_small else 128
     return TileShape(bt=bt, bn=128, bk=64, num_warps=8, num_stages=5)
+
+
+def parts_of(rows: int, n: int, k: int) -> int:
+    """How many parts a product may stay in; 1: whole is as fast. Measured on an H200, in a chain with norms.
+
+    Parts that nobody waits for are cheap: as many as fill the device once.
+    """
+    is_small = n * k <= _SMALL
+    if rows == 1 or (rows > _MAX_WIDE_ROWS and not is_small):
+        return 1
+    tiles: int = triton.cdiv(n, _LINES) * (triton.cdiv(rows, _TOKENS) if is_small else 1)
+    return max(1, min(_MAX_PARTS, _PROGRAMS // tiles))
 
 
 def arrival_counters(device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMS normalization, with the residual addition before it and the quantization after it in the same pass."""
+"""RMS normalization; in the same pass the sum of a product in parts and of a residual before, quantization after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
 from quire.kernels.triton.quantize import empty_lines, quantize_line
 
 
@@ -21,28 +21,35 @@ def _rms_norm_kernel(
     scale_ptr,  # [rows] float32, of quantized lines
     width,
     x_stride,
+    part_stride,
     eps,
     weight_offset,
+    PARTS: tl.constexpr,  # of x, to be added up
     HAS_RESIDUAL: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_dependent(PDL)
+    allow_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
+    wait_for_predecessor(PDL)
     value = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 1:  # their sum is rounded as if the product had been whole
+        for part in tl.static_range(1, PARTS):
+            value += tl.load(x_ptr + part * part_stride + row * x_stride + columns, mask=inside, other=0.0)
+        value = value.to(sum_ptr.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(sum_ptr.dtype.element_ty)  # what the next layer adds to is what is normalized here
         tl.store(sum_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
-    out = (value * scale * weight).to(x_ptr.dtype.element_ty)
+    out = value * scale * weight
     if QUANTIZED:
-        out, line_scale = quantize_line(out.to(tl.float32))
+        out, line_scale = quantize_line(out.to(x_ptr.dtype.element_ty).to(tl.float32))
         tl.store(scale_ptr + row, line_scale)
         # No more at a time than without quantization: a thread's share of the line decides the order of the sum.
         columns = tl.max_contiguous(tl.arange(0, BLOCK), 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
@@ -63,6 +70,15 @@ def add_rms_norm(
     """(the norm of x + residual, x + residual); both [n, width]."""
     out, total = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual, weight, out, total, None, eps, weight_offset)
+    return out, total
+
+
+def add_rms_norm_in_parts(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The same of the sum of parts [parts, n, width]."""
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(parts, residual, weight, out, total, None, eps, weight_offset)
     return out, total
 
 
@@ -93,10 +109,12 @@ def _launch(
     eps: float,
     weight_offset: float,
 ) -> None:
-    rows, width = x.shape
+    rows, width = out.shape
     if rows == 0:
         return
     block = triton.next_power_of_2(width)
+    # Parts are read by more threads: there are few rows of them.
+    per_warp = 512 if x.dim() == 2 else 128
     _rms_norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -105,12 +123,14 @@ def _launch(
         total,
         out if scale is None else scale,
         width,
+        x.stride(-2),
         x.stride(0),
         eps,
         weight_offset,
+        PARTS=x.shape[0] if x.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None,
         QUANTIZED=scale is not None,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(16, block // per_warp)),
         **launch_options(),
     )

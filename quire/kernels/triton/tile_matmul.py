@@ -4,7 +4,8 @@ Weights are [out_features, in_features]. Within a split the inner sum always run
 number of tokens; with one split a token's result therefore never depends on the other tokens of the step.
 
 A gated activation may follow in the same kernel: then the weight's first half are gates, the second what they are
-multiplied with, and each tile has lines of both, one beside the other.
+multiplied with, and each tile has lines of both, one beside the other. Splits are added up by the last program of a
+tile, or left as they are to the kernel that reads the product next.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _tile_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    parts_ptr,  # [splits, M, N] float32
+    parts_ptr,  # [splits, M, N] float32, to be added up here
     counters_ptr,  # [tiles] int32, zero before and after
     x_scale_ptr,  # [M] float32
     weight_scale_ptr,  # [N] float32
@@ -54,6 +55,7 @@ def _tile_kernel(
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # every split is whole pieces of BK
     AGAIN: tl.constexpr,  # beyond the last token it is read again, and not stored
+    IN_PARTS: tl.constexpr,  # out is [splits, M, N]
     SPLITS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -98,7 +100,7 @@ def _tile_kernel(
         x_at += BK
     at = tokens.to(tl.int64)[None, :] * N + lines[:, None]
     mask = token_mask[None, :] & line_mask[:, None]
-    if SPLITS > 1:
+    if SPLITS > 1 and not IN_PARTS:
         tl.store(parts_ptr + split * (M * N).to(tl.int64) + at, acc, mask=mask)
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel")
@@ -113,7 +115,10 @@ def _tile_kernel(
         weight_scale = tl.load(weight_scale_ptr + lines, mask=line_mask, other=0.0)
         acc = acc * x_scale[None, :] * weight_scale[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + lines, mask=line_mask, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + lines, mask=line_mask, other=0.0).to(tl.float32)
+        if IN_PARTS:  # once
+            bias = tl.where(split == 0, bias, 0.0)
+        acc += bias[:, None]
     if GATED:  # of what the product alone would be, rounded
         rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(rounded, [BN // 2, 2, BT]), (0, 2, 1)))
@@ -121,6 +126,8 @@ def _tile_kernel(
         outputs = tile * (BN // 2) + tl.arange(0, BN // 2)
     out_at = tokens.to(tl.int64)[:, None] * width + outputs[None, :]
     out_mask = token_mask[:, None] & (outputs < width)[None, :]
+    if IN_PARTS:
+        out_at += split.to(tl.int64) * M * N
     tl.store(out_ptr + out_at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
@@ -151,19 +158,20 @@ def matmul_tiles(
     scales: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias -> [M, N], or [M, N / 2] with an activation of GATED.
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
-    `counters`: zeros, int32, one for each tile of lines x tokens.
+    `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32.
     """
     m, k = x.shape
     n = weight.shape[0]
     splits, bn, bk = shape.splits, shape.bn, shape.bk
     bt = shape.bt or max(_MIN_TOKENS, triton.next_power_of_2(m))
     width = n if activation is None else n // 2
-    out = torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
-    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else out
+    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 or in_parts else x
+    out = parts if in_parts else torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
     k_per_split = triton.cdiv(triton.cdiv(k, splits), bk) * bk
     x_scale, weight_scale = (out, out) if scales is None else scales
     _tile_kernel[(triton.cdiv(n, bn) * triton.cdiv(m, bt), splits)](
@@ -185,6 +193,7 @@ def matmul_tiles(
         GELU=activation == "gelu_tanh",
         EVEN=k % bk == 0,
         AGAIN=m < _MIN_TOKENS and k < _LONG,
+        IN_PARTS=in_parts,
         SPLITS=splits,
         BT=bt,
         BN=bn,

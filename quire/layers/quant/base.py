@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quire.layers.weights import Weight, empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import Fp8Lines
+from quire.ops.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class LinearMethod(nn.Module, ABC):
 
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         """`multiply` and a gated activation after it at once, where a kernel does both; see ops/gated_linear.py."""
+        return None
+
+    def in_parts(self) -> Callable[[Tensor], Tensor | Parts] | None:
+        """`multiply` for who can add up what is still in parts, where that is faster; see ops/parts.py."""
         return None
 
     @abstractmethod

@@ -13,6 +13,7 @@ from quire.ops.embedding import embed
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
+from quire.ops.parts import LINEAR_IN_PARTS, Parts
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
 TRANSPOSE_ROWS = 64
@@ -49,6 +50,17 @@ class PlainLinear(LinearMethod):
         if run is GATED_LINEAR.reference:
             return None
         return lambda x: run(x, self.weight, self.bias, activation)
+
+    def in_parts(self) -> Callable[[Tensor], Tensor | Parts] | None:
+        run = LINEAR_IN_PARTS.bind(self.spec.target)
+        if run is LINEAR_IN_PARTS.reference:
+            return None
+
+        def multiply(x: Tensor) -> Tensor | Parts:
+            parts = run(x, self.weight, self.bias)
+            return parts[0] if parts.shape[0] == 1 else Parts(parts, x.dtype)
+
+        return multiply
 
     @property
     def is_invariant(self) -> bool:

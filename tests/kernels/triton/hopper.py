@@ -78,11 +78,12 @@ def products(all_shapes: bool) -> None:
     from quire.kernels.triton import fixed_matmul, fp8, matmul
 
     fixed_matmul._library_agrees = lambda *of: False
-    weights = [(1024, 3072), (6144, 1024), *([(4096, 1024), (4096, 14336), (28672, 4096)] if all_shapes else [])]
+    weights = [(1024, 3072), (6144, 1024), *([(4096, 1024), (28672, 4096)] if all_shapes else []), (4096, 14336)]
     for rows, (n, k) in product((1, 16, 64, 128, 160) if all_shapes else (1, 16, 160), weights):
         x, weight = numbers(rows, k), numbers(n, k)
         matmul.linear_transposed(x, weight)
         fixed_matmul.linear_transposed(x, weight)
+        matmul.linear_in_parts(x, weight, None)
         if n > k:
             matmul.gated_linear(x, weight, None, "silu")
             fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
@@ -100,6 +101,7 @@ def lines(all_shapes: bool) -> None:
         x, weight = numbers(rows, width), numbers(width)
         norm.rms_norm(x, weight, 1e-6)
         norm.add_rms_norm(x, x, weight, 1e-6)
+        norm.add_rms_norm_in_parts(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
         norm.rms_norm_fp8(x, weight, 1e-6)
         norm.add_rms_norm_fp8(x, x, weight, 1e-6)
         for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.silu_and_mul_fp8):

@@ -20,7 +20,7 @@ KERNELS = {
     if (names := re.findall(r"^def (_\w+_kernel)\(", file.read_text(encoding="utf-8"), flags=re.M))
 }
 PARTS = {
-    "products": {"matmul", "tile_matmul"},
+    "products": {"matmul", "tile_matmul", "wide_matmul"},
     "lines": {"activation", "norm", "quantize"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),

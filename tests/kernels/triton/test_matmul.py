@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.gated_linear import ACTIVATIONS
+from quire.ops.parts import sum_of
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import assert_close, needs_triton
 
@@ -62,6 +63,31 @@ def test_whatever_way_is_chosen(rows: int, inner: int, dtype: torch.dtype) -> No
     expected = expect(x, weight, bias)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     assert_close(out / inner**0.5, expected / inner**0.5, tolerance)
+
+
+# Few rows of any weight, some rows of a small one, of a large one, too many for parts; too short.
+PARTS = [(1, 1152, 70, 1), (16, 1152, 70, 8), (64, 1152, 600, 8), (100, 1152, 70, 8), (5, 64, 70, 1)]
+LARGE_PARTS = [
+    (64, 4224, 2100, 3),
+    (70, 4224, 2100, 3),
+    (96, 4224, 2100, 3),
+    (150, 4224, 2100, 3),
+    (193, 4224, 2100, 1),
+]
+
+
+@pytest.mark.parametrize(("rows", "inner", "outputs", "parts"), [*PARTS, *LARGE_PARTS])
+def test_whatever_way_is_chosen_in_parts(rows: int, inner: int, outputs: int, parts: int) -> None:
+    """Their sum is the product, with the bias in it once."""
+    from quire.kernels.triton.matmul import linear_in_parts
+
+    x, weight, bias = make(rows, inner, outputs, HALF)
+    weight = weight / inner**0.5
+    for given in (bias, None):
+        out = linear_in_parts(x.to(DEVICE), weight.to(DEVICE), None if given is None else given.to(DEVICE))
+        assert out.shape == (parts, rows, outputs)
+        assert out.dtype == (HALF if parts == 1 else torch.float32)
+        assert_close(sum_of(out, torch.float32), expect(x, weight, given), 2e-2 if parts == 1 else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

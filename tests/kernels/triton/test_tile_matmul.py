@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.ops.gated_linear import ACTIVATIONS
+from quire.ops.parts import sum_of
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import assert_close, needs_triton
 from tests.kernels.triton.test_matmul import expect, make
@@ -27,6 +28,24 @@ def test_odd_sizes(rows: int, inner: int, outputs: int, splits: int) -> None:
         out = matmul_tiles(x.to(DEVICE), weight.to(DEVICE), placed, shape=shape, counters=counters)
         assert_close(out, expect(x, weight, given), 1e-4)
         assert not bool(counters.any()), "the next launch counts from zero"
+
+
+@pytest.mark.parametrize(("rows", "inner", "outputs"), [(3, 150, 77), (40, 33, 5)])
+def test_parts_are_what_would_be_added_up(rows: int, inner: int, outputs: int) -> None:
+    """One after the other, to the bit, so that leaving them to the next kernel changes nothing."""
+    from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+
+    x, weight, bias = (tensor.to(DEVICE) for tensor in make(rows, inner, outputs))
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    shape = TileShape(splits=3, bt=32, bn=64, bk=32)
+    parts = matmul_tiles(x, weight, shape=shape, in_parts=True)
+    assert parts.shape == (3, rows, outputs)
+    assert torch.equal(sum_of(parts, x.dtype), matmul_tiles(x, weight, shape=shape, counters=counters))
+    assert_close(
+        matmul_tiles(x, weight, bias, shape=shape, in_parts=True).sum(0),
+        expect(x.cpu(), weight.cpu(), bias.cpu()),
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -1,0 +1,67 @@
+"""A product whose inner sum is left in parts: whoever reads it next adds them up, and nobody has to wait for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Implementation, Op
+from quire.ops.linear import generate_transposed_inputs, linear_transposed
+from quire.ops.norm import add_rms_norm, generate_add_inputs
+
+ProductInParts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Parts(NamedTuple):
+    """A product in parts."""
+
+    values: Tensor  # [parts, n, width] float32
+    dtype: torch.dtype  # of their sum
+
+    def summed(self) -> Tensor:
+        return sum_of(self.values, self.dtype)
+
+
+def sum_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of parts [parts, n, width], taken one after the other and then rounded."""
+    total = values[0]
+    for part in values[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
+def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, K] @ weight [N, K].T + bias as float32 [parts, n, N], or whole as [1, n, N] in x's type."""
+    return linear_transposed(x, weight, bias).unsqueeze(0)
+
+
+def add_rms_norm_in_parts(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(the norm of sum + residual, sum + residual), both [n, width], sum being that of parts [parts, n, width]."""
+    return add_rms_norm(sum_of(parts, residual.dtype), residual, weight, eps, weight_offset)
+
+
+def generate_norm_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    x, residual, weight, eps, offset = generate_add_inputs(seed)
+    generator = torch.Generator().manual_seed(seed + 2)
+    return torch.randn(1 + seed % 8, *x.shape, generator=generator), residual, weight, eps, offset
+
+
+LINEAR_IN_PARTS: Op[ProductInParts] = Op(
+    "linear_in_parts",
+    linear_in_parts,
+    generate_transposed_inputs,
+    1e-4,
+    (Implementation("triton", "triton.matmul:linear_in_parts", ("cuda",), varies=True),),
+)
+ADD_RMS_NORM_IN_PARTS = Op(
+    "add_rms_norm_in_parts",
+    add_rms_norm_in_parts,
+    generate_norm_inputs,
+    1e-5,
+    (Implementation("triton", "triton.norm:add_rms_norm_in_parts", ("cuda",), varies=True),),
+)
