@@ -138,7 +138,7 @@ class TritonAttention(AttentionBackend):
         self, batch: AttentionBatch, max_context: int, padding_row: int, *, alike: bool
     ) -> TritonMetadata:
         """For a step of single queries whose contexts only the device knows, but that they are `alike`, or not."""
-        index = torch.arange(batch.rows.shape[0], dtype=torch.int32, device=batch.rows.device)
+        index = batch.query_starts[:-1]  # a query each
         none = (index[:0], index[:0])
         metadata = TritonMetadata(batch, max_context, (index, index), none, none, none, alike=alike)
         if self.shares and index.shape[0] >= MIN_SHARED_ROWS and tiles_fit(batch.block_size):

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from quire.ops.base import Implementation, Op
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     """table: [vocab, hidden]; token_ids: [n] int64 or int32. Returns [n, hidden]."""
     return table.index_select(0, token_ids)
+
+
+def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(1 + seed % 50, 1 + 5 * seed, generator=generator)
+    return table, torch.randint(table.shape[0], (seed % 9,), generator=generator)
+
+
+EMBED = Op("embed", embed, generate_inputs, 0.0, (Implementation("triton", "triton.gather:gather_rows", ("cuda",)),))
 
 
 def embed_range(look_up: Callable[[Tensor], Tensor], token_ids: Tensor, first: int, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
+from quire.ops.embedding import EMBED
 from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.keep_allowed import KEEP_ALLOWED
@@ -37,6 +38,7 @@ OPS: tuple[Op[Any], ...] = (
     ADD_RMS_NORM_IN_PARTS,
     RMS_NORM_FP8,
     ADD_RMS_NORM_FP8,
+    EMBED,
     GATHER_ROTATION,
     GATHER_ROWS,
     SCALE,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -49,5 +49,9 @@ def generate_positions(seed: int) -> tuple[Tensor, Tensor, torch.dtype]:
 
 GatherRotation = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 GATHER_ROTATION: Op[GatherRotation] = Op(
-    "gather_rotation", gather_rotation, generate_positions, 0.0, (native("gather_rotation"),)
+    "gather_rotation",
+    gather_rotation,
+    generate_positions,
+    0.0,
+    (Implementation("triton", "triton.gather:gather_rotation", ("cuda",)), native("gather_rotation")),
 )

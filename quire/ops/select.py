@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -20,4 +20,10 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(rows, (1 + seed % 5,), generator=generator)
 
 
-GATHER_ROWS = Op("gather_rows", gather_rows, generate_inputs, 0.0, (native("gather_rows"),))
+GATHER_ROWS = Op(
+    "gather_rows",
+    gather_rows,
+    generate_inputs,
+    0.0,
+    (Implementation("triton", "triton.gather:gather_rows", ("cuda",)), native("gather_rows")),
+)

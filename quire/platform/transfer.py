@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -42,6 +44,33 @@ def refresh(target: Tensor, host: Tensor) -> None:
 def host_buffer(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 on the host, in memory that copies to the device start from at once."""
     return torch.empty(shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+
+
+class Lent:
+    """Lists of integers that a kernel reads where they are, on the host: a copy would take longer than the reading.
+
+    Their memory is used again in turn, once the device is done with it.
+    """
+
+    _TURNS = 8  # more than there are steps in flight, so that nobody waits
+    _MIN_LENGTH = 4096
+
+    def __init__(self) -> None:
+        self._turns: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def list(self, values: Sequence[int]) -> Iterator[Tensor]:
+        """int32 [len(values)], to be read by what is launched inside the context."""
+        buffer, event = self._turns.popleft() if len(self._turns) == self._TURNS else (None, torch.cuda.Event())
+        if not event.query():
+            event.synchronize()
+        if buffer is None or buffer.shape[0] < len(values):
+            buffer = torch.empty(max(self._MIN_LENGTH, 2 * len(values)), dtype=torch.int32, pin_memory=True)
+        part = buffer[: len(values)]
+        part.copy_(torch.frombuffer(array("i", values), dtype=torch.int32))
+        yield part
+        event.record()
+        self._turns.append((buffer, event))
 
 
 class Download:

@@ -60,7 +60,9 @@ class DecodeGraphs:
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         self._sizes = sizes
         self._max_model_len = max_model_len
-        self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=tables.tables.device)
+        device = tables.tables.device
+        self._row_buffer = torch.full((sizes[-1],), rows.scratch_row, dtype=torch.int64, device=device)
+        self._starts = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         # Logits are not kept, so that those of all sizes share memory: what samples from them has memory of its own.
         self._forwards: dict[_Kind, _Recording] = {}
         self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
@@ -134,7 +136,6 @@ class DecodeGraphs:
         input_ids, positions, contexts, slots = gather_inputs(
             rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
         )
-        starts = torch.arange(size + 1, dtype=torch.int32, device=rows.device)
         attention = [
             self._backend.prepare_decode(
                 AttentionBatch(
@@ -143,7 +144,7 @@ class DecodeGraphs:
                     tables=tables.tables[group],
                     rows=rows,
                     contexts=contexts,
-                    query_starts=starts,
+                    query_starts=self._starts[: size + 1],
                     slot_mapping=slots[group],
                     block_size=tables.block_size,
                 ),

@@ -1,4 +1,4 @@
-"""The two ends of a decode step that stays on the device: gather its inputs, then choose and append tokens."""
+"""A decode step that stays on the device: new blocks come, inputs are gathered, tokens are chosen and appended."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _CHUNK = 8192
+_CELLS = 128  # of block tables, for a program
 # What is told of a row beside its token; 0 where all is well.
 _BAD_LOGITS = tl.constexpr(1)
 _NO_TOKEN = tl.constexpr(2)
@@ -45,6 +46,24 @@ def _gather_kernel(
         table = tables_ptr + group * group_stride + row * table_stride
         block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         tl.store(slots_ptr + group * count + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _write_blocks_kernel(
+    packed_ptr,  # [4, count] int32, on the host: groups, rows, columns, blocks
+    tables_ptr,
+    count,
+    group_stride,
+    row_stride,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    group = tl.load(packed_ptr + index, mask=inside, other=0).to(tl.int64)
+    row = tl.load(packed_ptr + count + index, mask=inside, other=0).to(tl.int64)
+    column = tl.load(packed_ptr + 2 * count + index, mask=inside, other=0)
+    block = tl.load(packed_ptr + 3 * count + index, mask=inside, other=0)
+    tl.store(tables_ptr + group * group_stride + row * row_stride + column, block, mask=inside)
 
 
 @triton.jit
@@ -109,6 +128,14 @@ def _append_kernel(
         tl.store(token_ids_ptr + row * token_stride + length, token.to(tl.int32))
         tl.store(num_tokens_ptr + row, length + 1)
         tl.store(num_computed_ptr + row, tl.load(num_computed_ptr + row) + 1)
+
+
+def write_blocks(tables: Tensor, packed: Tensor) -> None:
+    """tables[group, row, column] = block for each column of packed [4, n] int32, which may lie in pinned memory."""
+    count = packed.shape[1]
+    _write_blocks_kernel[(triton.cdiv(count, _CELLS),)](
+        packed, tables, count, tables.stride(0), tables.stride(1), BLOCK=_CELLS, num_warps=4
+    )
 
 
 def gather_inputs(

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.weights import Weight, as_tensor, empty_parameter
 from quire.ops.base import Target
-from quire.ops.embedding import embed
+from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
@@ -78,11 +78,15 @@ class PlainLinear(LinearMethod):
 class PlainTable(PlainLinear, TableMethod):
     """Kept [tokens, hidden] everywhere, because rows are looked up."""
 
+    def __init__(self, spec: MatrixSpec) -> None:
+        super().__init__(spec)
+        self._embed = EMBED.bind(spec.target)
+
     def _choose(self, target: Target) -> tuple[Product, bool]:
         return LINEAR_TRANSPOSED.bind(target), True
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return embed(self.weight, token_ids)
+        return self._embed(self.weight, token_ids)
 
 
 class Plain(Quantization):

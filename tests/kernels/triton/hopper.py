@@ -95,7 +95,7 @@ def products(all_shapes: bool) -> None:
 
 
 def lines(all_shapes: bool) -> None:
-    from quire.kernels.triton import activation, norm
+    from quire.kernels.triton import activation, gather, norm
 
     for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
         x, weight = numbers(rows, width), numbers(width)
@@ -104,6 +104,8 @@ def lines(all_shapes: bool) -> None:
         norm.add_rms_norm_in_parts(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
         norm.rms_norm_fp8(x, weight, 1e-6)
         norm.add_rms_norm_fp8(x, x, weight, 1e-6)
+        gather.gather_rows(x, torch.arange(rows))
+        gather.gather_rotation(numbers(40, 128, dtype=torch.float32), torch.arange(rows), BF16)
         for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.silu_and_mul_fp8):
             run(numbers(rows, 2 * 14336))
 
@@ -168,6 +170,7 @@ def sampling(all_shapes: bool) -> None:
         step.append_likeliest(logits, index, token_ids, known, known, rows)
     highest = numbers(rows, dtype=torch.float32)
     step.append_chosen(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
+    step.write_blocks(torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(4, 9, dtype=torch.int32))
     step.gather_inputs(index, token_ids, known, torch.zeros(1, rows + 1, 64, dtype=torch.int32), 16)
     buffer = MaskBuffer(VOCAB, rows, 2, index.device)
     table = ShapingTable(VOCAB, rows, buffer, index.device)

@@ -21,7 +21,7 @@ KERNELS = {
 }
 PARTS = {
     "products": {"matmul", "tile_matmul", "wide_matmul"},
-    "lines": {"activation", "norm", "quantize"},
+    "lines": {"activation", "gather", "norm", "quantize"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",
