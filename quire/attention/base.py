@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.parts import Parts
 from quire.platform.recording import SizedRecorder
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
@@ -143,6 +144,18 @@ class AttentionBackend(ABC):
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Returns the queries [num_tokens, heads, dim].
         """
+
+    def write_parts(
+        self,
+        spec: AttentionSpec,
+        qkv: Parts,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The same of a product in parts."""
+        return self.write(spec, qkv.summed(), head_norm, rotation, cache, metadata)
 
     @abstractmethod
     def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:

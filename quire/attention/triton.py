@@ -23,6 +23,7 @@ from quire.kernels.triton.launch import multiprocessors, unavailable
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
+from quire.ops.parts import Parts
 from quire.platform.transfer import upload
 from quire.types.errors import ConfigError
 
@@ -148,7 +149,7 @@ class TritonAttention(AttentionBackend):
     def write(
         self,
         spec: AttentionSpec,
-        qkv: Tensor,
+        qkv: Tensor | Parts,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         cache: Tensor,
@@ -157,11 +158,25 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         metadata.qkv = metadata.keys = None
-        if metadata.whole and self.takes_whole(spec, qkv, cache):
+        values = qkv if isinstance(qkv, Tensor) else qkv.values
+        if metadata.whole and isinstance(qkv, Tensor) and self.takes_whole(spec, qkv, cache):
             metadata.qkv = qkv
             metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
-        slots = metadata.batch.slot_mapping
-        return prepare_qkv(qkv, *norm, rotation, slots, cache, spec.num_heads, metadata.keys, self.heads_per_program)
+        given = (*norm, rotation, metadata.batch.slot_mapping, cache, spec.num_heads, qkv.dtype)
+        return prepare_qkv(values, *given, metadata.keys, self.heads_per_program)
+
+    def write_parts(
+        self,
+        spec: AttentionSpec,
+        qkv: Parts,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        assert not metadata.whole, "products of so many tokens are never in parts"
+        return self.write(spec, qkv, head_norm, rotation, cache, metadata)
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
         """Whether long prompts without a cached prefix attend over the keys and values of their step."""

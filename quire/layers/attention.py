@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
 from quire.ops.base import Target
+from quire.ops.parts import Parts
 from quire.ops.select import GATHER_ROWS
 
 
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        qkv: Tensor,
+        qkv: Tensor | Parts,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         batch: ForwardBatch,
@@ -61,7 +62,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n or wanted, num_heads * head_dim]."""
         metadata = batch.attention[self.group]
-        q = self.backend.write(self.spec, qkv, head_norm, rotation, self.cache, metadata)
+        place = (head_norm, rotation, self.cache, metadata)
+        if isinstance(qkv, Parts):
+            if wanted is None:
+                q = self.backend.write_parts(self.spec, qkv, *place)
+                return self.backend.attend(self.spec, q, self.cache, metadata)
+            qkv = qkv.summed()
+        q = self.backend.write(self.spec, qkv, *place)
         if wanted is None:
             return self.backend.attend(self.spec, q, self.cache, metadata)
         self.backend.note_finite(qkv[:, self.spec.num_heads * self.spec.head_dim :], wanted.finite)

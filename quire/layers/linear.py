@@ -59,6 +59,11 @@ class Linear(WeightedLayer):
         """x: [n, in_features] -> [n, out_features]."""
         return self.method.multiply_lines(x) if isinstance(x, Fp8Lines) else self.method.multiply(x)
 
+    def product(self, *, in_parts: bool) -> Callable[[Any], Tensor | Parts]:
+        """Itself as a function; `in_parts`: what reads the result adds up parts, as norms do that merge."""
+        parted = self.method.in_parts() if in_parts else None
+        return parted or self.forward
+
     def weight_names(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.method.spec.bias else ("weight",)
 
@@ -171,9 +176,7 @@ class RowParallelLinear(Linear):
         return self._group.collectives.all_reduce(super().forward(x))
 
     def product(self, *, in_parts: bool) -> Callable[[Any], Tensor | Parts]:
-        """Itself as a function; `in_parts`: what reads the result adds up parts, as norms do that merge."""
-        parted = self.method.in_parts() if in_parts and self._group.size == 1 else None
-        return parted or self.forward
+        return super().product(in_parts=in_parts and self._group.size == 1)
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

@@ -56,12 +56,13 @@ class AttentionBlock(nn.Module):
             layer,
             ctx.target,
         )
+        self._qkv = self.qkv_proj.product(in_parts=config.qk_norm != "full")
         self._out = self.o_proj.product(in_parts=config.merges_products)
 
     def forward(
         self, hidden: Tensor | Fp8Lines, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Tensor | Parts:
-        qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
+        qkv, head_norm = self.qk_norm(self._qkv(hidden))
         return self._out(self.attention(qkv, head_norm, rotation, batch, wanted))
 
 
@@ -71,7 +72,7 @@ class NoQKNorm(nn.Module):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
         """(qkv, what attention is to do to each head before the rotation)."""
         return qkv, None
 
@@ -86,7 +87,7 @@ class PerHeadQKNorm(NoQKNorm):
         self.k = RMSNorm(config.head_dim, target=ctx.target, **kind)
         self._norm = HeadNorm(self.q.weight, self.k.weight, config.norm_eps, config.norm_weight_offset)
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
         return qkv, self._norm
 
 
@@ -105,7 +106,7 @@ class FullWidthQKNorm(NoQKNorm):
         self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)
         self._widths = [num_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim]
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
         q, k, v = qkv.split(self._widths, dim=-1)
         return torch.cat((self.q(q), self.k(k), v), dim=-1), None
 

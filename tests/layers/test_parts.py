@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.attention.base import AttentionSpec, make_batch
+from quire.attention.registry import BACKENDS
+from quire.layers.attention import Attention, ForwardBatch, WantedTokens
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import Fp8RMSNorm, RMSNorm
 from quire.models.blocks import merge_residual
@@ -81,3 +84,27 @@ def test_products_stay_whole_where_something_comes_between() -> None:
 def test_one_part_is_its_own_sum() -> None:
     values = torch.randn(1, 3, 4)
     assert torch.equal(sum_of(values, torch.float32), values[0])
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["torch_ref", "triton"])
+@pytest.mark.parametrize("few", [False, True], ids=["all", "wanted"])
+def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: bool) -> None:
+    """The kernel that rotates adds them up; elsewhere, and where only some tokens go on, they are whole first."""
+    chosen = BACKENDS.get(backend)()
+    spec, target = AttentionSpec(4, 2, 16, 0.25), Target("cuda", HALF)
+    layer = Attention(spec, 0, target)
+    shape = chosen.cache_shape(4, 16, 2, 16)
+    parts = Parts(torch.stack([numbers(seed, 5, 8 * 16).float() for seed in range(2)]), HALF)
+    tokens = torch.tensor([1, 4], device=DEVICE)
+    table = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
+    metadata = chosen.prepare(make_batch([5], [5], table, torch.arange(16, 21, device=DEVICE), 16))
+    alone = chosen.prepare(make_batch([1, 1], [2, 5], table.expand(2, -1), tokens, 16))
+    wanted = WantedTokens(tokens, [alone], torch.zeros(5, dtype=torch.bool, device=DEVICE)) if few else None
+    results = []
+    for qkv in (parts, parts.summed()):
+        layer.bind(chosen, torch.zeros(shape, dtype=HALF, device=DEVICE), 0)
+        results.append((layer(qkv, None, None, ForwardBatch([metadata]), wanted), layer.cache))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.count_nonzero()

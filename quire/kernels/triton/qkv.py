@@ -16,6 +16,17 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 
 
 @triton.jit
+def _added_up(ptr, at, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Features of a product that may be in parts, rounded as if it had been whole."""
+    x = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(ptr + part * part_stride + at, mask=mask, other=0.0)
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _write(
     x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -48,6 +59,7 @@ def _qkv_kernel(
     k_out_ptr,
     cache_ptr,
     qkv_stride,
+    part_stride,
     value_offset,  # elements from the keys to the values of the cache
     eps,
     weight_offset,
@@ -59,6 +71,7 @@ def _qkv_kernel(
     HAS_NORM: tl.constexpr,
     KEEP_KEYS: tl.constexpr,  # also write the keys to k_out [n, kv_heads, dim]
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,  # of qkv, to be added up
     DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -70,8 +83,8 @@ def _qkv_kernel(
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_head[None, :]
     is_query = (heads < NUM_HEADS)[:, None]
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-    base = qkv_ptr + token * qkv_stride + heads[:, None] * HEAD_DIM
-    x = tl.load(base + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    base = token * qkv_stride + heads[:, None] * HEAD_DIM
+    x = _added_up(qkv_ptr, base + dims[None, :], inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
     raw = x
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
@@ -81,7 +94,7 @@ def _qkv_kernel(
     if ROTARY_DIM > 0:
         rotates = dims < ROTARY_DIM
         partner = tl.where(rotates, (dims + ROTARY_DIM // 2) % ROTARY_DIM, dims)
-        other = tl.load(base + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        other = _added_up(qkv_ptr, base + partner[None, :], inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
         if HAS_NORM:
             q_weight = tl.load(q_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
             k_weight = tl.load(k_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
@@ -111,6 +124,7 @@ def _halves_kernel(
     k_out_ptr,
     cache_ptr,
     qkv_stride,
+    part_stride,
     value_offset,
     eps,
     weight_offset,
@@ -121,6 +135,7 @@ def _halves_kernel(
     HAS_NORM: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The same where all of a head is rotated: its halves are each other's partners, so each is loaded once."""
@@ -133,9 +148,9 @@ def _halves_kernel(
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
     is_query = (heads < NUM_HEADS)[:, None]
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-    at = qkv_ptr + token * qkv_stride + heads[:, None] * HEAD_DIM + low[None, :]
-    raw_x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    raw_y = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    at = token * qkv_stride + heads[:, None] * HEAD_DIM + low[None, :]
+    raw_x = _added_up(qkv_ptr, at, inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
+    raw_y = _added_up(qkv_ptr, at + HALF, inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
     x, y = raw_x, raw_y
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)[:, None]
@@ -169,18 +184,19 @@ def prepare_qkv(
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
+    dtype: torch.dtype,
     k_out: Tensor | None = None,
     heads_per_program: int | None = None,
 ) -> Tensor:
-    """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim]; keys and values go to cache[:, slot].
+    """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim] in `dtype`; keys and values go to cache[:, slot].
 
-    `k_out` [n, kv_heads, dim] receives the keys too.
+    qkv may also be [parts, n, ...], to be added up. `k_out` [n, kv_heads, dim] receives the keys too.
 
     rotation: cos and sign-folded sin, each [n, 1, rotary_dim]; slots: [n] int64.
     """
     _, _, num_kv_heads, block_size, head_dim = cache.shape
-    tokens = qkv.shape[0]
-    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    tokens = qkv.shape[-2]
+    q = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=qkv.device)
     total = num_heads + 2 * num_kv_heads
     # The more tokens, the more heads a program has: parallelism against the cost of launching. Measured on an H200.
     heads = heads_per_program or (4 if tokens <= 64 else 8 if tokens <= 192 else 32)
@@ -196,6 +212,7 @@ def prepare_qkv(
         q,
         q if k_out is None else k_out,
         cache,
+        qkv.stride(-2),
         qkv.stride(0),
         cache.stride(0),
         eps,
@@ -209,6 +226,7 @@ def prepare_qkv(
         "HAS_NORM": q_weight is not None,
         "KEEP_KEYS": k_out is not None,
         "HEADS": heads,
+        "PARTS": qkv.shape[0] if qkv.dim() == 3 else 1,
         "num_warps": 4,
         **launch_options(),
     }

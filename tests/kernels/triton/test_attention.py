@@ -128,7 +128,7 @@ def test_a_cache_of_more_than_two_billion_elements(tmp_path: Path) -> None:
     at = torch.arange(20)
     slots = table[0, at // BLOCK] * BLOCK + at % BLOCK
     qkv = torch.randn(20, 4 * 32, generator=torch.Generator().manual_seed(0)).half().float()
-    query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, 2)
+    query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, 2, qkv.dtype)
     heads = qkv.view(20, 4, 32)
     expected = dense(spec, heads[:, :2], heads[:, 2:3], heads[:, 3:]).float()
     shared = (torch.zeros(1, dtype=torch.int64, device=DEVICE), int32([20]), int32([0, 20]))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.parts import sum_of
 from quire.ops.qkv import split_qkv
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import assert_close, needs_triton
 
 pytestmark = needs_triton
@@ -50,6 +51,7 @@ def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, nor
         slots.to(DEVICE),
         cache,
         heads,
+        qkv.dtype,
         k_out,
     )
     q, k, v = split_qkv(qkv.contiguous(), heads, kv_heads, *weights, 1e-6, offset, rotation)
@@ -71,8 +73,30 @@ def test_any_number_of_heads_per_program(tokens: int) -> None:
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(0))
     cache = torch.zeros(2, 1 + tokens // BLOCK, kv_heads, BLOCK, dim, device=DEVICE)
     slots = torch.arange(tokens)
-    query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, heads)
+    query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, heads, qkv.dtype)
     q, k, v = split_qkv(qkv, heads, kv_heads, None, None, 0.0, 0.0, None)
     assert_close(query, q)
     flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)[:, :tokens]
     assert_close(flat, torch.stack((k, v)))
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 16, 32])
+def test_parts_are_added_up_first(rotary_dim: int) -> None:
+    """To the bit: their sum is rounded as a product would be."""
+    from quire.kernels.triton.qkv import prepare_qkv
+
+    tokens, heads, kv_heads, dim = 5, 4, 2, 32
+    generator = torch.Generator().manual_seed(rotary_dim)
+    parts = torch.randn(3, tokens, (heads + 2 * kv_heads) * dim, generator=generator).to(DEVICE)
+    weights = [torch.randn(dim, generator=generator).to(DEVICE, HALF) for _ in range(2)]
+    cos, sin = rotation_of(tokens, rotary_dim or 2, generator)
+    rotation = (cos.to(DEVICE, HALF), sin.to(DEVICE, HALF)) if rotary_dim else None
+    slots = torch.arange(BLOCK, BLOCK + tokens, device=DEVICE)
+    caches = torch.zeros(2, 2, BLOCKS, kv_heads, BLOCK, dim, dtype=HALF, device=DEVICE)
+    queries = [
+        prepare_qkv(qkv, *weights, 1e-6, 0.0, rotation, slots, cache, heads, HALF)
+        for qkv, cache in zip((parts, sum_of(parts, HALF)), caches, strict=True)
+    ]
+    assert torch.equal(*queries)
+    assert torch.equal(*caches)
+    assert caches.count_nonzero()
