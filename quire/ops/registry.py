@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
 from quire.ops.base import Op
+from quire.ops.blocks import WRITE_BLOCKS
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.embedding import EMBED
@@ -41,6 +42,7 @@ OPS: tuple[Op[Any], ...] = (
     EMBED,
     GATHER_ROTATION,
     GATHER_ROWS,
+    WRITE_BLOCKS,
     SCALE,
     SOFT_CAP,
     FIRST_MAX,

@@ -47,7 +47,7 @@ def host_buffer(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Lent:
-    """Lists of integers that a kernel reads where they are, on the host: a copy would take longer than the reading.
+    """Lists of integers that a device reads where they are, on the host: a copy would take longer than the reading.
 
     Their memory is used again in turn, once the device is done with it.
     """
@@ -55,12 +55,16 @@ class Lent:
     _TURNS = 8  # more than there are steps in flight, so that nobody waits
     _MIN_LENGTH = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._turns: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     @contextmanager
     def list(self, values: Sequence[int]) -> Iterator[Tensor]:
         """int32 [len(values)], to be read by what is launched inside the context."""
+        if self._device.type == "cpu":
+            yield torch.tensor(values, dtype=torch.int32)
+            return
         buffer, event = self._turns.popleft() if len(self._turns) == self._TURNS else (None, torch.cuda.Event())
         if not event.query():
             event.synchronize()

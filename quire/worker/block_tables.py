@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.ops.base import Target
+from quire.ops.blocks import WRITE_BLOCKS
 from quire.platform.transfer import Lent
 from quire.types.step import StepPlan
 
@@ -19,20 +21,15 @@ class BlockTables:
         max_blocks = -(-max_model_len // block_size) + 1
         # And one spare row, see RequestRows.
         self.tables = torch.zeros(num_groups, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
-        self._lent = Lent() if device.type == "cuda" else None
+        self._write = WRITE_BLOCKS.bind(Target(device.type))
+        self._lent = Lent(device)
 
     def apply(self, plan: StepPlan) -> None:
         if not plan.block_ids:
             return
         columns = (plan.block_groups, plan.block_rows, plan.block_indices, plan.block_ids)
-        if self._lent is None:
-            groups, rows, indices, ids = torch.tensor(columns)
-            self.tables[groups, rows, indices] = ids.to(torch.int32)
-            return
-        from quire.kernels.triton.step import write_blocks
-
         with self._lent.list([x for column in columns for x in column]) as packed:
-            write_blocks(self.tables, packed.view(4, -1))
+            self._write(self.tables, packed.view(4, -1))
 
     def slots(self, group: int, token_rows: Tensor, positions: Tensor) -> Tensor:
         """Where each token's key and value go: block_id * block_size + offset. [num_tokens] int64"""

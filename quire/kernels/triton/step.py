@@ -130,12 +130,13 @@ def _append_kernel(
         tl.store(num_computed_ptr + row, tl.load(num_computed_ptr + row) + 1)
 
 
-def write_blocks(tables: Tensor, packed: Tensor) -> None:
+def write_blocks(tables: Tensor, packed: Tensor) -> Tensor:
     """tables[group, row, column] = block for each column of packed [4, n] int32, which may lie in pinned memory."""
     count = packed.shape[1]
     _write_blocks_kernel[(triton.cdiv(count, _CELLS),)](
         packed, tables, count, tables.stride(0), tables.stride(1), BLOCK=_CELLS, num_warps=4
     )
+    return tables
 
 
 def gather_inputs(

@@ -82,20 +82,3 @@ def test_chosen_tokens_are_appended_and_broken_rows_told() -> None:
     assert state.num_tokens.tolist() == [4, 1, 6, 2, 0]
     assert state.num_computed.tolist() == [3, 0, 5, 1, 0]
     assert (int(state.token_ids[2, 5]), int(state.token_ids[0, 3])) == (7, 9)
-
-
-@pytest.mark.parametrize("count", [1, 2, 128, 300])
-def test_new_blocks_land_in_their_cells(count: int) -> None:
-    from quire.kernels.triton.step import write_blocks
-
-    groups, rows, columns = 2, 30, 11
-    generator = torch.Generator().manual_seed(count)
-    cells = torch.randperm(groups * rows * columns, generator=generator)[:count]
-    blocks = torch.randint(1, 1 << 30, (count,), generator=generator)
-    tables = torch.zeros(groups, rows, columns, dtype=torch.int32, device=DEVICE)
-    expected = tables.flatten().cpu().index_put((cells,), blocks.to(torch.int32)).view_as(tables)
-    packed = torch.stack([cells // (rows * columns), cells // columns % rows, cells % columns, blocks]).to(
-        torch.int32
-    )
-    write_blocks(tables, packed.to(DEVICE))
-    assert torch.equal(tables.cpu(), expected)
