@@ -57,7 +57,7 @@ def test_a_model_wide_enough_for_tiles_and_parts(tmp_path: Path, monkeypatch: py
     assert len(merged) == 2 * sizes["num_hidden_layers"]
     assert min(merged) > 1
     for actual in (fast, deterministic):
-        assert float((actual - expected).norm() / expected.norm()) < 0.02
+        assert float((actual - expected).norm() / expected.norm()) < 0.05
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])

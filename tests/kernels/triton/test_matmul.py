@@ -87,7 +87,7 @@ def test_whatever_way_is_chosen_in_parts(rows: int, inner: int, outputs: int, pa
         out = linear_in_parts(x.to(DEVICE), weight.to(DEVICE), None if given is None else given.to(DEVICE))
         assert out.shape == (parts, rows, outputs)
         assert out.dtype == (HALF if parts == 1 else torch.float32)
-        assert_close(sum_of(out, torch.float32), expect(x, weight, given), 2e-2 if parts == 1 else 1e-4)
+        assert_close(sum_of(out, torch.float32), expect(x, weight, given), 2e-2 if parts == 1 else 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
