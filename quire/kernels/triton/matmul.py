@@ -178,9 +178,9 @@ def some_rows_shape(rows: int, n: int, k: int) -> TileShape | None:
         return None
     if tiles <= 32:
         return TileShape(bt=64, splits=4 if rows <= 128 else 2)
-    if rows <= 128 and tiles <= 64:
-        return TileShape(bt=64)
-    return TileShape(bt=128, bk=64, num_stages=6)
+    if rows > 128:
+        return TileShape(bt=128, num_warps=8, num_stages=3)
+    return TileShape(bt=64) if tiles <= 64 else TileShape(bt=128, bk=64, num_stages=6)
 
 
 def some_rows_gated_shape(rows: int, n: int, k: int) -> TileShape | None:
