@@ -17,6 +17,7 @@ from quire.attention.base import (
     HeadNorm,
     Rotation,
 )
+from quire.kernels.triton import quantize
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
 from quire.kernels.triton.launch import multiprocessors, unavailable
@@ -84,7 +85,7 @@ class TritonAttention(AttentionBackend):
             raise ConfigError(f"attention_backend is {self.name!r}, but {reason}; leave --attention-backend out")
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (dtype, torch.float8_e4m3fn)
+        return (dtype,) if quantize.unavailable() else (dtype, quantize.FP8)
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32

@@ -66,12 +66,13 @@ def generate_lines(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, t
 
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_UNAVAILABLE = "triton.quantize:unavailable"
 
 
 def _products(function: str) -> tuple[Implementation, ...]:
     return (
-        Implementation("triton", f"triton.fp8:{function}", ("cuda",), _TYPES, varies=True),
-        Implementation("triton_fixed", f"triton.fp8:{function}_fixed", ("cuda",), _TYPES),
+        Implementation("triton", f"triton.fp8:{function}", ("cuda",), _TYPES, _UNAVAILABLE, varies=True),
+        Implementation("triton_fixed", f"triton.fp8:{function}_fixed", ("cuda",), _TYPES, _UNAVAILABLE),
     )
 
 

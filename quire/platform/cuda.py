@@ -9,6 +9,8 @@ import torch
 from quire.platform.base import Event, Platform
 from quire.types.errors import ConfigError
 
+_OLDEST = (8, 0)  # Ampere, the first with bfloat16
+
 
 class CudaEvent(Event):
     def __init__(self) -> None:
@@ -42,6 +44,13 @@ class CudaPlatform(Platform):
             why = "finds no GPU" if torch.backends.cuda.is_built() else "was built without CUDA"
             raise ConfigError(f"device is 'cuda' but torch {torch.__version__} here {why}; set --device cpu, or auto")
         torch.cuda.init()
+        capability = torch.cuda.get_device_capability()
+        if capability < _OLDEST:
+            found, needed = (".".join(map(str, version)) for version in (capability, _OLDEST))
+            raise ConfigError(
+                f"{torch.cuda.get_device_name()} has compute capability {found}, and kernels need {needed} or newer;"
+                " set --device cpu"
+            )
 
     def available_memory(self, utilization: float = 1.0) -> int:
         free, total = torch.cuda.mem_get_info()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, heads_of, launch_options
+from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 
@@ -192,7 +192,7 @@ def decode_attention(
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(num_heads // num_kv_heads)),
         KEYS=keys,
         num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=kv_stages(num_stages, keys, heads["DIM"] * q.element_size()),
         **heads,
         **launch_options(),
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.launch import begin_dependent, kv_stages, launch_options
 
 KEYS = 64  # of a tile
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
@@ -312,7 +312,7 @@ def even_attention(
         FIRST=_FIRST,
         LAST=_LAST,
         num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=kv_stages(num_stages, KEYS, dim * q.element_size()),
         **launch_options(),
     )
     _join_kernel[(count, num_kv_heads)](

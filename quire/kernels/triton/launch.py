@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 HOPPER = (9, 0)
+_SHARED_MEMORY = 232448  # bytes, of Hopper
+_BESIDE_KEYS = 12 << 10  # bytes: queries and weights
 # What Triton does unasked, up to a version that will not.
 FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 
@@ -83,6 +85,30 @@ def unavailable() -> str | None:
     if torch.cuda.is_available() or triton.knobs.runtime.interpret:
         return None
     return "Triton's kernels need an NVIDIA GPU, and PyTorch finds none"
+
+
+@cache
+def shared_memory() -> int:
+    """Bytes that a program may have of a multiprocessor's: on Hopper 227 KB, on cards for desktops 99."""
+    if not torch.cuda.is_available():
+        return _SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(0), "shared_memory_per_block_optin", _SHARED_MEMORY))
+
+
+def stages_within(wanted: int, piece: int, beside: int = 0) -> int:
+    """How many pieces of so many bytes may be on their way at once: as many as wanted, or as there is room for."""
+    return max(1, min(wanted, (shared_memory() - beside) // piece))
+
+
+def kv_stages(wanted: int, keys: int, width: int) -> int:
+    """The same for so many keys and values at a time, `width` bytes each."""
+    return stages_within(wanted, 2 * keys * width, _BESIDE_KEYS)
+
+
+@cache
+def has_tensor_memory() -> bool:
+    """Whether tiles are copied by a unit of their own; where there is no device, the interpreter does it."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= HOPPER
 
 
 @cache

@@ -198,7 +198,7 @@ def parts_of(rows: int, n: int, k: int) -> int:
     Parts that nobody waits for are cheap: as many as fill the device once.
     """
     is_small = n * k <= _SMALL
-    if rows == 1 or (rows > _MAX_WIDE_ROWS and not is_small):
+    if rows <= 1 or (rows > _MAX_WIDE_ROWS and not is_small):
         return 1
     tiles: int = triton.cdiv(n, _LINES) * (triton.cdiv(rows, _TOKENS) if is_small else 1)
     return max(1, min(_MAX_PARTS, _PROGRAMS // tiles))

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED, heads_of
+from quire.kernels.triton.launch import FUSED, heads_of, shared_memory
 
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
+_MIN_KEYS = 16
+_BESIDE = 16 << 10  # bytes, beside keys and values
 
 
 @triton.jit
@@ -127,6 +129,9 @@ def prefill_attention(
     width, num_stages = heads["DIM"] * q.element_size(), 2
     if width > _WIDE:  # fewer keys at a time, for a multiprocessor to have room for them
         keys, num_stages = (min(keys, 64), 2) if width <= 2 * _WIDE else (min(keys, 32), 1)
+    beside = query_tile * width + _BESIDE // 2 if width > _WIDE else _BESIDE  # wide queries stay there, too
+    while keys > _MIN_KEYS and 2 * num_stages * keys * width + beside > shared_memory():
+        keys //= 2
     _prefill_kernel[(tile_index.shape[0], q.shape[1])](
         q,
         cache,

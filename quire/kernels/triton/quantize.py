@@ -10,6 +10,15 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 FP8 = torch.float8_e4m3fn
+_FIRST_WITH_FP8 = (8, 9)
+
+
+def unavailable() -> str | None:
+    """Why this device has no eight-bit floats; None if it has."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _FIRST_WITH_FP8:
+        return None
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return f"eight-bit floats need a GPU of compute capability 8.9 or newer, and {name} has {major}.{minor}"
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, heads_of, launch_options
+from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
@@ -247,7 +247,7 @@ class Cut:
     lines: int = 64  # queries times heads of a program
     keys: int = 64  # keys at a time
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 3  # if there is room for them
 
 
 def tile_attention(
@@ -312,7 +312,7 @@ def tile_attention(
         soft_cap or 0.0,
         LINES=lines,
         num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        num_stages=kv_stages(cut.num_stages, cut.keys, shared["DIM"] * q.element_size()),
         **shared,
     )
     if splits:

@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import gate_times_up
-from quire.kernels.triton.launch import allow_dependents, launch_options, prefetch_lines, wait_for_predecessor
+from quire.kernels.triton.launch import (
+    allow_dependents,
+    launch_options,
+    prefetch_lines,
+    stages_within,
+    wait_for_predecessor,
+)
 
 _MIN_TOKENS = 16  # the narrowest tile of a matrix unit
 # Where a tile is not full, a mask costs more than reading the last token again in shorter lines, less in longer ones.
@@ -142,7 +148,7 @@ class TileShape:
     group: int = 8  # tiles of lines that walk over the tokens together
     prefetch: int = 2  # pieces of the weight asked for while the kernel before still runs
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 4  # if there is room for them
 
 
 _DEFAULT_SHAPE = TileShape()
@@ -201,7 +207,7 @@ def matmul_tiles(
         GROUP=shape.group,
         PREFETCH=shape.prefetch,
         num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        num_stages=stages_within(shape.num_stages, (bt + bn) * bk * x.element_size()),
         **launch_options(),
     )
     return out

@@ -12,12 +12,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.launch import allow_dependents, launch_options, prefetch_lines, wait_for_predecessor
+from quire.kernels.triton.launch import (
+    allow_dependents,
+    has_tensor_memory,
+    launch_options,
+    prefetch_lines,
+    shared_memory,
+    stages_within,
+    wait_for_predecessor,
+)
 
 _LINES = 64  # of the weight, in a tile
 _MIN_TOKENS = 16
 _MAX_TOKENS = 256
-_SHARED_MEMORY = 226 << 10  # bytes, of a program
+_BARRIERS = 1024  # bytes
 _MAX_STAGES = 6
 _ALIGNMENT = 16  # bytes, of what the copies begin at
 
@@ -110,9 +118,9 @@ def matmul_wide(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> 
 
 
 def wide_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether both can be copied by the unit, and are not too many tokens."""
+    """Whether there is such a unit, both can be copied by it, and are not too many tokens."""
     aligned = all(side.is_contiguous() and side.data_ptr() % _ALIGNMENT == 0 for side in (x, weight))
-    return aligned and x.shape[0] <= _MAX_TOKENS and x.element_size() == 2
+    return aligned and x.shape[0] <= _MAX_TOKENS and x.element_size() == 2 and has_tensor_memory()
 
 
 def _token_tiles(rows: int) -> tuple[int, int]:
@@ -123,9 +131,9 @@ def _token_tiles(rows: int) -> tuple[int, int]:
 
 def _pieces(tokens: int, itemsize: int) -> tuple[int, int]:
     """(How much of the inner dimension at a time, how many such pieces there is room for): long ones if four fit."""
-    longest = (_LINES + tokens) * itemsize * 128
-    bk = 128 if 4 * longest <= _SHARED_MEMORY else 64
-    return bk, min(_MAX_STAGES, _SHARED_MEMORY * 128 // (longest * bk))
+    width = (_LINES + tokens) * itemsize
+    bk = 128 if 4 * 128 * width <= shared_memory() - _BARRIERS else 64
+    return bk, stages_within(_MAX_STAGES, width * bk, _BARRIERS)
 
 
 def _tiles(lines: Tensor, count: int, bk: int) -> TensorDescriptor:

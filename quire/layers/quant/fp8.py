@@ -54,7 +54,8 @@ class Fp8(Quantization):
         platforms = sorted({name for kernels in LINEAR_FP8.implementations for name in kernels.platforms})
         if target.platform not in platforms:
             return f"it runs on {', '.join(platforms)}, not on {target.platform}; set --quantization int8"
-        return None
+        *_, reason = (implementation.refuses(target) for implementation in LINEAR_FP8.implementations)
+        return None if reason is None else f"{reason}; leave --quantization out"
 
     def linear(self, spec: MatrixSpec) -> LinearMethod:
         return Fp8Linear(spec)

@@ -1,6 +1,6 @@
-"""Compiles kernels for a Hopper GPU, in the shapes that real models give it, without having one.
+"""Compiles kernels for GPUs, in the shapes that real models give them, without having one.
 
-    python -m tests.kernels.triton.hopper {products,lines,attention,sampling} [--all]
+    python -m tests.kernels.triton.cards {hopper,ampere,ada,blackwell} {products,lines,attention,sampling} [--all]
 
 Kernels are launched as ever, on tensors in host memory; a driver of our own compiles them and leaves it at that. What
 a GPU would refuse shows: code that only the interpreter takes, and more shared memory than a multiprocessor has.
@@ -26,7 +26,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 MULTIPROCESSORS = 132
-SHARED_MEMORY = 232448  # bytes, of a program
+# Compute capability, and the bytes of shared memory that a program may have: H200, A100, RTX 4090, RTX 5090.
+CARDS = {"hopper": (90, 232448), "ampere": (80, 166912), "ada": (89, 101376), "blackwell": (120, 101376)}
+FIRST_WITH_FP8 = 89
 VOCAB = 151936
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -36,9 +38,10 @@ compiled: Counter[str] = Counter()
 class CompileOnly:
     """Stands in for Triton's CUDA driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int, shared_memory: int) -> None:
+        self._capability = capability
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
+            get_device_properties=lambda device: {"max_shared_mem": shared_memory},
             load_binary=self._load,
             unload_module=lambda module: None,
         )
@@ -51,7 +54,7 @@ class CompileOnly:
         return lambda *arguments: None
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -60,18 +63,25 @@ class CompileOnly:
         return 0
 
 
-def pretend() -> None:
+def pretend(card: str) -> None:
     """There is such a GPU; what is left to libraries is not computed."""
-    triton.runtime.driver.set_active(CompileOnly())
+    capability, shared_memory = CARDS[card]
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=shared_memory)
+    triton.runtime.driver.set_active(CompileOnly(capability, shared_memory))
     torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device: properties
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0])
     torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **how: torch.empty_like(q)
 
 
 def numbers(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)  # never touched, so never taken
+
+
+def has_fp8() -> bool:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor >= FIRST_WITH_FP8
 
 
 def products(all_shapes: bool) -> None:
@@ -88,6 +98,8 @@ def products(all_shapes: bool) -> None:
             matmul.gated_linear(x, weight, None, "silu")
             fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
     fixed_matmul.linear_transposed(numbers(2048, 1024), numbers(4096, 1024))
+    if not has_fp8():
+        return
     for rows in (1, 64) if all_shapes else (1,):
         quantized = numbers(28672, 4096, dtype=FP8), numbers(28672, dtype=torch.float32)
         fp8.linear_fp8(numbers(rows, 4096), *quantized)
@@ -102,11 +114,13 @@ def lines(all_shapes: bool) -> None:
         norm.rms_norm(x, weight, 1e-6)
         norm.add_rms_norm(x, x, weight, 1e-6)
         norm.add_rms_norm_in_parts(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
-        norm.rms_norm_fp8(x, weight, 1e-6)
-        norm.add_rms_norm_fp8(x, x, weight, 1e-6)
+        if has_fp8():
+            norm.rms_norm_fp8(x, weight, 1e-6)
+            norm.add_rms_norm_fp8(x, x, weight, 1e-6)
+            activation.silu_and_mul_fp8(numbers(rows, 2 * 14336))
         gather.gather_rows(x, torch.arange(rows))
         gather.gather_rotation(numbers(40, 128, dtype=torch.float32), torch.arange(rows), BF16)
-        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.silu_and_mul_fp8):
+        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul):
             run(numbers(rows, 2 * 14336))
 
 
@@ -134,7 +148,7 @@ def attention(all_shapes: bool) -> None:
 
     kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
     if all_shapes:
-        kinds += [(64, None, None, BF16), (128, None, None, FP8)]
+        kinds += [(64, None, None, BF16), *([(128, None, None, FP8)] if has_fp8() else [])]
     for backend, (head_dim, window, cap, kept) in product((TritonAttention(), FixedTritonAttention()), kinds):
         spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap)
         cache = numbers(*backend.cache_shape(64, block_size, 8, head_dim, kept), dtype=kept)
@@ -184,8 +198,8 @@ PARTS = {"products": products, "lines": lines, "attention": attention, "sampling
 
 
 def main() -> None:
-    pretend()
-    PARTS[sys.argv[1]](all_shapes="--all" in sys.argv[2:])
+    pretend(sys.argv[1])
+    PARTS[sys.argv[2]](all_shapes="--all" in sys.argv[3:])
     print(json.dumps(dict(sorted(compiled.items()))))
 
 

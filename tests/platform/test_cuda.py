@@ -1,0 +1,44 @@
+"""GPUs that are too old are refused by name. Nothing here needs one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.layers.quant.fp8 import Fp8
+from quire.ops.base import Target
+from quire.platform.cuda import CudaPlatform
+from quire.types.errors import ConfigError
+from tests.kernels.triton.paged import needs_triton
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "Tesla T4", (7, 5))
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5.*8\.0 or newer; set --device cpu"):
+        CudaPlatform().start(None)
+    pretend(monkeypatch, "NVIDIA A100", (8, 0))
+    CudaPlatform().start(None)
+
+
+@needs_triton
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_without_eight_bit_floats_keeps_others(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    from quire.attention.triton import TritonAttention
+
+    target = Target("cuda", torch.bfloat16, deterministic=deterministic)
+    pretend(monkeypatch, "NVIDIA A100", (8, 0))
+    reason = Fp8().refuses(target)
+    assert reason is not None
+    assert "NVIDIA A100 has 8.0" in reason
+    assert reason.endswith("leave --quantization out")
+    assert TritonAttention().kv_dtypes(torch.bfloat16) == (torch.bfloat16,)
+    pretend(monkeypatch, "NVIDIA L40S", (8, 9))
+    assert Fp8().refuses(target) is None
+    assert TritonAttention().kv_dtypes(torch.bfloat16) == (torch.bfloat16, torch.float8_e4m3fn)
