@@ -156,10 +156,9 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
 
     def hook_for(name: str) -> Callable[[Any, tuple[Any, ...], Any], None]:
         def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            outputs[name] = tensor.detach().clone().cpu()
+            outputs[name] = _values_of(output)
             if args:
-                inputs[name] = args[0].detach().clone().cpu()
+                inputs[name] = _values_of(args[0])
 
         return hook
 
@@ -176,6 +175,20 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
             stack.callback(module.register_forward_hook(hook_for(name)).remove)
             _watch_fused_norms(stack, module, hook_for(name))
         return _Captured(outputs, inputs, run().cpu())
+
+
+def _values_of(passed: Any) -> Any:
+    """A copy of what one module passes to another, as a tensor; of several things it is the first."""
+    from quire.ops.fp8 import Fp8Lines
+    from quire.ops.parts import Parts
+
+    if isinstance(passed, Parts):
+        passed = passed.summed()
+    elif isinstance(passed, Fp8Lines):
+        passed = passed.unpacked()
+    elif isinstance(passed, tuple):
+        return _values_of(passed[0])
+    return passed.detach().clone().cpu()
 
 
 def _watch_fused_norms(stack: ExitStack, module: Any, hook: Callable[[Any, tuple[Any, ...], Any], None]) -> None:

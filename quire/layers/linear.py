@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +50,20 @@ class Linear(WeightedLayer):
         self._pieces = tuple(pieces)
         spec = MatrixSpec(self.in_features, tuple(piece.size for piece in pieces), bias, target)
         self.method = self._make_method(choose_method(target), spec)
+        self._in_parts: Callable[[Tensor], Tensor | Parts] | None = None
 
     def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
         return quantization.linear(spec)
 
-    def forward(self, x: Tensor | Fp8Lines) -> Tensor:
+    def forward(self, x: Tensor | Fp8Lines) -> Tensor | Parts:
         """x: [n, in_features] -> [n, out_features]."""
-        return self.method.multiply_lines(x) if isinstance(x, Fp8Lines) else self.method.multiply(x)
+        if isinstance(x, Fp8Lines):
+            return self.method.multiply_lines(x)
+        return self.method.multiply(x) if self._in_parts is None else self._in_parts(x)
 
-    def product(self, *, in_parts: bool) -> Callable[[Any], Tensor | Parts]:
-        """Itself as a function; `in_parts`: what reads the result adds up parts, as norms do that merge."""
-        parted = self.method.in_parts() if in_parts else None
-        return parted or self.forward
+    def leave_in_parts(self) -> None:
+        """What reads the result adds up parts, as norms do that merge: so it need not be whole."""
+        self._in_parts = self.method.in_parts()
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.method.spec.bias else ("weight",)
@@ -172,11 +173,13 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
         self._group = group
 
-    def forward(self, x: Tensor | Fp8Lines) -> Tensor:
-        return self._group.collectives.all_reduce(super().forward(x))
+    def forward(self, x: Tensor | Fp8Lines) -> Tensor | Parts:
+        out = super().forward(x)
+        return out if isinstance(out, Parts) else self._group.collectives.all_reduce(out)
 
-    def product(self, *, in_parts: bool) -> Callable[[Any], Tensor | Parts]:
-        return super().product(in_parts=in_parts and self._group.size == 1)
+    def leave_in_parts(self) -> None:
+        if self._group.size == 1:  # else ranks add up whole ones
+            super().leave_in_parts()
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

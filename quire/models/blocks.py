@@ -56,14 +56,17 @@ class AttentionBlock(nn.Module):
             layer,
             ctx.target,
         )
-        self._qkv = self.qkv_proj.product(in_parts=config.qk_norm != "full")
-        self._out = self.o_proj.product(in_parts=config.merges_products)
+        if config.qk_norm != "full":
+            self.qkv_proj.leave_in_parts()
+        if config.merges_products:
+            self.o_proj.leave_in_parts()
 
     def forward(
         self, hidden: Tensor | Fp8Lines, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Tensor | Parts:
-        qkv, head_norm = self.qk_norm(self._qkv(hidden))
-        return self._out(self.attention(qkv, head_norm, rotation, batch, wanted))
+        qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
+        out: Tensor | Parts = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
+        return out
 
 
 class NoQKNorm(nn.Module):
@@ -132,10 +135,12 @@ class GatedMLP(nn.Module):
         )
         takes_lines = self.down_proj.method.takes_lines
         self._gated = gated_product(self.gate_up_proj, config.activation, ctx.target, takes_lines=takes_lines)
-        self._down = self.down_proj.product(in_parts=config.merges_products)
+        if config.merges_products:
+            self.down_proj.leave_in_parts()
 
     def forward(self, hidden: Tensor | Fp8Lines) -> Tensor | Parts:
-        return self._down(self._gated(hidden))
+        out: Tensor | Parts = self.down_proj(self._gated(hidden))
+        return out
 
 
 class DecoderLayer(nn.Module):

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec, make_batch
 from quire.attention.registry import BACKENDS
+from quire.cli.verify import _values_of
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import Fp8RMSNorm, RMSNorm
 from quire.models.blocks import merge_residual
 from quire.models.config import read_config
 from quire.ops.base import Target
+from quire.ops.fp8 import Fp8Lines
 from quire.ops.parts import Parts, sum_of
 from quire.parallel.groups import ParallelGroup
 from tests.kernels.device import DEVICE, HALF
@@ -45,9 +47,11 @@ def test_a_norm_adds_them_up(rows: int) -> None:
     with torch.device(DEVICE):
         norm = RMSNorm(WIDTH, eps=1e-6, target=TARGET)
     norm.weight.data.copy_(numbers(5, WIDTH))
-    product = linear.product(in_parts=True)(x)
+    whole = linear(x)
+    linear.leave_in_parts()
+    product = linear(x)
     assert isinstance(product, Parts) == (rows > 1)
-    for mine, theirs in zip(norm.merge(product, residual), norm.merge(linear(x), residual), strict=True):
+    for mine, theirs in zip(norm.merge(product, residual), norm.merge(whole, residual), strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
 
 
@@ -69,11 +73,11 @@ def test_who_reads_them_otherwise_gets_their_sum() -> None:
 def test_products_stay_whole_where_something_comes_between() -> None:
     """Ranks have to be added up first; deterministic mode never splits; a scale is not a norm."""
     x = numbers(3, 5, INNER)
-    assert isinstance(layer().product(in_parts=False)(x), Tensor)
-    whole = layer(Target("cuda", HALF, deterministic=True))
-    assert whole.product(in_parts=True) == whole.forward
-    shared = layer(group=ParallelGroup(0, 2))
-    assert shared.product(in_parts=True) == shared.forward
+    assert isinstance(layer()(x), Tensor)
+    deterministic, shared = layer(Target("cuda", HALF, deterministic=True)), layer(group=ParallelGroup(0, 2))
+    for linear, inputs in ((deterministic, x), (shared, x[:, : INNER // 2].contiguous())):
+        linear.leave_in_parts()
+        assert isinstance(linear(inputs), Tensor)
     assert layer(Target(dtype=HALF)).method.in_parts() is None
     llama = read_config({**SIZES, "hidden_act": "silu", "rms_norm_eps": 1e-6})
     assert llama.merges_products
@@ -108,3 +112,15 @@ def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: boo
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
         assert mine.count_nonzero()
+
+
+def test_verify_compares_what_passes_between_modules() -> None:
+    values = torch.arange(6.0).view(2, 1, 3)
+    lines = Fp8Lines(torch.ones(1, 3).to(torch.float8_e4m3fn), torch.tensor([2.0]), torch.float32)
+    for passed, expected in (
+        (Parts(values, torch.float32), [[3.0, 5.0, 7.0]]),
+        (lines, [[2.0, 2.0, 2.0]]),
+        ((Parts(values, torch.float32), "residual"), [[3.0, 5.0, 7.0]]),
+        (values[0], [[0.0, 1.0, 2.0]]),
+    ):
+        assert _values_of(passed).tolist() == expected
