@@ -156,9 +156,9 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
 
     def hook_for(name: str) -> Callable[[Any, tuple[Any, ...], Any], None]:
         def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            outputs[name] = _values_of(output)
+            outputs[name] = _tensor_of(output).detach().clone().cpu()
             if args:
-                inputs[name] = _values_of(args[0])
+                inputs[name] = _tensor_of(args[0]).detach().clone().cpu()
 
         return hook
 
@@ -177,18 +177,16 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
         return _Captured(outputs, inputs, run().cpu())
 
 
-def _values_of(passed: Any) -> Any:
-    """A copy of what one module passes to another, as a tensor; of several things it is the first."""
+def _tensor_of(passed: Any) -> Any:
+    """What one module passes to another as a tensor; of several things the first."""
     from quire.ops.fp8 import Fp8Lines
     from quire.ops.parts import Parts
 
     if isinstance(passed, Parts):
-        passed = passed.summed()
-    elif isinstance(passed, Fp8Lines):
-        passed = passed.unpacked()
-    elif isinstance(passed, tuple):
-        return _values_of(passed[0])
-    return passed.detach().clone().cpu()
+        return passed.summed()
+    if isinstance(passed, Fp8Lines):
+        return passed.unpacked()
+    return _tensor_of(passed[0]) if isinstance(passed, tuple) else passed
 
 
 def _watch_fused_norms(stack: ExitStack, module: Any, hook: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
@@ -212,7 +210,7 @@ def _watch_fused_norms(stack: ExitStack, module: Any, hook: Callable[[Any, tuple
         def run_norms(_: Any, args: tuple[Any, ...]) -> None:
             """Attention applies them itself: apply them to the same heads, for the hooks to see."""
             for layer, piece in ((norm.q, "q_proj"), (norm.k, "k_proj")):
-                layer(_piece(projection, piece, args[0]).unflatten(-1, (-1, layer.weight.shape[0])))
+                layer(_piece(projection, piece, _tensor_of(args[0])).unflatten(-1, (-1, layer.weight.shape[0])))
 
         stack.callback(norm.register_forward_pre_hook(run_norms).remove)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec, make_batch
 from quire.attention.registry import BACKENDS
-from quire.cli.verify import _values_of
+from quire.cli.verify import _tensor_of
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import Fp8RMSNorm, RMSNorm
@@ -123,4 +123,4 @@ def test_verify_compares_what_passes_between_modules() -> None:
         ((Parts(values, torch.float32), "residual"), [[3.0, 5.0, 7.0]]),
         (values[0], [[0.0, 1.0, 2.0]]),
     ):
-        assert _values_of(passed).tolist() == expected
+        assert _tensor_of(passed).tolist() == expected
