@@ -87,6 +87,7 @@ class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; c
 class AttentionBackend(ABC):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
+    max_head_dim: int | None = None  # None: any
 
     def recorder(self) -> SizedRecorder | None:
         """What records steps on the platform of this backend, if there is such a thing."""

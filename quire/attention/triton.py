@@ -59,6 +59,40 @@ class TritonMetadata(AttentionMetadata):
     offsets: Tensor | None = None  # of single queries within their rows: zeros, made once for all layers
 
 
+@dataclass(slots=True)
+class RowKinds:
+    """The same as the host knows it, before it is on the device."""
+
+    singles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    few: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    tiles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    partial_tiles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    whole: list[tuple[int, int]] = field(default_factory=list)
+
+
+def sort_rows(query_lens: list[int], context_lens: list[int]) -> RowKinds:
+    """Which kernels take the rows of a step."""
+    kinds = RowKinds()
+    token = 0
+    for index, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        if queries == 1:
+            kinds.singles[0].append(index)
+            kinds.singles[1].append(token)
+        elif queries <= FEW_QUERIES and len(kinds.few[0]) < MAX_FEW_ROWS:
+            kinds.few[0].append(index)
+            kinds.few[1].append(0)
+        else:
+            offsets = range(0, queries, QUERY_TILE)
+            is_whole = queries == context >= _FUSED_QUERIES
+            for rows, starts in (kinds.tiles,) if is_whole else (kinds.tiles, kinds.partial_tiles):
+                rows.extend([index] * len(offsets))
+                starts.extend(offsets)
+            if is_whole:
+                kinds.whole.append((token, queries))
+        token += queries
+    return kinds
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedLists:
     """What a recorded step reads about its rows, as in TritonMetadata; unused entries are -1."""
@@ -76,6 +110,7 @@ class RecordedLists:
 class TritonAttention(AttentionBackend):
     name = "triton"
     records = True
+    max_head_dim = 256
     shares = True  # a row's keys over as many programs as suits the step
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
 
@@ -105,30 +140,12 @@ class TritonAttention(AttentionBackend):
         cache.view(torch.uint8)[:, block_ids] = healed.view(torch.uint8)
 
     def prepare(self, batch: AttentionBatch) -> TritonMetadata:
-        singles: list[tuple[int, int]] = []
-        few: list[tuple[int, int]] = []
-        tiles: list[tuple[int, int]] = []
-        partial: list[tuple[int, int]] = []
-        whole: list[tuple[int, int]] = []
-        token = 0
-        for index, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if queries == 1:
-                singles.append((index, token))
-            elif queries <= FEW_QUERIES and len(few) < MAX_FEW_ROWS:
-                few.append((index, 0))
-            else:
-                mine = [(index, start) for start in range(0, queries, QUERY_TILE)]
-                tiles += mine
-                if queries == context >= _FUSED_QUERIES:
-                    whole.append((token, queries))
-                else:
-                    partial += mine
-            token += queries
-        columns = [column for pairs in (singles, few, tiles, partial) for column in _columns(pairs)]
+        kinds = sort_rows(batch.query_lens, batch.context_lens)
+        columns = [*kinds.singles, *kinds.few, *kinds.tiles, *kinds.partial_tiles]
         packed = upload([x for column in columns for x in column], batch.rows.device)
         parts = packed.split([len(column) for column in columns])
         lists = ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5]), (parts[6], parts[7]))
-        return TritonMetadata(batch, max(batch.context_lens), *lists, whole)
+        return TritonMetadata(batch, max(batch.context_lens), *lists, kinds.whole)
 
     def prepare_recorded(
         self, batch: AttentionBatch, lists: RecordedLists, max_context: int, whole: list[tuple[int, int]]
@@ -218,10 +235,6 @@ class TritonAttention(AttentionBackend):
 def is_plain(spec: AttentionSpec) -> bool:
     """Whether a query sees all keys before it, and scores are as they are."""
     return spec.soft_cap is None and spec.sliding_window is None
-
-
-def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _fills(programs: int) -> bool:

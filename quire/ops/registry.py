@@ -6,7 +6,6 @@ from typing import Any
 
 from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
 from quire.ops.base import Op
-from quire.ops.blocks import WRITE_BLOCKS
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.embedding import EMBED
@@ -18,6 +17,7 @@ from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
 from quire.ops.parts import ADD_RMS_NORM_IN_PARTS, LINEAR_IN_PARTS
 from quire.ops.rope import GATHER_ROTATION
+from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.ops.soft_cap import SOFT_CAP
@@ -43,6 +43,7 @@ OPS: tuple[Op[Any], ...] = (
     GATHER_ROTATION,
     GATHER_ROWS,
     WRITE_BLOCKS,
+    START_ROWS,
     SCALE,
     SOFT_CAP,
     FIRST_MAX,

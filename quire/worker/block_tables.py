@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Target
-from quire.ops.blocks import WRITE_BLOCKS
+from quire.ops.rows import WRITE_BLOCKS
 from quire.platform.transfer import Lent
 from quire.types.step import StepPlan
 

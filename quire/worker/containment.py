@@ -19,9 +19,10 @@ MESSAGE = "the model produced NaN or infinite values; the weights or the dtype a
 
 
 class BrokenRows:
-    def __init__(self, finite: Download | None, num_tokens: list[int]) -> None:
+    def __init__(self, finite: Download | None = None, num_tokens: list[int] | None = None) -> None:
+        """Of rows with so many tokens each, whether each token is finite; without, none is broken."""
         self._finite = finite
-        self._num_tokens = num_tokens
+        self._num_tokens = num_tokens or []
 
     def indices(self) -> list[int]:
         """Indices into the plan's rows. Waits for the step."""
@@ -47,7 +48,7 @@ class Containment:
         """
         total = sum(plan.num_tokens)
         if total == len(batch.sample_indices):
-            return BrokenRows(None, [])
+            return BrokenRows()
         wanted = batch.forward.wanted
         finite = hidden[:total].isfinite().all(-1) if wanted is None else wanted.finite[:total]
         return BrokenRows(Download(finite), plan.num_tokens)

@@ -66,7 +66,7 @@ class DecodeGraphs:
         # Logits are not kept, so that those of all sizes share memory: what samples from them has memory of its own.
         self._forwards: dict[_Kind, _Recording] = {}
         self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
-        self._forward_recorder, self._sample_recorder = Recorder(), Recorder()
+        self._forward_recorder, self.sample_recorder = Recorder(), Recorder()
         self._loaded: list[int] = []  # what the buffer holds, and how it is sampled
         self._loaded_kind: RecordedKind | None = None
         self._forward: _Recording | None = None
@@ -126,7 +126,7 @@ class DecodeGraphs:
         if kind not in self._forwards:
             self._forwards[kind] = self._forward_recorder.record(lambda: self._logits(kind), keep=False)
         logits = self._forwards[kind][1]
-        self._samples[kind, sampling] = self._sample_recorder.record(
+        self._samples[kind, sampling] = self.sample_recorder.record(
             lambda: sample_step(sampling, self._sampler, logits, rows, self._rows)
         )
 

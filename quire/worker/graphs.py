@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.platform.transfer import Download
 from quire.types.step import StepPlan
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, PlannedTokens
 
 
 class Arriving(Protocol):
@@ -42,6 +43,20 @@ class PieceGraphs(Protocol):
         """Replay the rest; the result is that of StepGraphs.run."""
 
 
+class PromptGraphs(Protocol):
+    """Recorded steps with prompts in them, in two pieces."""
+
+    def forward(self, plan: StepPlan, planned: PlannedTokens) -> Download | None:
+        """Replay the model's part; None if the host must run this step.
+
+        The result is [num_tokens] bool: whether each token's values were finite. If any row samples, `sample` comes
+        next, for a plan with masks when they are there.
+        """
+
+    def sample(self) -> Arriving:
+        """Replay the rest; the result is that of StepGraphs.run, of the rows that sample."""
+
+
 class ForwardGraphs(Protocol):
     def run(self, batch: InputBatch) -> Tensor | None:
         """Hidden states of a step that fits a recorded size, padded; None if the host must run it.
@@ -55,6 +70,16 @@ class NoForwardGraphs:
 
     def run(self, batch: InputBatch) -> Tensor | None:
         return None
+
+
+class NoPromptGraphs:
+    """Every step with prompts in it is run by the host."""
+
+    def forward(self, plan: StepPlan, planned: PlannedTokens) -> Download | None:
+        return None
+
+    def sample(self) -> Arriving:
+        raise AssertionError("forward() is always None")
 
 
 class NoGraphs:

@@ -1,4 +1,4 @@
-"""InputBatch: what one forward pass reads, gathered from the rows by a plan."""
+"""What a plan means for its rows, and InputBatch: what one forward pass reads, gathered from them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,37 @@ from quire.platform.transfer import upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.request_rows import RequestRows
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTokens:
+    """Where the tokens of a step stand, as the host knows it."""
+
+    total: int
+    starts: list[int]  # [num_rows] index of each row's first token
+    contexts: list[int]  # [num_rows] how many tokens of each row are computed after the step
+    sample_indices: list[int]  # index into the plan's rows of those that sample in this step
+    sample_rows: list[int]  # [m] the rows themselves
+    last_tokens: list[int]  # [m] index of each one's last token
+
+
+def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
+    """A row samples when its computed tokens catch up with those that are known."""
+    computed, known = state.host_num_computed, state.host_num_tokens
+    contexts = [computed[row] + count for row, count in zip(plan.rows, plan.num_tokens, strict=True)]
+    starts, total = [], 0
+    for count in plan.num_tokens:
+        starts.append(total)
+        total += count
+    samples = [index for index, (row, end) in enumerate(zip(plan.rows, contexts, strict=True)) if end == known[row]]
+    return PlannedTokens(
+        total=total,
+        starts=starts,
+        contexts=contexts,
+        sample_indices=samples,
+        sample_rows=[plan.rows[index] for index in samples],
+        last_tokens=[starts[index] + plan.num_tokens[index] - 1 for index in samples],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +96,11 @@ class InputBuilder:
     def padded_size(self, num_tokens: int) -> int:
         return self._ladder[bisect_left(self._ladder, num_tokens)] if self._ladder else num_tokens
 
-    def build(self, plan: StepPlan, every_token: bool = False) -> InputBatch:
+    def build(self, plan: StepPlan, planned: PlannedTokens, every_token: bool = False) -> InputBatch:
         """With `every_token` the hidden states of all tokens are wanted, not only of those sampled from."""
         state, tables = self._rows, self._tables
-        computed, known = state.host_num_computed, state.host_num_tokens
-        contexts = [computed[row] + count for row, count in zip(plan.rows, plan.num_tokens, strict=True)]
-        sample_indices = [
-            index for index, (row, end) in enumerate(zip(plan.rows, contexts, strict=True)) if end == known[row]
-        ]
-        starts, total = [], 0
-        for count in plan.num_tokens:
-            starts.append(total)
-            total += count
-        last = [starts[index] + plan.num_tokens[index] - 1 for index in sample_indices]
-        sample_rows = [plan.rows[index] for index in sample_indices]
+        contexts, starts, total = planned.contexts, planned.starts, planned.total
+        last, sample_rows = planned.last_tokens, planned.sample_rows
         n = len(plan.rows)
         packed = upload(
             [*plan.rows, *plan.num_tokens, *starts, total, *contexts, *last, *sample_rows], self._device, torch.int64
@@ -112,7 +134,7 @@ class InputBuilder:
         wanted_groups: list[AttentionBatch] = []
         if self._narrowing is not None and total > self._narrowing.above and not every_token:
             ends = [start + count - 1 for start, count in zip(starts, plan.num_tokens, strict=True)]
-            tokens, wanted_groups = self._wanted(sample_indices, plan.rows, ends, contexts)
+            tokens, wanted_groups = self._wanted(planned.sample_indices, plan.rows, ends, contexts)
             finite = torch.empty(total + padding, dtype=torch.bool, device=self._device)
             wanted = WantedTokens(tokens, [self._backend.prepare(group) for group in wanted_groups], finite)
         return InputBatch(
@@ -124,7 +146,7 @@ class InputBuilder:
             forward=ForwardBatch([self._backend.prepare(group) for group in groups], wanted),
             wanted_group=wanted_groups[0] if wanted_groups else None,
             starts=starts,
-            sample_indices=sample_indices,
+            sample_indices=planned.sample_indices,
             sample_rows=sample_rows,
             sample_rows_tensor=sampled,
             last_tokens=last_tokens,

@@ -79,6 +79,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
     backend.start()
+    _check_heads(description, backend)
     kv_dtype = _kv_dtype(config, backend, dtype)
     length = config.model.max_model_len or description.max_position_embeddings
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
@@ -130,6 +131,14 @@ def _check_format(load_format: str, source: ModelSource) -> None:
         kind = "a folder with safetensors" if source.kind == "folder" else "a .gguf file"
         raise ConfigError(
             f"load_format is {load_format!r} but {source.name!r} is {kind}; set --load-format auto or dummy"
+        )
+
+
+def _check_heads(description: ModelDescription, backend: AttentionBackend) -> None:
+    widest, limit = max(layer.head_dim for layer in description.layers), backend.max_head_dim
+    if limit is not None and widest > limit:
+        raise ConfigError(
+            f"head_dim is {widest} but {backend.name} attention takes at most {limit}; set --device cpu"
         )
 
 
@@ -249,8 +258,8 @@ def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> i
 def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
     """What recorded steps add where sampling is a part of them, and keep.
 
-    A copy of the logits that is shaped, counts for penalties, what draws and log-probabilities know of parts of the
-    vocabulary, tables of each row.
+    Logits of steps with prompts, a copy that is shaped, counts for penalties, what draws and log-probabilities know
+    of parts of the vocabulary, tables of each row.
     """
     tables = mask_words(description.vocab_size) * 4 + (1 << 15)
-    return settings.max_num_seqs * (description.vocab_size * (4 + 4) + description.vocab_size // 8 + tables)
+    return settings.max_num_seqs * (description.vocab_size * (4 + 4 + 4) + description.vocab_size // 8 + tables)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.models.base import CausalLM
+from quire.platform.transfer import Download
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult, TokenLogprobs
 from quire.worker.block_tables import BlockTables
 from quire.worker.containment import MESSAGE, BrokenRows, Containment
-from quire.worker.graphs import Arriving, ForwardGraphs, PieceGraphs, StepGraphs
-from quire.worker.input_batch import InputBatch, InputBuilder
+from quire.worker.graphs import Arriving, ForwardGraphs, PieceGraphs, PromptGraphs, StepGraphs
+from quire.worker.input_batch import InputBatch, InputBuilder, PlannedTokens, planned_tokens
 from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
@@ -42,8 +43,11 @@ class ReplayedStep:
     """A recorded step from its forward pass to its result."""
 
     plan: StepPlan
-    wanted_logprobs: dict[int, int]  # places in the batch, and how many likeliest tokens
-    arriving: Arriving | None = None  # None: not sampled yet
+    sample_indices: Sequence[int]  # into the plan's rows
+    wanted_logprobs: dict[int, int]  # places among those that sample, and how many likeliest tokens
+    sample: Callable[[], Arriving]
+    broken: BrokenRows = field(default_factory=BrokenRows)
+    arriving: Arriving | None = None  # None: not sampled yet, or nobody samples
 
 
 class Runner:
@@ -58,7 +62,8 @@ class Runner:
         prompt_logprobs: PromptLogprobs,
         graphs: StepGraphs,
         masked_graphs: PieceGraphs,
-        mixed_graphs: ForwardGraphs,
+        prompt_graphs: PromptGraphs,
+        forward_graphs: ForwardGraphs,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -68,7 +73,7 @@ class Runner:
         self.sampler = sampler
         self.prompt_logprobs = prompt_logprobs
         self.graphs, self.masked_graphs = graphs, masked_graphs
-        self.mixed_graphs = mixed_graphs
+        self.prompt_graphs, self.forward_graphs = prompt_graphs, forward_graphs
         self.containment = Containment(model.attention_layers(), tables)
         self._unsampled: RunningStep | ReplayedStep | None = None
 
@@ -83,12 +88,17 @@ class Runner:
         graphs = self.masked_graphs if masked else self.graphs
         if graphs.takes(plan) and self.sampler.recorded_kind(plan.rows, masked) is not None:
             return self._replay(plan)
-        return self._launch(plan)
+        planned = planned_tokens(plan, self.rows)
+        wants_all = self.prompt_logprobs.wants(plan.rows)
+        finite = None if wants_all else self.prompt_graphs.forward(plan, planned)
+        if finite is None:
+            return self._launch(plan, planned, wants_all)
+        return self._follow(plan, planned, finite)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Finish:
-        batch = self.inputs.build(plan, every_token=self.prompt_logprobs.wants(plan.rows))
-        hidden = self.mixed_graphs.run(batch)
+    def _launch(self, plan: StepPlan, planned: PlannedTokens, wants_all: bool) -> Finish:
+        batch = self.inputs.build(plan, planned, every_token=wants_all)
+        hidden = self.forward_graphs.run(batch)
         if hidden is None:
             hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)
@@ -108,7 +118,7 @@ class Runner:
         self.sampler.masks.load(step.plan.mask_slots, masks)
         try:
             if isinstance(step, ReplayedStep):
-                step.arriving = self.masked_graphs.sample()
+                step.arriving = step.sample()
             else:
                 self._complete(step)
         finally:
@@ -126,35 +136,58 @@ class Runner:
         result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=step.prompt_logprobs)
         if step.sampled is not None:
             self._write(result, step.batch.sample_indices, step.sampled)
-        for index in step.broken.indices():
-            result.errors[index] = MESSAGE
-        for index in result.errors:
-            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        self._contain(result, plan, step.broken)
         return result
 
     def _replay(self, plan: StepPlan) -> Finish:
-        step = ReplayedStep(plan, self.sampler.wanted_logprobs(plan.rows))
+        """A decode step as a graph."""
+        wanted = self.sampler.wanted_logprobs(plan.rows)
+        step = ReplayedStep(plan, range(len(plan.rows)), wanted, self.masked_graphs.sample)
         if plan.mask_slots:
             self.masked_graphs.forward(plan)
             self._unsampled = step
         else:
             step.arriving = self.graphs.run(plan)
-        self.rows.advance_host(plan.rows)
+        self.rows.note_computed(plan.rows, plan.num_tokens)
+        self.rows.note_appended(plan.rows)
+        return lambda: self._finish_replayed(step)
+
+    def _follow(self, plan: StepPlan, planned: PlannedTokens, finite: Download) -> Finish:
+        """What comes after the recorded forward pass of a step with prompts."""
+        wanted = self.sampler.wanted_logprobs(planned.sample_rows)
+        broken = BrokenRows(finite, plan.num_tokens)
+        step = ReplayedStep(plan, planned.sample_indices, wanted, self.prompt_graphs.sample, broken)
+        if plan.mask_slots:
+            self._unsampled = step
+        elif planned.sample_indices:
+            step.arriving = step.sample()
+        self.rows.note_computed(plan.rows, plan.num_tokens)
+        self.rows.note_appended(planned.sample_rows)
         return lambda: self._finish_replayed(step)
 
     def _finish_replayed(self, step: ReplayedStep) -> StepResult:
-        plan = step.plan
-        assert step.arriving is not None, "the step still waits for masks"
-        found = step.arriving.get()[:, : len(plan.rows)]
-        tokens, codes = found[:2].tolist()
-        errors = {index: error_of(code) for index, code in enumerate(codes) if code} if any(codes) else {}
-        for index in errors:
-            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
-        result = StepResult(plan.step_id, [[token] for token in tokens], errors=errors)
-        if step.wanted_logprobs and isinstance(found, Tensor):
-            entries = unpack_logprobs(tokens, found[2:], step.wanted_logprobs)
-            result.logprobs = {index: [entry] for index, entry in entries.items()}
+        plan, indices = step.plan, step.sample_indices
+        result = StepResult(plan.step_id, [[] for _ in plan.rows])
+        if indices:
+            assert step.arriving is not None, "the step still waits for masks"
+            found = step.arriving.get()[:, : len(indices)]
+            tokens, codes = found[:2].tolist()
+            for index, token, code in zip(indices, tokens, codes, strict=True):
+                result.token_ids[index] = [token]
+                if code:
+                    result.errors[index] = error_of(code)
+            if step.wanted_logprobs and isinstance(found, Tensor):
+                entries = unpack_logprobs(tokens, found[2:], step.wanted_logprobs)
+                result.logprobs = {indices[place]: [entry] for place, entry in entries.items()}
+        self._contain(result, plan, step.broken)
         return result
+
+    def _contain(self, result: StepResult, plan: StepPlan, broken: BrokenRows) -> None:
+        """Say which rows broke, and make their blocks fit for others."""
+        for index in broken.indices():
+            result.errors[index] = MESSAGE
+        for index in result.errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
 
     @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:

@@ -20,7 +20,15 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.block_tables import BlockTables
-from quire.worker.graphs import ForwardGraphs, NoForwardGraphs, NoGraphs, PieceGraphs, StepGraphs
+from quire.worker.graphs import (
+    ForwardGraphs,
+    NoForwardGraphs,
+    NoGraphs,
+    NoPromptGraphs,
+    PieceGraphs,
+    PromptGraphs,
+    StepGraphs,
+)
 from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import (
@@ -121,7 +129,7 @@ def build_runner(
     ladder = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
     narrowing = None if above is None else Narrowing(above, ladder)
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device)
-    graphs, masked_graphs, mixed_graphs = make_graphs(plan, model, rows, tables, sampler)
+    graphs, masked_graphs, prompt_graphs, forward_graphs = make_graphs(plan, model, rows, tables, sampler)
     return Runner(
         model=model,
         rows=rows,
@@ -132,39 +140,42 @@ def build_runner(
         prompt_logprobs=PromptLogprobs(rows, head),
         graphs=graphs,
         masked_graphs=masked_graphs,
-        mixed_graphs=mixed_graphs,
+        prompt_graphs=prompt_graphs,
+        forward_graphs=forward_graphs,
     )
 
 
 def make_graphs(
     plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables, sampler: Sampler
-) -> tuple[StepGraphs, PieceGraphs, ForwardGraphs]:
-    """What replays whole decode steps, those that wait for masks, and the model's part of all other steps."""
+) -> tuple[StepGraphs, PieceGraphs, PromptGraphs, ForwardGraphs]:
+    """What replays whole decode steps, those that wait for masks, steps with prompts, and the model's part alone."""
+    nothing = (NoGraphs(), NoGraphs(), NoPromptGraphs(), NoForwardGraphs())
     recorder = plan.backend.recorder()
     if recorder is not None:
         room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * tables.block_size)
         if room < MOST_TOKENS:
-            return NoGraphs(), NoGraphs(), NoForwardGraphs()
+            return nothing
         max_tokens, max_rows = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
         return (
             RecordedDecode(model, rows, tables, plan.backend, recorder, sampler, max_rows),
             NoGraphs(),
+            NoPromptGraphs(),
             RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
         )
     sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
     if not sizes or not plan.backend.records:
-        return NoGraphs(), NoGraphs(), NoForwardGraphs()
+        return nothing
     # These need Triton, which a CPU does without.
     from quire.worker.decode_graphs import DecodeGraphs
-    from quire.worker.mixed_graphs import MixedGraphs
+    from quire.worker.recorded_prompts import RecordedPrompts
 
     length = plan.ledger.max_model_len
-    decode_graphs = DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length)
-    return (
-        decode_graphs,
-        decode_graphs,
-        MixedGraphs(model, rows, tables, plan.backend, length, plan.settings.max_num_batched_tokens),
-    )
+    decode = DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length)
+    samples = 1 << (plan.settings.max_num_seqs - 1).bit_length()
+    hidden = plan.platform.zeros((samples, plan.description.hidden_size), plan.dtype)
+    place = (model, rows, tables, plan.backend, sampler, decode.sample_recorder)
+    prompts = RecordedPrompts(*place, length, plan.settings.max_num_batched_tokens, hidden)
+    return decode, decode, prompts, NoForwardGraphs()
 
 
 def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -> EnginePlan:

@@ -18,7 +18,7 @@ from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model
 from tests.e2e.tiny_grammar import VOCABULARY, regex
 from tests.kernels.device import NATIVE
 
-needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU, and QUIRE_TEST_GPU=1")
 
 # Products and heads of sizes that kernels have fast paths for, and few enough blocks that requests are preempted.
 SIZES: dict[str, Any] = {

@@ -14,6 +14,8 @@ import torch
 
 from quire.platform.cuda import CudaPlatform
 from quire.types.sampling import SamplingParams
+from quire.worker.containment import MESSAGE
+from tests.e2e.broken import BAD, BAD_PROMPT, GOOD_PROMPT, assert_finite, make_broken
 from tests.e2e.tiny import VOCAB, Answer, Driver
 from tests.gpu.helpers import (
     ROOMY_CACHE,
@@ -112,13 +114,34 @@ def test_full_prompt_steps_recorded_and_launched(model: Path, monkeypatch: pytes
         "max_num_seqs": 64,
     }
     core = engine(model, **settings)
-    graphs = core.executor._worker.runner.mixed_graphs
+    graphs = core.executor._worker.runner.prompt_graphs
     recorded = contents(run_jobs(core, jobs, seed=1))
-    assert size in {recorded_size for recorded_size, _ in graphs._graphs}
+    assert size in {recorded_size for recorded_size, _ in graphs._forwards}
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, **settings)
     assert contents(run_jobs(core, jobs, seed=1)) == recorded
+    core.shutdown()
+
+
+@pytest.mark.parametrize("graph_sizes", [None, ()])
+def test_what_breaks_fails_alone(model: Path, monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[()] | None) -> None:
+    """Recorded and launched; token 0, which steps are padded with, is broken too."""
+    if graph_sizes is not None:
+        monkeypatch.setattr(CudaPlatform, "graph_sizes", graph_sizes)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    forced = SamplingParams(temperature=0.0, max_tokens=6, allowed_token_ids=[BAD])
+    sound = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    expected = run_jobs(sound, [Job("good", GOOD_PROMPT, params)], seed=0)["good"]
+    sound.shutdown()
+    core = make_broken(model, device="cuda", max_model_len=1024, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    jobs = [Job("bad", BAD_PROMPT, params), Job("good", GOOD_PROMPT, params), Job("late", GOOD_PROMPT, forced)]
+    answers = run_jobs(core, jobs, seed=1)
+    assert answers["bad"].error == MESSAGE
+    assert answers["late"].token_ids == [BAD]
+    assert "NaN" in str(answers["late"].error)
+    assert answers["good"].content() == expected.content()
+    assert_finite(core)
     core.shutdown()
 
 

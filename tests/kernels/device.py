@@ -1,11 +1,17 @@
-"""Where kernels are tested: on the GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Where kernels are tested: in Triton's interpreter on the CPU, or on a GPU, with QUIRE_TEST_GPU=1.
+
+Without it no test sees a GPU, so that all of them do the same on every machine.
+"""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import torch
 
+if os.environ.get("QUIRE_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 HAS_TRITON = find_spec("triton") is not None
 NATIVE = torch.cuda.is_available()
 # The interpreter multiplies the bits of bfloat16 instead of its values.

@@ -15,7 +15,7 @@ from quire.platform.host import HOST
 from tests.kernels.device import DEVICE, HAS_TRITON, NATIVE
 
 # Arguments that an op is there to change; it has no numbers that could have another precision.
-CHANGED = {"write_blocks": (0,)}
+CHANGED = {"write_blocks": (0,), "start_rows": (0, 1)}
 CASES = [
     pytest.param(op, implementation, id=f"{op.name}-{implementation.name}")
     for op in OPS

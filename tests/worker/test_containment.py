@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
 from quire.types.sampling import SamplingParams
 from quire.worker.containment import MESSAGE
-from quire.worker.inproc import InProcExecutor
+from tests.e2e.broken import BAD, BAD_PROMPT, GOOD_PROMPT, assert_finite, broken_copy, make_broken
 from tests.e2e.tiny import Answer, Driver, make_engine, make_model, run_alone
 
-BAD = 7  # the token whose embedding is NaN
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
-GOOD_PROMPT = list(range(20, 60))
-BAD_PROMPT = [*range(60, 80), BAD, *range(80, 90)]
 
 
 @pytest.fixture(scope="module")
@@ -29,36 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, "qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=2)
 
 
-def broken_copy(model: Path, name: str, rows: object, value: float) -> Path:
-    """The model with some rows of one tensor filled with a value."""
-    folder = model.with_name(f"{model.name}-{name}")
-    if not folder.exists():
-        shutil.copytree(model, folder)
-        tensors = load_file(folder / "model.safetensors")
-        tensors[name][rows] = value  # type: ignore[index]  # a list of rows, or all of them
-        save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def make_broken(model: Path, **settings: Any) -> EngineCore:
-    rows = [0, BAD]  # 0 is also the padding
-    folder = broken_copy(model, "model.embed_tokens.weight", rows, torch.nan)
-    return make_engine(folder, enable_prefix_caching=False, **settings)
-
-
-def runner_of(core: EngineCore) -> Any:
-    assert isinstance(core.executor, InProcExecutor)
-    return core.executor._worker.runner
-
-
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Answer:
     return run_alone(make_engine(model), GOOD_PROMPT, PARAMS)
-
-
-def assert_finite(core: EngineCore) -> None:
-    for layer in runner_of(core).model.attention_layers():
-        assert layer.cache.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [512, 8])

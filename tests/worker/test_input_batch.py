@@ -13,7 +13,7 @@ from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import InputBuilder, Narrowing
+from quire.worker.input_batch import InputBuilder, Narrowing, planned_tokens
 from quire.worker.request_rows import RequestRows
 
 CPU = torch.device("cpu")
@@ -65,7 +65,8 @@ def test_against_plain_python(seed: int, decode_only: bool) -> None:
     left = [state.host_num_tokens[row] - state.host_num_computed[row] for row in chosen]
     counts = [1 if decode_only else rng.randint(1, n) for n in left]
     builder = InputBuilder(state, tables, RecordingBackend(), LADDER, CPU)
-    batch = builder.build(StepPlan(0, chosen, counts))
+    plan = StepPlan(0, chosen, counts)
+    batch = builder.build(plan, planned_tokens(plan, state))
 
     tokens = [
         (row, state.host_num_computed[row] + offset)
@@ -108,7 +109,8 @@ def test_wanted_tokens(seed: int, above: int, every_token: bool) -> None:
     counts = [rng.randint(1, state.host_num_tokens[row] - state.host_num_computed[row]) for row in chosen]
     ladder = [1, 4, ROWS]
     builder = InputBuilder(state, tables, RecordingBackend(), LADDER, CPU, Narrowing(above, ladder))
-    batch = builder.build(StepPlan(0, chosen, counts), every_token)
+    plan = StepPlan(0, chosen, counts)
+    batch = builder.build(plan, planned_tokens(plan, state), every_token)
     wanted = batch.forward.wanted
     if every_token or sum(counts) <= above:
         assert wanted is None

@@ -16,6 +16,7 @@ from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
 from quire.worker.planning import EnginePlan, plan_engine, plan_memory
 from quire.worker.worker import load_model
 from tests.kernels.cpu.isa import needs_library
+from tests.kernels.triton.paged import needs_triton
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,6 +82,14 @@ def test_the_type_of_the_cache_sizes_its_pages(
 def test_a_type_that_attention_cannot_keep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"int8.*torch_ref.*float32.*--kv-cache-dtype auto"):
         make_plan(tmp_path, LLAMA, kv_cache_dtype="int8", attention_backend="torch_ref")
+
+
+@needs_triton
+def test_heads_that_attention_has_no_room_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"head_dim is 512 but triton attention takes at most 256; set --device cpu"
+    ):
+        make_plan(tmp_path, {**LLAMA, "head_dim": 512}, attention_backend="triton")
 
 
 def test_sliding_layers_share_the_pages_of_full_ones(tmp_path: Path) -> None:

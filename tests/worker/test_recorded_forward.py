@@ -44,18 +44,18 @@ def answers(core: EngineCore) -> dict[str, object]:
 def test_tokens_and_logprobs_are_those_of_launched_steps(model_type: str, is_recorded: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, model_type)
     core, launched = (make_engine(model, max_num_batched_tokens=32) for _ in range(2))
-    forward = runner_of(core).mixed_graphs
+    forward = runner_of(core).forward_graphs
     assert isinstance(forward, RecordedForward)
     assert forward.is_recorded == is_recorded
     runner_of(launched).graphs = NoGraphs()
-    runner_of(launched).mixed_graphs = NoForwardGraphs()
+    runner_of(launched).forward_graphs = NoForwardGraphs()
     assert answers(core) == answers(launched)
 
 
 def test_a_replay_gives_the_bits_of_the_model_at_every_size(tmp_path: Path) -> None:
     core, launched = (make_engine(make_model(tmp_path, "llama"), max_num_batched_tokens=64) for _ in range(2))
     runner_of(launched).graphs = NoGraphs()
-    runner_of(launched).mixed_graphs = NoForwardGraphs()
+    runner_of(launched).forward_graphs = NoForwardGraphs()
     for length in (1, 2, 11, 12, 13, 31, 63):
         prompts = [[(7 * i + length) % 60 for i in range(length)], [1, 2, 3]]
         found = []
@@ -83,7 +83,7 @@ class Counted(RecordedForward):
 def test_steps_whose_tokens_are_all_wanted_are_launched(tmp_path: Path) -> None:
     """A recording computes the last layer for the tokens that are sampled from, and a chunk may have none."""
     core = make_engine(make_model(tmp_path, "llama"), max_num_batched_tokens=16)
-    forward = runner_of(core).mixed_graphs
+    forward = runner_of(core).forward_graphs
     assert isinstance(forward, RecordedForward)
     forward.__class__ = Counted
     assert isinstance(forward, Counted)
@@ -107,7 +107,7 @@ def test_a_recording_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_an_engine_with_room_for_a_few_tokens_records_nothing(tmp_path: Path) -> None:
     core = make_engine(make_model(tmp_path, "llama"), max_model_len=8)
-    assert isinstance(runner_of(core).mixed_graphs, NoForwardGraphs)
+    assert isinstance(runner_of(core).forward_graphs, NoForwardGraphs)
     driver = Driver(core)
     driver.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     assert len(driver.finish()["a"].token_ids) == 4

@@ -23,9 +23,11 @@ from quire.types.masks import Masks
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from quire.types.structured import GrammarSource
-from quire.worker.input_batch import InputBatch
+from quire.worker.containment import MESSAGE
+from quire.worker.input_batch import PlannedTokens
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.sampler import RecordedKind
+from tests.e2e.broken import BAD_PROMPT, GOOD_PROMPT, assert_finite, make_broken, runner_of
 from tests.e2e.tiny import VOCAB, Driver, make_engine, make_model
 from tests.e2e.tiny_grammar import VOCABULARY, regex, text_of
 from tests.kernels.triton.paged import needs_triton
@@ -78,8 +80,8 @@ def test_same_tokens_as_launched_steps(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr(CpuPlatform, "narrow_above", None)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.SIZES", (32, 64))
+    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.recorded_prompts.SIZES", (32, 64))
     Rerun.recorded = 0
     assert tokens_of(folder, prompts) == launched
     assert Rerun.recorded >= 3
@@ -91,7 +93,7 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
 
     In its last layer wanted tokens are rows of one query each, whose keys may be shared among programs.
     """
-    from quire.worker.mixed_graphs import MixedGraphs
+    from quire.worker.recorded_prompts import RecordedPrompts
 
     lengths = (20, 12, 14)
     prompts = [[3 + (7 * index + 11 * row) % 190 for index in range(count)] for row, count in enumerate(lengths)]
@@ -99,12 +101,11 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     launched = tokens_of(folder, prompts, SHORT, **limits)
     kinds: list[tuple[bool, ...]] = []
 
-    class Spied(MixedGraphs):
-        def run(self, batch: InputBatch) -> Tensor | None:
-            hidden = super().run(batch)
-            if hidden is not None and batch.forward.wanted is not None:
-                kinds[:] = [tuple(kind) for size, kind in self._graphs if size == 16]
-            return hidden
+    class Spied(RecordedPrompts):
+        def forward(self, plan: StepPlan, planned: PlannedTokens) -> Download | None:
+            finite = super().forward(plan, planned)
+            kinds[:] = [tuple(kind) for size, kind in self._forwards if size == 16]
+            return finite
 
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr(CpuPlatform, "narrow_above", 4)
@@ -113,9 +114,9 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", shared_from)
     monkeypatch.setattr("quire.attention.triton.multiprocessors", lambda: 1)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.SIZES", (4,))
-    monkeypatch.setattr("quire.worker.mixed_graphs.MixedGraphs", Spied)
+    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.recorded_prompts.SIZES", (4,))
+    monkeypatch.setattr("quire.worker.recorded_prompts.RecordedPrompts", Spied)
     assert tokens_of(folder, prompts, SHORT, **limits) == launched
     assert {kind[3] for kind in kinds} == {False, True}, "with and without a whole prompt"
     assert any(kind[0] and kind[2] for kind in kinds), "prompts beside rows that decode"
@@ -155,7 +156,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
     monkeypatch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel)
     monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.mixed_graphs.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,55 @@ def test_masked_rows_are_preempted_and_go_on(folder: Path, monkeypatch: pytest.M
     assert recorded == launched
     assert core.scheduler.stats().num_preemptions > 0
     assert spied.kinds[RecordedKind(draws=True, masked=True)] > 10
+
+
+SHAPED = [
+    Asked([4] * 40, SamplingParams(temperature=0.9, seed=3, max_tokens=2, ignore_eos=True, repetition_penalty=1.4)),
+    Asked([3, 8, 13], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3)),
+    Asked([5, 6], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias={11: 90.0})),
+]
+
+
+def test_first_tokens_are_sampled_by_recorded_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what rows ask for, beside rows that decode, and after a step in which nobody samples."""
+    from quire.worker.recorded_prompts import RecordedPrompts
+
+    launched, _ = ask(folder, SHAPED, max_num_batched_tokens=32)
+    record_steps(monkeypatch)
+    sampled: list[int] = []
+
+    class Spied(RecordedPrompts):
+        def forward(self, plan: StepPlan, planned: PlannedTokens) -> Download | None:
+            finite = super().forward(plan, planned)
+            sampled.append(-1 if finite is None else len(planned.sample_rows))
+            return finite
+
+    monkeypatch.setattr("quire.worker.recorded_prompts.RecordedPrompts", Spied)
+    recorded, _ = ask(folder, SHAPED, max_num_batched_tokens=32)
+    assert [tokens for tokens, _, _ in recorded] == [tokens for tokens, _, _ in launched]
+    for (_, mine, _), (_, theirs, _) in zip(recorded, launched, strict=True):
+        assert [entry.token_ids for entry in mine] == [entry.token_ids for entry in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert recorded[2][0][0] == 11
+    assert -1 not in sampled, "all steps with prompts are recorded"
+    assert {0, 2} <= set(sampled)
+
+
+def test_a_prompt_that_breaks_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 0, which is also what recorded steps are padded with, is broken too: nothing of it stays."""
+    limits = {"attention_backend": "triton", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    (expected,) = tokens_of(folder, [GOOD_PROMPT], SHORT)
+    record_steps(monkeypatch)
+    core = make_broken(folder, **limits)
+    driver = Driver(core)
+    driver.add("bad", BAD_PROMPT, SHORT)
+    driver.add("good", GOOD_PROMPT, SHORT)
+    answers = driver.finish()
+    assert runner_of(core).prompt_graphs._forwards, "the prompts were computed by a recorded step"
+    assert answers["bad"].error == MESSAGE
+    assert (answers["good"].error, answers["good"].token_ids) == (None, expected)
+    assert_finite(core)
 
 
 def test_a_row_whose_grammar_leaves_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

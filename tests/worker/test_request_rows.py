@@ -81,7 +81,8 @@ def test_rows_that_start_together_keep_apart() -> None:
 def test_the_device_itself_may_advance_rows() -> None:
     rows = RequestRows(2, 8, CPU)
     begin(rows, start(1, [1, 2], computed=1))
-    rows.advance_host([1])
+    rows.note_computed([1], [1])
+    rows.note_appended([1])
     assert (rows.host_num_tokens[1], rows.host_num_computed[1]) == (3, 2)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, kv_stages, launch_options
+from quire.kernels.triton.launch import begin_dependent, kv_stages, launch_options, padded_dim
 
 KEYS = 64  # of a tile
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
@@ -232,7 +232,7 @@ def tiles_fit(block_size: int) -> bool:
 
 def heads_fit(head_dim: int, itemsize: int) -> bool:
     """Whether a multiprocessor has room for the tiles of keys and values that are on their way."""
-    return bool(triton.next_power_of_2(head_dim) * itemsize <= _MAX_LINE_BYTES)
+    return padded_dim(head_dim) * itemsize <= _MAX_LINE_BYTES
 
 
 def line_up_tiles(contexts: Tensor, rows: Tensor, tables: Tensor, block_size: int, padding_row: int) -> TileLine:
@@ -284,7 +284,7 @@ def even_attention(
     count, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
     group = num_heads // num_kv_heads
-    dim = triton.next_power_of_2(head_dim)
+    dim = padded_dim(head_dim)
     parts = torch.empty(programs, 2, group, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(programs, 2, group, dtype=torch.float32, device=q.device)
     _even_kernel[(programs,)](

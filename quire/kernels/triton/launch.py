@@ -76,8 +76,13 @@ def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | Non
         "BLOCK_SIZE": block_size,
         "WINDOW": window or 0,
         "HAS_CAP": soft_cap is not None,
-        "DIM": triton.next_power_of_2(head_dim),
+        "DIM": padded_dim(head_dim),
     }
+
+
+def padded_dim(head_dim: int) -> int:
+    """The width of tiles that hold heads: a power of two that matrix units take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def unavailable() -> str | None:

@@ -44,7 +44,9 @@ def _write(
         tl.store(k_out_ptr + k_at, x.to(k_out_ptr.dtype.element_ty), mask=inside & ~is_query & ~is_value)
     cell = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
     at = cell * HEAD_DIM + dims[None, :] + tl.where(is_value, value_offset, 0)
-    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
+    # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
+    if slot >= BLOCK_SIZE:
+        tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=inside & ~is_query)
 
 
 @triton.jit
@@ -190,7 +192,8 @@ def prepare_qkv(
 ) -> Tensor:
     """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim] in `dtype`; keys and values go to cache[:, slot].
 
-    qkv may also be [parts, n, ...], to be added up. `k_out` [n, kv_heads, dim] receives the keys too.
+    Slots in the null block are those of padding: nothing is written there. qkv may also be [parts, n, ...], to be
+    added up. `k_out` [n, kv_heads, dim] receives the keys too.
 
     rotation: cos and sign-folded sin, each [n, 1, rotary_dim]; slots: [n] int64.
     """

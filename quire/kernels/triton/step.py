@@ -1,4 +1,4 @@
-"""A decode step that stays on the device: new blocks come, inputs are gathered, tokens are chosen and appended."""
+"""The two ends of a step that stays on the device: inputs are gathered, tokens are chosen and appended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _CHUNK = 8192
-_CELLS = 128  # of block tables, for a program
+_TOKENS = 128  # of a step with prompts, for a program
 # What is told of a row beside its token; 0 where all is well.
 _BAD_LOGITS = tl.constexpr(1)
 _NO_TOKEN = tl.constexpr(2)
@@ -48,22 +48,55 @@ def _gather_kernel(
         tl.store(slots_ptr + group * count + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _write_blocks_kernel(
-    packed_ptr,  # [4, count] int32, on the host: groups, rows, columns, blocks
+@triton.jit
+def _gather_prompts_kernel(
+    rows_ptr,  # [max_rows] int64
+    contexts_ptr,
+    starts_ptr,  # [max_rows + 1] int32; those of rows that are not there are the number of tokens
+    token_ids_ptr,
+    num_computed_ptr,
     tables_ptr,
-    count,
+    input_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    max_rows,
+    token_stride,
+    table_stride,
     group_stride,
-    row_stride,
+    count,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    group = tl.load(packed_ptr + index, mask=inside, other=0).to(tl.int64)
-    row = tl.load(packed_ptr + count + index, mask=inside, other=0).to(tl.int64)
-    column = tl.load(packed_ptr + 2 * count + index, mask=inside, other=0)
-    block = tl.load(packed_ptr + 3 * count + index, mask=inside, other=0)
-    tl.store(tables_ptr + group * group_stride + row * row_stride + column, block, mask=inside)
+    begin_dependent(PDL)
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.zeros([BLOCK], tl.int32)  # of a token's row: how many rows end before it
+    for first in range(0, max_rows, ROWS):
+        places = first + tl.arange(0, ROWS)
+        ends = tl.load(starts_ptr + 1 + places, mask=places < max_rows, other=2147483647)
+        index += tl.sum((tokens[:, None] >= ends[None, :]).to(tl.int32), axis=1)
+        if tl.program_id(0) == 0:
+            begins = tl.load(starts_ptr + places, mask=places < max_rows, other=2147483647)
+            is_row = begins < ends
+            row = tl.load(rows_ptr + places, mask=is_row, other=0)
+            context = tl.load(contexts_ptr + places, mask=is_row, other=0)
+            tl.store(num_computed_ptr + row, context.to(tl.int64), mask=is_row)
+    is_token = index < max_rows
+    row = tl.load(rows_ptr + index, mask=is_token, other=0)
+    end = tl.load(starts_ptr + 1 + index, mask=is_token, other=0)
+    context = tl.load(contexts_ptr + index, mask=is_token, other=0)
+    position = tl.where(is_token, context - end + tokens, 0).to(tl.int64)
+    token_id = tl.load(token_ids_ptr + row * token_stride + position, mask=is_token, other=0)
+    inside = tokens < count
+    tl.store(input_ids_ptr + tokens, token_id.to(tl.int64), mask=inside)
+    tl.store(positions_ptr + tokens, position, mask=inside)
+    for group in tl.static_range(NUM_GROUPS):
+        table = tables_ptr + group * group_stride + row * table_stride
+        block = tl.load(table + position // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+        slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(slots_ptr + group * count + tokens, slot, mask=inside)
 
 
 @triton.jit
@@ -127,16 +160,7 @@ def _append_kernel(
         length = tl.load(num_tokens_ptr + row)
         tl.store(token_ids_ptr + row * token_stride + length, token.to(tl.int32))
         tl.store(num_tokens_ptr + row, length + 1)
-        tl.store(num_computed_ptr + row, tl.load(num_computed_ptr + row) + 1)
-
-
-def write_blocks(tables: Tensor, packed: Tensor) -> Tensor:
-    """tables[group, row, column] = block for each column of packed [4, n] int32, which may lie in pinned memory."""
-    count = packed.shape[1]
-    _write_blocks_kernel[(triton.cdiv(count, _CELLS),)](
-        packed, tables, count, tables.stride(0), tables.stride(1), BLOCK=_CELLS, num_warps=4
-    )
-    return tables
+        tl.store(num_computed_ptr + row, length)  # a row samples when all it knew is computed
 
 
 def gather_inputs(
@@ -166,6 +190,49 @@ def gather_inputs(
         **launch_options(),
     )
     return input_ids, positions, contexts, slots
+
+
+def gather_prompts(
+    rows: Tensor,
+    contexts: Tensor,
+    query_starts: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, positions, slots [groups, size]) of rows with any numbers of tokens, which then count as computed.
+
+    Row i has the tokens from query_starts[i] to query_starts[i + 1], where its context ends; padding has none. Tokens
+    beyond the last, up to `size`, are 0 at position 0, and go to the null block.
+    """
+    num_groups, device = tables.shape[0], rows.device
+    input_ids, positions = torch.empty(2, size, dtype=torch.int64, device=device).unbind(0)
+    slots = torch.empty(num_groups, size, dtype=torch.int64, device=device)
+    _gather_prompts_kernel[(triton.cdiv(size, _TOKENS),)](
+        rows,
+        contexts,
+        query_starts,
+        token_ids,
+        num_computed,
+        tables,
+        input_ids,
+        positions,
+        slots,
+        rows.shape[0],
+        token_ids.stride(0),
+        tables.stride(1),
+        tables.stride(0),
+        size,
+        NUM_GROUPS=num_groups,
+        BLOCK_SIZE=block_size,
+        BLOCK=_TOKENS,
+        ROWS=32,
+        num_warps=4,
+        **launch_options(),
+    )
+    return input_ids, positions, slots
 
 
 def append_likeliest(

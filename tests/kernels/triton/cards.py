@@ -148,7 +148,7 @@ def attention(all_shapes: bool) -> None:
 
     kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
     if all_shapes:
-        kinds += [(64, None, None, BF16), *([(128, None, None, FP8)] if has_fp8() else [])]
+        kinds += [(8, None, None, BF16), (64, None, None, BF16), *([(128, None, None, FP8)] if has_fp8() else [])]
     for backend, (head_dim, window, cap, kept) in product((TritonAttention(), FixedTritonAttention()), kinds):
         spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap)
         cache = numbers(*backend.cache_shape(64, block_size, 8, head_dim, kept), dtype=kept)
@@ -170,6 +170,7 @@ def attention(all_shapes: bool) -> None:
 
 def sampling(all_shapes: bool) -> None:
     from quire.kernels.triton import logprobs, sampling, shaping, step
+    from quire.kernels.triton.rows import start_rows, write_blocks
     from quire.worker.sampling.mask_buffer import MaskBuffer
     from quire.worker.sampling.shaping_table import ShapingTable
 
@@ -184,8 +185,11 @@ def sampling(all_shapes: bool) -> None:
         step.append_likeliest(logits, index, token_ids, known, known, rows)
     highest = numbers(rows, dtype=torch.float32)
     step.append_chosen(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
-    step.write_blocks(torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(4, 9, dtype=torch.int32))
-    step.gather_inputs(index, token_ids, known, torch.zeros(1, rows + 1, 64, dtype=torch.int32), 16)
+    tables, starts = torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int32)
+    write_blocks(tables, torch.zeros(4, 9, dtype=torch.int32))
+    start_rows(token_ids, torch.zeros(4, rows + 1, dtype=torch.int64), starts, 1, length)
+    step.gather_inputs(index, token_ids, known, tables, 16)
+    step.gather_prompts(index, starts[:-1], starts, token_ids, known, tables, 16, 256)
     buffer = MaskBuffer(VOCAB, rows, 2, index.device)
     table = ShapingTable(VOCAB, rows, buffer, index.device)
     shaping.keep_allowed(numbers(rows, VOCAB), index, buffer.masks, buffer.lines)

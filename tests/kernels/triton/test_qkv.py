@@ -39,6 +39,7 @@ def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, nor
     weights = [torch.randn(dim, generator=generator) if norm else None for _ in range(2)]
     rotation = rotation_of(tokens, rotary_dim, generator) if rotary_dim else None
     slots = torch.randperm((BLOCKS - 1) * BLOCK, generator=generator)[:tokens] + BLOCK
+    slots[1] = BLOCK - 1  # in the null block: padding, which is not written
     cache = torch.full((2, BLOCKS, kv_heads, BLOCK, dim), 9.0, device=DEVICE)
     k_out = torch.empty(tokens, kv_heads, dim, device=DEVICE) if keep_keys else None
     query = prepare_qkv(
@@ -61,6 +62,7 @@ def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, nor
     expected = torch.full((2, BLOCKS, kv_heads, BLOCK, dim), 9.0)
     for part, values in enumerate((k, v)):
         expected[part, slots // BLOCK, :, slots % BLOCK] = values
+    expected[:, 0] = 9.0
     assert_close(cache, expected)
 
 
@@ -71,12 +73,12 @@ def test_any_number_of_heads_per_program(tokens: int) -> None:
 
     heads, kv_heads, dim = 31, 2, 2
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(0))
-    cache = torch.zeros(2, 1 + tokens // BLOCK, kv_heads, BLOCK, dim, device=DEVICE)
-    slots = torch.arange(tokens)
+    cache = torch.zeros(2, 2 + tokens // BLOCK, kv_heads, BLOCK, dim, device=DEVICE)
+    slots = torch.arange(tokens) + BLOCK
     query = prepare_qkv(qkv.to(DEVICE), None, None, 0.0, 0.0, None, slots.to(DEVICE), cache, heads, qkv.dtype)
     q, k, v = split_qkv(qkv, heads, kv_heads, None, None, 0.0, 0.0, None)
     assert_close(query, q)
-    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)[:, :tokens]
+    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)[:, BLOCK : BLOCK + tokens]
     assert_close(flat, torch.stack((k, v)))
 
 

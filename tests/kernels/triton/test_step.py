@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.device import DEVICE
@@ -18,6 +20,46 @@ def test_inputs_are_gathered_by_row() -> None:
     from quire.kernels.triton.step import gather_inputs
 
     check_inputs_are_gathered_by_row(gather_inputs)
+
+
+@settings(max_examples=20)
+@given(
+    counts=st.lists(st.integers(1, 70), min_size=1, max_size=40),
+    spare_rows=st.integers(0, 3),
+    spare_tokens=st.integers(0, 200),
+    seed=st.integers(0, 99),
+)
+def test_inputs_of_prompts_are_gathered_by_row(
+    counts: list[int], spare_rows: int, spare_tokens: int, seed: int
+) -> None:
+    from quire.kernels.triton.step import gather_prompts
+
+    block, length, max_rows = 4, 100, len(counts) + spare_rows
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(max_rows + 1, generator=rng)[: len(counts)].tolist()
+    contexts = [count + int(torch.randint(length - count, (1,), generator=rng)) for count in counts]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    total = sum(counts)
+    token_ids = torch.randint(1, 1 << 17, (max_rows + 1, length), generator=rng, dtype=torch.int32)
+    tables = torch.randint(1, 1 << 30, (2, max_rows + 1, length // block), generator=rng, dtype=torch.int32)
+    num_computed = torch.full((max_rows + 1,), -1)
+    padded = {
+        "rows": torch.tensor([*rows, *[max_rows] * spare_rows]),
+        "contexts": torch.tensor([*contexts, *[1] * spare_rows], dtype=torch.int32),
+        "query_starts": torch.tensor([*starts, *[total] * (spare_rows + 1)], dtype=torch.int32),
+    }
+    given = [value.to(DEVICE) for value in (*padded.values(), token_ids, num_computed, tables)]
+    input_ids, positions, slots = gather_prompts(*given, block, total + spare_tokens)
+
+    expected = [(0, 0, 0, 0)] * spare_tokens
+    for row, count, context in reversed(list(zip(rows, counts, contexts, strict=True))):
+        places = range(context - count, context)
+        cells = [[int(table[row, at // block]) * block + at % block for table in tables] for at in places]
+        expected = [(int(token_ids[row, at]), at, *cell) for at, cell in zip(places, cells, strict=True)] + expected
+    found = torch.stack((input_ids, positions, *slots), dim=1)
+    assert [tuple(line) for line in found.tolist()] == expected
+    computed = dict(zip(rows, contexts, strict=True))
+    assert given[4].tolist() == [computed.get(row, -1) for row in range(max_rows + 1)]
 
 
 class State:
