@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from hashlib import sha256
+from hashlib import blake2b
 
 from quire.types.request import EngineRequest, MediaItem
 
@@ -48,7 +48,7 @@ class HashChain:
             if media:
                 place = first + begin // 4
                 content += _media_key(media, place, place + size)
-            parent = sha256(content).digest()
+            parent = _hash(content)
             hashes.append(parent)
 
 
@@ -60,9 +60,9 @@ def root_hash(request: EngineRequest) -> bytes:
         _DOMAIN,
         struct.pack("<q", request.adapter_id),
         b"" if salt is None else b"salt" + salt.encode(),
-        b"" if embeds is None else b"embeds" + sha256(embeds).digest(),
+        b"" if embeds is None else b"embeds" + _hash(embeds),
     )
-    return sha256(b"".join(_framed(part) for part in parts)).digest()
+    return _hash(b"".join(_framed(part) for part in parts))
 
 
 def _media_key(media: Sequence[MediaItem], begin: int, end: int) -> bytes:
@@ -72,6 +72,11 @@ def _media_key(media: Sequence[MediaItem], begin: int, end: int) -> bytes:
         for item in media
         if item.offset < end and item.offset + item.length > begin
     )
+
+
+def _hash(content: bytes) -> bytes:
+    # Half the time of SHA-256 for so little content. Cut here: asking for fewer bytes would take as long again.
+    return blake2b(content).digest()[:32]
 
 
 def _framed(part: bytes) -> bytes:

@@ -48,15 +48,10 @@ def pack_starts(starts: Sequence[RowStart]) -> list[int]:
     begin = 0
     for start in starts:
         length = len(start.token_ids)
-        seed = (_signed(start.seed & 0xFFFFFFFF), _signed(start.seed >> 32 & 0xFFFFFFFF))
+        seed = (start.seed & 0xFFFFFFFF, start.seed >> 32 & 0xFFFFFFFF)
         headers += (start.row, length, begin, start.num_prompt_tokens, start.num_computed_tokens, *seed)
         begin += length
     return [*headers, *chain.from_iterable(start.token_ids for start in starts)]
-
-
-def _signed(word: int) -> int:
-    """32 bits as the signed integer that a tensor holds."""
-    return word - (1 << 32) if word >> 31 else word
 
 
 def start_rows(token_ids: Tensor, numbers: Tensor, packed: Tensor, count: int, longest: int) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def host_buffer(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Lent:
-    """Lists of integers that a device reads where they are, on the host: a copy would take longer than the reading.
+    """Lists of numbers that a device reads where they are, on the host: a copy would take longer than the reading.
 
     Their memory is used again in turn, once the device is done with it.
     """
@@ -61,9 +61,11 @@ class Lent:
 
     @contextmanager
     def list(self, values: Sequence[int]) -> Iterator[Tensor]:
-        """int32 [len(values)], to be read by what is launched inside the context."""
+        """The values, of 32 bits without a sign, as int32, to be read by what is launched inside the context."""
+        # An array is filled from a list several times faster than a tensor is, and fastest without signs.
+        packed = torch.frombuffer(array("I", values), dtype=torch.int32)
         if self._device.type == "cpu":
-            yield torch.tensor(values, dtype=torch.int32)
+            yield packed
             return
         buffer, event = self._turns.popleft() if len(self._turns) == self._TURNS else (None, torch.cuda.Event())
         if not event.query():
@@ -71,7 +73,7 @@ class Lent:
         if buffer is None or buffer.shape[0] < len(values):
             buffer = torch.empty(max(self._MIN_LENGTH, 2 * len(values)), dtype=torch.int32, pin_memory=True)
         part = buffer[: len(values)]
-        part.copy_(torch.frombuffer(array("i", values), dtype=torch.int32))
+        part.copy_(packed)
         yield part
         event.record()
         self._turns.append((buffer, event))

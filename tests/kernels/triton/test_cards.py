@@ -26,7 +26,7 @@ PARTS = {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",
     },
-    "sampling": {"logprobs", "sampling", "shaping", "step"},
+    "sampling": {"logprobs", "rows", "sampling", "shaping", "step"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")
