@@ -85,8 +85,9 @@ TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
     ("llama-8b", "start, warm caches, s"): (36, None, 12),
     ("llama-8b", "start, empty caches, s"): (82, None, 25),
 }
-# How much slower deterministic mode may be than the fast one.
-ALLOWED = {"decode batch 1, ms": 1.5, "decode batch 16, tok/s": 1.5, "prefill": 1.4, "": 1.15}
+# How much slower deterministic mode may be than the fast one. First tokens are prompts, however short.
+PROMPTS = {"prefill": 1.4, "TTFT": 1.4, "prefix hit": 1.4}
+ALLOWED = {"decode batch 1, ms": 1.5, "decode batch 16, tok/s": 1.5, **PROMPTS, "": 1.15}
 
 
 class Bench:

@@ -19,9 +19,10 @@ from quire.kernels.triton.whole_attention import whole_attention, whole_fits
 MIN_SEGMENT = 512
 MAX_SEGMENTS = 64
 _KEYS = 64  # taken in at a time
-_WANTED_PROGRAMS = 2048
 _MAX_SPLITS = 8
-_FEW_PROGRAMS = 32
+# Up to so many rows and KV heads, programs that share a row's segments; measured on an H200.
+_SPLITS = ((32, 2 * _MAX_SPLITS), (256, _MAX_SPLITS), (1024, 4))
+_LEAST_SPLITS = 2
 _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several pieces of keys and values
 
 
@@ -59,7 +60,8 @@ class FixedTritonAttention(TritonAttention):
         if index.shape[0]:
             if metadata.offsets is None:
                 metadata.offsets = torch.zeros_like(index)
-            cut = replace(split, splits=_choose_splits(index.shape[0] * spec.num_kv_heads))
+            warps = 2 if spec.group_size <= split.lines else 4
+            cut = replace(split, splits=_choose_splits(index.shape[0] * spec.num_kv_heads), num_warps=warps)
             tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
             tile_attention(
@@ -83,10 +85,4 @@ def segment_size(max_len: int) -> int:
 
 
 def _choose_splits(programs: int) -> int:
-    """Programs that share a row's segments; measured on an H200."""
-    if programs <= _FEW_PROGRAMS:
-        return 2 * _MAX_SPLITS
-    splits = _MAX_SPLITS
-    while splits > 1 and programs * splits > _WANTED_PROGRAMS:
-        splits //= 2
-    return splits
+    return next((splits for limit, splits in _SPLITS if programs <= limit), _LEAST_SPLITS)
