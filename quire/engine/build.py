@@ -10,8 +10,7 @@ from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.structured.manager import GrammarManager
-from quire.structured.registry import BACKENDS
-from quire.types.errors import UnknownNameError
+from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
@@ -50,8 +49,7 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
 
 def grammar_limits(config: StructuredConfig) -> GrammarLimits:
     name = config.structured_outputs_backend
-    if name not in BACKENDS:
-        raise UnknownNameError("structured output backend", name, sorted(BACKENDS))
+    check_backend(name)
     return GrammarLimits(
         name,
         config.structured_outputs_max_bytes,

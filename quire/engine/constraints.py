@@ -104,6 +104,6 @@ class Constraints:
     def _advance(self, output: EngineOutput) -> None:
         state = self._manager.accept(output.request_id, output.token_ids)
         if state.error is not None:
-            output.finish_reason, output.error = "error", state.error
+            output.finish_reason, output.error, output.error_field = "error", state.error, state.error_field
         elif state.is_complete:
             output.finish_reason, output.is_complete = "stop", True

@@ -40,6 +40,11 @@ class Matcher(ABC):
     def error(self) -> str | None:
         """Why this matcher cannot go on, if so."""
 
+    @property
+    def is_too_complex(self) -> bool:
+        """Whether it cannot because the grammar asks for more than the library will do."""
+        return False
+
 
 class Grammar(ABC):
     """A compiled grammar. Shared by requests; may be used from any thread."""

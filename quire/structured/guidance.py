@@ -50,6 +50,11 @@ class GuidanceMatcher(Matcher):
     def error(self) -> str | None:
         return _reason(self.inner.get_error()) if self.inner.is_error() else None
 
+    @property
+    def is_too_complex(self) -> bool:
+        # A token that does not fit is the one other thing that may happen to a grammar that was compiled.
+        return self.inner.is_error() and "doesn't satisfy the grammar" not in self.inner.get_error()
+
 
 class GuidanceGrammar(Grammar):
     def __init__(self, prototype: LLMatcher) -> None:
@@ -159,4 +164,4 @@ def _reason(message: str) -> str:
     for line in lines:
         if line.startswith("error: "):
             return line.removeprefix("error: ")
-    return re.sub(r"^at \d+\(\d+\): ", "", lines[0])
+    return re.sub(r"^(at \d+\(\d+\)|Parser Error): ", "", lines[0])

@@ -16,7 +16,7 @@ import numpy as np
 from quire.structured.base import Grammar, Matcher
 from quire.structured.compiler import GrammarCompiler
 from quire.types.masks import Masks
-from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, Vocabulary
+from quire.types.structured import GrammarError, GrammarKind, GrammarLimits, GrammarSource, Vocabulary
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Standing:
 
     is_complete: bool = False  # nothing may follow: the output ends here
     error: str | None = None  # why it cannot go on
+    error_field: str | None = None  # the part of the request that has to change, if it is that
 
 
 _FREE, _COMPLETE = Standing(), Standing(is_complete=True)
@@ -41,6 +42,7 @@ _FREE, _COMPLETE = Standing(), Standing(is_complete=True)
 @dataclass(slots=True)
 class _Entry:
     matcher: Matcher
+    kind: GrammarKind
     ignores_eos: bool
 
 
@@ -61,7 +63,7 @@ class GrammarManager:
         self.on_news: Callable[[], None] = ignore_news
         """Called on some thread whenever `take_compiled` has something new to say."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
-        self._compiled: deque[tuple[str, bool, Future[Grammar]]] = deque()
+        self._compiled: deque[tuple[str, GrammarKind, bool, Future[Grammar]]] = deque()
         self._compiling: set[str] = set()
         self._entries: dict[str, _Entry] = {}
         self._eos_token_ids: list[int] = []
@@ -92,7 +94,7 @@ class GrammarManager:
         self._compiling.add(request_id)
 
         def tell(future: Future[Grammar]) -> None:
-            self._compiled.append((request_id, ignores_eos, future))
+            self._compiled.append((request_id, source.kind, ignores_eos, future))
             self.on_news()
 
         self._compiler.compile(source).add_done_callback(tell)
@@ -101,14 +103,14 @@ class GrammarManager:
         """The requests whose compilation has ended since the last call."""
         news: list[Compiled] = []
         while self._compiled:
-            request_id, ignores_eos, future = self._compiled.popleft()
+            request_id, kind, ignores_eos, future = self._compiled.popleft()
             if request_id not in self._compiling:
                 continue  # closed meanwhile
             self._compiling.discard(request_id)
             error = future.exception()
             assert error is None or isinstance(error, GrammarError)
             if error is None:
-                self._entries[request_id] = _Entry(future.result().matcher(), ignores_eos)
+                self._entries[request_id] = _Entry(future.result().matcher(), kind, ignores_eos)
             news.append(Compiled(request_id, error))
         return news
 
@@ -133,6 +135,9 @@ class GrammarManager:
             return _FREE
         matcher = entry.matcher
         if not matcher.accept(token_ids):
+            if matcher.is_too_complex:
+                field = f"structured_outputs.{entry.kind}"
+                return Standing(error=f"{field} is too complex: {matcher.error}; make it simpler", error_field=field)
             return Standing(error=f"its grammar cannot go on: {matcher.error}")
         return _COMPLETE if matcher.is_complete else _FREE
 

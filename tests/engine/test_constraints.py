@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,13 +15,14 @@ from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.structured.manager import GrammarManager
+from quire.structured.sources import make_source
 from quire.types.masks import Masks
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
-from quire.types.structured import GrammarLimits, GrammarSource, Vocabulary
+from quire.types.structured import GrammarLimits, GrammarSource, StructuredOutputsParams, Vocabulary
 from quire.worker.executor import Executor
 from tests.engine.test_core import make_core
 
@@ -127,6 +129,22 @@ def test_a_grammar_that_does_not_compile_is_the_callers_mistake(core: EngineCore
     said = run(core)
     assert (said["bad"].finish_reason, said["bad"].error_field) == ("error", "structured_outputs.regex")
     assert "cannot be compiled" in (said["bad"].error or "")
+    assert text(said["good"]) == "ab"
+
+
+def test_a_grammar_that_turns_out_to_be_too_complex_is_the_callers_mistake(core: EngineCore) -> None:
+    """It compiles, but after a token there are more ways to go on than the library will follow."""
+    count = 900
+    starts = " | ".join(f"x{index}" for index in range(count))
+    ways = "".join(f'x{index}: "a" x{(index + 1) % count} | "ab" x{(index + 7) % count}\n' for index in range(count))
+    source = make_source(StructuredOutputsParams(grammar=f"start: {starts}\n{ways}"))
+    core.add_request(EngineRequest(**{**_fields(ask("complex", "a")), "grammar": source}))
+    core.add_request(ask("good", "ab"))
+    said = run(core)
+    assert (said["complex"].finish_reason, said["complex"].error_field) == ("error", "structured_outputs.grammar")
+    assert re.fullmatch(
+        r"structured_outputs\.grammar is too complex: .*max is 2000.*; make it simpler", str(said["complex"].error)
+    )
     assert text(said["good"]) == "ab"
 
 
