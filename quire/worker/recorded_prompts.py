@@ -68,8 +68,8 @@ class _Lists(Generic[_Array]):
 class _Inputs:
     """The lists of steps of one size, on the host and where the recorded step reads them."""
 
-    def __init__(self, size: int, max_rows: int, max_wanted: int, scratch_row: int, device: torch.device) -> None:
-        self.max_rows, self.max_wanted = min(size, max_rows), max_wanted
+    def __init__(self, size: int, max_wanted: int, scratch_row: int, device: torch.device) -> None:
+        self.max_rows, self.max_wanted = min(size, scratch_row), max_wanted
         self.max_tiles = size // 128 + min(max(_EXTRA_TILES, size // 128), size)
         self._scratch_row = scratch_row
         length = 5 * self.max_rows + 1 + 3 * max_wanted + 2 * MAX_FEW_ROWS + 2 * self.max_tiles
@@ -158,8 +158,8 @@ class RecordedPrompts:
         if size is None or kinds.whole not in ([], [(0, size)]):
             return None
         if size not in self._inputs:
-            place = (self._rows.scratch_row, self._hidden.shape[0], self._rows.scratch_row, self._hidden.device)
-            self._inputs[size] = _Inputs(size, *place)
+            room = self._hidden.shape[0]
+            self._inputs[size] = _Inputs(size, room, self._rows.scratch_row, self._hidden.device)
         inputs = self._inputs[size]
         if not inputs.have_room_for(len(plan.rows), kinds):
             return None
