@@ -60,13 +60,11 @@ def start_rows(token_ids: Tensor, numbers: Tensor, packed: Tensor, count: int, l
     token_ids: [rows, length] int32; numbers: [4, rows] int64: known, prompt and computed tokens, seeds. Mutates and
     returns both. `packed` may lie on the host where the device can read it.
     """
-    tokens = packed[count * _FIELDS :]
-    for header in packed[: count * _FIELDS].view(count, _FIELDS).to(torch.int64):
-        row, length, begin = header[:3].tolist()
+    headers, tokens = packed[: count * _FIELDS].view(count, _FIELDS).to(torch.int64), packed[count * _FIELDS :]
+    for row, length, begin in headers[:, :3].tolist():
         token_ids[row, :length] = tokens[begin : begin + length]
-        numbers[0, row] = length
-        numbers[1:3, row] = header[3:5]
-        numbers[3, row] = header[6] << 32 | header[5] & 0xFFFFFFFF
+    rows, lengths, _, prompt, computed, low, high = headers.unbind(1)
+    numbers[:, rows] = torch.stack((lengths, prompt, computed, high << 32 | low & 0xFFFFFFFF))
     return token_ids, numbers
 
 
