@@ -237,9 +237,8 @@ class RecordedPrompts:
         hidden = self._model(input_ids, positions, ForwardBatch(list(attention), narrowed))
         if narrowed is None:
             self._backend.note_finite(hidden, finite)
-            torch.index_select(hidden, 0, wanted, out=self._hidden)
-        else:
-            self._hidden.copy_(hidden)
+            hidden = hidden.index_select(0, wanted)
+        self._hidden.copy_(hidden)
         self._wanted_rows.copy_(wanted_rows)
         return finite
 

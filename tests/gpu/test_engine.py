@@ -16,9 +16,10 @@ from quire.platform.cuda import CudaPlatform
 from quire.types.sampling import SamplingParams
 from quire.worker.containment import MESSAGE
 from tests.e2e.broken import BAD, BAD_PROMPT, GOOD_PROMPT, assert_finite, make_broken
-from tests.e2e.tiny import VOCAB, Answer, Driver
+from tests.e2e.tiny import VOCAB, Answer, Driver, make_model
 from tests.gpu.helpers import (
     ROOMY_CACHE,
+    SIZES,
     SMALL_CACHE,
     Job,
     constrained,
@@ -52,6 +53,20 @@ def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatc
     kinds = {kind for _, kind in core.executor._worker.runner.graphs._samples}
     assert {kind.draws for kind in kinds} == {kind.shapes for kind in kinds} == {False, True}
     assert {kind.logprobs for kind in kinds} >= {None, 5}
+    core.shutdown()
+    monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
+    core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    assert contents(run_jobs(core, jobs, seed=2)) == recorded
+    core.shutdown()
+
+
+def test_layers_that_see_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have block tables of their own, and blocks that nobody sees any more are given away."""
+    kinds = ["sliding_attention", "full_attention"]
+    model = make_model(tmp_path, "gemma3_text", **{**SIZES, "sliding_window": 48, "layer_types": kinds})
+    jobs = make_jobs(40)
+    core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    recorded = contents(run_jobs(core, jobs, seed=1))
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)

@@ -72,8 +72,19 @@ def tokens_of(
     return [answer.token_ids for answer in answers.values()]
 
 
-def test_same_tokens_as_launched_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, another beside a decoding row, a prefix hit of few tokens, and pure decoding at the end."""
+WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("kind", ["all", "windows"])
+def test_same_tokens_as_launched_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A prompt, another beside a decoding row, a prefix hit of few tokens, and pure decoding at the end.
+
+    Layers may see all tokens, or some of them a window, which have block tables of their own.
+    """
+    if kind == "windows":
+        folder = make_model(tmp_path / "windows", "gemma3_text", head_dim=16, **WINDOWS)
     stem = [3 + 5 * index % 190 for index in range(20)]
     prompts = [stem, [7, 8, 9], [*stem[:16], 11, 12]]
     launched = tokens_of(folder, prompts)
