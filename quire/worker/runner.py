@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,43 +10,19 @@ from torch import Tensor
 from quire.models.base import CausalLM
 from quire.platform.transfer import Download
 from quire.types.masks import Masks
-from quire.types.step import StepPlan, StepResult, TokenLogprobs
+from quire.types.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.containment import MESSAGE, BrokenRows, Containment
-from quire.worker.graphs import Arriving, ForwardGraphs, PieceGraphs, PromptGraphs, StepGraphs
+from quire.worker.graphs import ForwardGraphs, PieceGraphs, PromptGraphs, StepGraphs
 from quire.worker.input_batch import InputBatch, InputBuilder, PlannedTokens, planned_tokens
 from quire.worker.logits import LogitsHead
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.base import SampleRows
-from quire.worker.sampling.logprobs import unpack_logprobs
-from quire.worker.sampling.sampler import SampleOutput, Sampler, error_of
+from quire.worker.sampling.sampler import SampleOutput, Sampler
+from quire.worker.steps import LaunchedStep, ReplayedStep
 
 Finish = Callable[[], StepResult]
-
-
-@dataclass
-class RunningStep:
-    """A step from its forward pass to its result."""
-
-    plan: StepPlan
-    batch: InputBatch
-    hidden: Tensor
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    sampled: SampleOutput | None = None
-    broken: BrokenRows | None = None  # None: not sampled yet
-
-
-@dataclass
-class ReplayedStep:
-    """A recorded step from its forward pass to its result."""
-
-    plan: StepPlan
-    sample_indices: Sequence[int]  # into the plan's rows
-    wanted_logprobs: dict[int, int]  # places among those that sample, and how many likeliest tokens
-    sample: Callable[[], Arriving]
-    broken: BrokenRows = field(default_factory=BrokenRows)
-    arriving: Arriving | None = None  # None: not sampled yet, or nobody samples
 
 
 class Runner:
@@ -75,7 +50,7 @@ class Runner:
         self.graphs, self.masked_graphs = graphs, masked_graphs
         self.prompt_graphs, self.forward_graphs = prompt_graphs, forward_graphs
         self.containment = Containment(model.attention_layers(), tables)
-        self._unsampled: RunningStep | ReplayedStep | None = None
+        self._unsampled: LaunchedStep | ReplayedStep | None = None
 
     def execute(self, plan: StepPlan) -> Finish:
         """Start a step; what is returned waits for it and builds its result.
@@ -103,7 +78,7 @@ class Runner:
             hidden = self.model(batch.input_ids, batch.positions, batch.forward)
         prompt_logprobs = self.prompt_logprobs.compute(plan, batch, hidden)
         self.rows.advance(batch.rows, batch.counts, plan.rows, plan.num_tokens)
-        step = RunningStep(plan, batch, hidden, prompt_logprobs)
+        step = LaunchedStep(plan, batch, hidden, prompt_logprobs)
         if plan.mask_slots:
             self._unsampled = step
         else:
@@ -124,19 +99,20 @@ class Runner:
         finally:
             self.sampler.masks.clear()
 
-    def _complete(self, step: RunningStep) -> None:
+    def _complete(self, step: LaunchedStep) -> None:
         """What follows the forward pass. Does not wait for the device."""
         if step.batch.sample_indices:
             step.sampled = self._sample(step.batch, step.hidden)
         step.broken = self.containment.find(step.plan, step.batch, step.hidden)
 
-    def _finish(self, step: RunningStep) -> StepResult:
-        plan = step.plan
-        assert step.broken is not None, "the step still waits for masks"
-        result = StepResult(plan.step_id, [[] for _ in plan.rows], prompt_logprobs=step.prompt_logprobs)
-        if step.sampled is not None:
-            self._write(result, step.batch.sample_indices, step.sampled)
-        self._contain(result, plan, step.broken)
+    def _finish(self, step: LaunchedStep | ReplayedStep) -> StepResult:
+        """Wait for a step; say which of its rows broke, and make their blocks fit for others."""
+        result, plan = step.result(), step.plan
+        assert step.broken is not None
+        for index in step.broken.indices():
+            result.errors[index] = MESSAGE
+        for index in result.errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
         return result
 
     def _replay(self, plan: StepPlan) -> Finish:
@@ -150,7 +126,7 @@ class Runner:
             step.arriving = self.graphs.run(plan)
         self.rows.note_computed(plan.rows, plan.num_tokens)
         self.rows.note_appended(plan.rows)
-        return lambda: self._finish_replayed(step)
+        return lambda: self._finish(step)
 
     def _follow(self, plan: StepPlan, planned: PlannedTokens, finite: Download) -> Finish:
         """What comes after the recorded forward pass of a step with prompts."""
@@ -163,31 +139,7 @@ class Runner:
             step.arriving = step.sample()
         self.rows.note_computed(plan.rows, plan.num_tokens)
         self.rows.note_appended(planned.sample_rows)
-        return lambda: self._finish_replayed(step)
-
-    def _finish_replayed(self, step: ReplayedStep) -> StepResult:
-        plan, indices = step.plan, step.sample_indices
-        result = StepResult(plan.step_id, [[] for _ in plan.rows])
-        if indices:
-            assert step.arriving is not None, "the step still waits for masks"
-            found = step.arriving.get()[:, : len(indices)]
-            tokens, codes = found[:2].tolist()
-            for index, token, code in zip(indices, tokens, codes, strict=True):
-                result.token_ids[index] = [token]
-                if code:
-                    result.errors[index] = error_of(code)
-            if step.wanted_logprobs and isinstance(found, Tensor):
-                entries = unpack_logprobs(tokens, found[2:], step.wanted_logprobs)
-                result.logprobs = {indices[place]: [entry] for place, entry in entries.items()}
-        self._contain(result, plan, step.broken)
-        return result
-
-    def _contain(self, result: StepResult, plan: StepPlan, broken: BrokenRows) -> None:
-        """Say which rows broke, and make their blocks fit for others."""
-        for index in broken.indices():
-            result.errors[index] = MESSAGE
-        for index in result.errors:
-            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        return lambda: self._finish(step)
 
     @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:
@@ -210,11 +162,3 @@ class Runner:
         self.rows.append(rows.rows, output.token_ids, batch.sample_rows)
         output.send()
         return output
-
-    def _write(self, result: StepResult, indices: list[int], output: SampleOutput) -> None:
-        for index, token in zip(indices, output.tokens(), strict=True):
-            result.token_ids[index] = [token]
-        for position, logprobs in output.logprobs().items():
-            result.logprobs[indices[position]] = [logprobs]
-        for position, message in output.errors().items():
-            result.errors[indices[position]] = message
