@@ -12,6 +12,7 @@ from quire.loader.gguf_names import ARCHITECTURES, GgufArchitecture
 from quire.types.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0
+_MAX_LAYERS = 10_000  # a damaged file may say billions, and lists are made that long before a tensor is missed
 
 
 class GgufKeys:
@@ -24,7 +25,7 @@ class GgufKeys:
     def get(self, key: str) -> Any:
         return _shortest(self.file.metadata.get(f"{self.architecture}.{key}"))
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, at_most: int | None = None) -> int:
         """A positive whole number, required if it has no default; given per layer, it must be the same for all."""
         value = self.get(key)
         values = value if isinstance(value, list) and value else [value]
@@ -33,6 +34,8 @@ class GgufKeys:
         number = self._or_default(key, values[0], default)
         if not isinstance(number, int) or number < 1:
             raise self._wrong(key, number, "a positive whole number")
+        if at_most is not None and number > at_most:
+            raise self._wrong(key, number, f"at most {at_most}")
         return number
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -108,7 +111,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": keys.count("block_count", at_most=_MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
