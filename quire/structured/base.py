@@ -58,6 +58,7 @@ class Backend(ABC):
     """Compiles grammars for one vocabulary and computes masks. Built on first use, off the engine's loop."""
 
     schema_support: ClassVar[SchemaSupport]
+    package: ClassVar[str | None] = None  # which it imports when it is built
 
     @abstractmethod
     def __init__(self, vocabulary: Vocabulary) -> None:

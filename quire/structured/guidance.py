@@ -65,6 +65,7 @@ class GuidanceGrammar(Grammar):
 
 
 class GuidanceBackend(Backend):
+    package = "llguidance"
     schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset(_FORMATS.split()))
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from quire.structured.base import Backend
-from quire.types.errors import ConfigError, UnknownNameError
+from quire.types.errors import ConfigError
 from quire.utils.registry import Registry
 
 BACKENDS: Registry[type[Backend]] = Registry(
@@ -16,14 +16,11 @@ BACKENDS: Registry[type[Backend]] = Registry(
         "xgrammar": "xgrammar_backend:XGrammarBackend",
     },
 )
-_PACKAGES = {"llguidance": "llguidance", "xgrammar": "xgrammar"}
 
 
 def check_backend(name: str) -> None:
-    """Refuse a backend that is not known or whose package is not installed. Imports nothing."""
-    if name not in BACKENDS:
-        raise UnknownNameError("structured output backend", name, sorted(BACKENDS))
-    package = _PACKAGES.get(name)
+    """Refuse a backend that is not known or whose package is not installed. Does not import the package."""
+    package = BACKENDS.get(name).package
     if package is not None and find_spec(package) is None:
         raise ConfigError(
             f"structured output backend {name!r} needs the Python package {package!r}, which is not installed;"

@@ -61,6 +61,7 @@ class XGrammarGrammar(Grammar):
 
 
 class XGrammarBackend(Backend):
+    package = "xgrammar"
     schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset())
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ GOOD_PROMPT = list(range(20, 60))
 BAD_PROMPT = [*range(60, 80), BAD, *range(80, 90)]
 
 
-def broken_copy(model: Path, name: str, rows: object, value: float) -> Path:
+def broken_copy(model: Path, name: str, rows: list[int] | EllipsisType, value: float) -> Path:
     """The model with some rows of one tensor filled with a value."""
     folder = model.with_name(f"{model.name}-{name}")
     if not folder.exists():
         shutil.copytree(model, folder)
         tensors = load_file(folder / "model.safetensors")
-        tensors[name][rows] = value  # type: ignore[index]  # a list of rows, or all of them
+        tensors[name][rows] = value
         save_file(tensors, folder / "model.safetensors")
     return folder
 
