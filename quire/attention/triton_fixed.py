@@ -20,9 +20,9 @@ MIN_SEGMENT = 512
 MAX_SEGMENTS = 64
 _KEYS = 64  # taken in at a time
 _MAX_SPLITS = 8
-# Up to so many rows and KV heads, programs that share a row's segments; measured on an H200.
-_SPLITS = ((32, 2 * _MAX_SPLITS), (256, _MAX_SPLITS), (1024, 4))
-_LEAST_SPLITS = 2
+# Up to so many rows and KV heads: programs that share a row's segments, and their warps; measured on an H200.
+_SHARES = ((32, (2 * _MAX_SPLITS, 4)), (256, (_MAX_SPLITS, 4)), (1024, (4, 2)))
+_LEAST_SHARE = (2, 2)
 _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several pieces of keys and values
 
 
@@ -60,8 +60,10 @@ class FixedTritonAttention(TritonAttention):
         if index.shape[0]:
             if metadata.offsets is None:
                 metadata.offsets = torch.zeros_like(index)
-            warps = 2 if spec.group_size <= split.lines else 4
-            cut = replace(split, splits=_choose_splits(index.shape[0] * spec.num_kv_heads), num_warps=warps)
+            splits, warps = _choose_share(index.shape[0] * spec.num_kv_heads)
+            if spec.group_size > split.lines:
+                warps = 4
+            cut = replace(split, splits=splits, num_warps=warps)
             tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
             tile_attention(
@@ -84,5 +86,5 @@ def segment_size(max_len: int) -> int:
     return size
 
 
-def _choose_splits(programs: int) -> int:
-    return next((splits for limit, splits in _SPLITS if programs <= limit), _LEAST_SPLITS)
+def _choose_share(programs: int) -> tuple[int, int]:
+    return next((share for limit, share in _SHARES if programs <= limit), _LEAST_SHARE)

@@ -89,6 +89,18 @@ def test_the_widest_heads() -> None:
         assert torch.equal(in_chunks, together)
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 16), (5, 64), (20, 80), (4, 128), (2, 256)])
+def test_the_same_bits_whoever_shares_the_segments(
+    monkeypatch: pytest.MonkeyPatch, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    found = []
+    for share in ((1, 4), (2, 2), (2, 4), (4, 2), (16, 4)):
+        monkeypatch.setattr("quire.attention.triton_fixed._SHARES", ((1, share),))
+        found.append(outputs([([0], [69]), ([0], [70])], AttentionSpec(num_heads, 1, head_dim, 0.1), dtype)[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_the_same_bits_from_a_cache_of_another_type() -> None:
     """A prompt's own keys have more digits than those the cache keeps; later steps see only the latter."""
     kind = (SPEC, HALF, torch.float8_e4m3fn)
