@@ -57,6 +57,10 @@ class EngineCore:
         """Whether any request will be heard of again; not all of them can run yet."""
         return self.has_work() or self.constraints.is_holding
 
+    def prepare(self) -> bool:
+        """Use a moment without work for what steps to come will need; False if there is nothing to do."""
+        return not self.has_unfinished() and self.executor.prepare()
+
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = time.monotonic()

@@ -11,6 +11,8 @@ from quire.types.outputs import EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
 from quire.types.structured import Vocabulary
 
+_QUIET = 1.0  # seconds without work after which there may be none for a while
+
 
 class EngineLoop:
     """One core driven either by its caller (`run_once`) or by a thread or process (`run`).
@@ -68,7 +70,8 @@ class EngineLoop:
         return outputs
 
     def wait(self) -> bool:
-        """Sleep until there is work; False when the loop was asked to stop."""
+        """Sleep until there is work, or prepare for it; False when the loop was asked to stop."""
+        quiet: float | None = _QUIET
         while True:
             self._wake.clear()  # before looking: what comes after the look wakes the wait
             if self._stopping:
@@ -77,7 +80,8 @@ class EngineLoop:
                 return True
             if self._finishing:
                 return False
-            self._wake.wait()
+            if not self._wake.wait(quiet):
+                quiet = 0.0 if self._core.prepare() else None
 
     def _take_messages(self) -> list[EngineOutput]:
         answers: list[EngineOutput] = []

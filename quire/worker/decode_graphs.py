@@ -67,10 +67,30 @@ class DecodeGraphs:
         self._forwards: dict[_Kind, _Recording] = {}
         self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
         self._forward_recorder, self.sample_recorder = Recorder(), Recorder()
+        # Kinds of steps that nearly every engine comes to.
+        samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
+        self._usual = iter(
+            [
+                (_Kind(size, alike), sampling)
+                for size in sizes
+                for alike in (False, True)[: 2 if size >= _MIN_ROWS else 1]
+                for sampling in samplings
+            ]
+        )
         self._loaded: list[int] = []  # what the buffer holds, and how it is sampled
         self._loaded_kind: RecordedKind | None = None
         self._forward: _Recording | None = None
         self._sample: _Recording | None = None
+
+    @torch.inference_mode()
+    def record_next(self) -> bool:
+        """Record the smallest usual kind of step that is missing; False if none is."""
+        for kind, sampling in self._usual:
+            if (kind, sampling) not in self._samples:
+                self._record(kind, sampling)
+                self._loaded = []  # recording used the buffer
+                return True
+        return False
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a recorded size can hold this step and every row computes its one last known token.

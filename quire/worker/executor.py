@@ -38,6 +38,13 @@ class Executor(ABC):
         May block until they are there; never raises.
         """
 
+    def prepare(self) -> bool:
+        """Do something that steps to come will need; False if there is nothing.
+
+        Called while no step is in flight. Takes some milliseconds, never raises.
+        """
+        return False
+
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:
         """Whether nothing but a restart helps after this error."""

@@ -29,6 +29,9 @@ class StepGraphs(Protocol):
         `error_of` of the sampler says what; further lines are those of BatchLogprobs, where they are wanted.
         """
 
+    def record_next(self) -> bool:
+        """Record a step that may come and was not recorded yet; False if there is none."""
+
 
 class PieceGraphs(Protocol):
     """Recorded steps in two pieces, for those whose sampling waits for masks."""
@@ -56,6 +59,9 @@ class PromptGraphs(Protocol):
     def sample(self) -> Arriving:
         """Replay the rest; the result is that of StepGraphs.run, of the rows that sample."""
 
+    def record_next(self) -> bool:
+        """As in StepGraphs."""
+
 
 class ForwardGraphs(Protocol):
     def run(self, batch: InputBatch) -> Tensor | None:
@@ -81,6 +87,9 @@ class NoPromptGraphs:
     def sample(self) -> Arriving:
         raise AssertionError("forward() is always None")
 
+    def record_next(self) -> bool:
+        return False
+
 
 class NoGraphs:
     """Every step is run by the host."""
@@ -96,3 +105,6 @@ class NoGraphs:
 
     def sample(self) -> Arriving:
         raise AssertionError("takes() is always False")
+
+    def record_next(self) -> bool:
+        return False

@@ -6,9 +6,12 @@ from concurrent.futures import Future
 
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
+from quire.utils.log import get_logger
 from quire.worker.executor import Executor
 from quire.worker.runner import Finish
 from quire.worker.worker import Worker
+
+logger = get_logger(__name__)
 
 
 class InProcStep:
@@ -56,6 +59,7 @@ class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._unsampled: InProcStep | None = None  # the newest step, if it waits for masks
+        self._prepares = True
 
     def execute(self, plan: StepPlan) -> InProcStep:
         self._unsampled = None
@@ -79,6 +83,15 @@ class InProcExecutor(Executor):
                 step.wait()
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
             step.fail(error)
+
+    def prepare(self) -> bool:
+        if self._prepares:
+            try:
+                self._prepares = self._worker.prepare()
+            except Exception as error:  # the step that needs it will tell, if it ever comes
+                logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
+                self._prepares = False
+        return self._prepares
 
     def is_sticky(self, error: Exception) -> bool:
         return self._worker.platform.is_sticky(error)

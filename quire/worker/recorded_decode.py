@@ -73,6 +73,10 @@ class RecordedDecode:
     def is_recorded(self) -> bool:
         return self._recording is not None
 
+    def record_next(self) -> bool:
+        """All there is was recorded at the start."""
+        return False
+
     def takes(self, plan: StepPlan) -> bool:
         """Whether every row computes its one last known token, and not a token of a prompt with more to follow.
 

@@ -50,6 +50,17 @@ class _Kinds(NamedTuple):
     whole: bool  # the step is one whole prompt, or the first part of a longer one
 
 
+# A prompt, beside rows that decode, the end of a prompt whose beginning is cached, and both.
+_USUAL = (
+    _Kinds(False, False, True, False),
+    _Kinds(True, False, True, False),
+    _Kinds(False, True, False, False),
+    _Kinds(True, True, False, False),
+)
+_WHOLE = _Kinds(False, False, True, True)
+_NOTHING = PlannedTokens(0, [], [], [], [], [])
+
+
 @dataclass(frozen=True, slots=True)
 class _Lists(Generic[_Array]):
     """What a step knows of its rows: parts of one array of int32, each with its own padding."""
@@ -146,6 +157,29 @@ class RecordedPrompts:
         self._samples: dict[tuple[int, RecordedKind], _Recording] = {}
         self._sample: _Recording | None = None
         self._recorder, self._sample_recorder = Recorder(), sample_recorder
+        # Kinds of steps that nearly every engine comes to.
+        samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
+        counts = [1 << power for power in range(hidden.shape[0].bit_length())]
+        self._usual_samples = iter([(count, sampling) for count in counts for sampling in samplings])
+        sizes = [size for size in SIZES if size <= max_tokens]
+        usual = [(size, kinds) for size in sizes for kinds in _USUAL]
+        if self._full_size is not None:
+            usual += [(self._full_size, kinds) for kinds in (_USUAL[0], _USUAL[1], _WHOLE)]
+        self._usual_forwards = iter(usual)
+
+    @torch.inference_mode()
+    def record_next(self) -> bool:
+        """Record the smallest usual kind of step that is missing; False if none is."""
+        for count, sampling in self._usual_samples:
+            if (count, sampling) not in self._samples:
+                self._sampling(count, sampling)
+                return True
+        for size, kinds in self._usual_forwards:
+            if (size, kinds) not in self._forwards:
+                self._inputs_of(size).load([], _NOTHING, RowKinds())
+                self._recorded(size, kinds)
+                return True
+        return False
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, planned: PlannedTokens) -> Download | None:
@@ -157,10 +191,7 @@ class RecordedPrompts:
         size = self._size(planned.total)
         if size is None or kinds.whole not in ([], [(0, size)]):
             return None
-        if size not in self._inputs:
-            room = self._hidden.shape[0]
-            self._inputs[size] = _Inputs(size, room, self._rows.scratch_row, self._hidden.device)
-        inputs = self._inputs[size]
+        inputs = self._inputs_of(size)
         if not inputs.have_room_for(len(plan.rows), kinds):
             return None
         if planned.sample_rows:
@@ -171,9 +202,7 @@ class RecordedPrompts:
         # Loaded first: recording runs the step once, which must write keys and values where they belong.
         inputs.load(plan.rows, planned, kinds)
         present = _Kinds(bool(kinds.singles[0]), bool(kinds.few[0]), bool(kinds.tiles[0]), bool(kinds.whole))
-        if (size, present) not in self._forwards:
-            self._forwards[size, present] = self._recorder.record(lambda: self._forward(size, inputs, present))
-        replay, finite = self._forwards[size, present]
+        replay, finite = self._recorded(size, present)
         replay()
         return Download(finite[: planned.total])
 
@@ -191,6 +220,19 @@ class RecordedPrompts:
             return SIZES[bisect_left(SIZES, count)]
         full = self._full_size
         return full if full is not None and _FULL * full <= count <= full else None
+
+    def _inputs_of(self, size: int) -> _Inputs:
+        if size not in self._inputs:
+            room = self._hidden.shape[0]
+            self._inputs[size] = _Inputs(size, room, self._rows.scratch_row, self._hidden.device)
+        return self._inputs[size]
+
+    def _recorded(self, size: int, kinds: _Kinds) -> _Recording:
+        """The model's part of such steps; recording it computes what its inputs are loaded with."""
+        if (size, kinds) not in self._forwards:
+            inputs = self._inputs_of(size)
+            self._forwards[size, kinds] = self._recorder.record(lambda: self._forward(size, inputs, kinds))
+        return self._forwards[size, kinds]
 
     def _sampling(self, count: int, kind: RecordedKind) -> _Recording:
         """What samples for so many rows; recorded on those that belong to nobody, so that this changes no request."""

@@ -70,6 +70,10 @@ class Runner:
             return self._launch(plan, planned, wants_all)
         return self._follow(plan, planned, finite)
 
+    def prepare(self) -> bool:
+        """Record one more step that may come, where steps are recorded; False if there is none."""
+        return self.graphs.record_next() or self.prompt_graphs.record_next()
+
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, planned: PlannedTokens, wants_all: bool) -> Finish:
         batch = self.inputs.build(plan, planned, every_token=wants_all)

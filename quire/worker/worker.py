@@ -93,6 +93,10 @@ class Worker:
     def sample(self, masks: Masks) -> None:
         self.runner.sample(masks)
 
+    def prepare(self) -> bool:
+        """Do something that steps to come will need, if there is anything; False if not."""
+        return self.runner.prepare()
+
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
+from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.types.outputs import EngineOutput, EngineOutputs
-from tests.engine.test_core import make_core, request
+from tests.engine.test_core import Device, make_core, request
 
 
 def make_loop() -> EngineLoop:
@@ -47,6 +49,69 @@ def test_an_idle_loop_is_woken_to_stop(finish_work: bool) -> None:
         loop.stop(finish_work=finish_work)
         thread.join(20)
         assert not thread.is_alive()
+
+
+class Preparing(Device):
+    """Has so many things to prepare, and notes when it does."""
+
+    def __init__(self, device: Device, count: int) -> None:
+        super().__init__(device.fake)
+        self.left, self.done = count, threading.Event()
+        self.noted: list[int] = []
+
+    def prepare(self) -> bool:
+        if not self.left:
+            self.done.set()
+            return False
+        self.left -= 1
+        self.noted.append(self.left)
+        return True
+
+
+def make_preparing(count: int) -> tuple[EngineCore, Preparing]:
+    core = make_core()[0]
+    assert isinstance(core.executor, Device)
+    core.executor = device = Preparing(core.executor, count)
+    return core, device
+
+
+def test_an_idle_loop_prepares_until_all_is_done_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.loop._QUIET", 0.01)
+    core, device = make_preparing(5)
+    loop = EngineLoop(core, debug_checks=True)
+    thread = threading.Thread(target=run, args=(loop,))
+    thread.start()
+    assert device.done.wait(20)
+    loop.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert device.noted == [4, 3, 2, 1, 0]
+
+
+def test_work_comes_before_what_is_left_to_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.loop._QUIET", 0.0)
+    core, device = make_preparing(1000)
+    loop = EngineLoop(core, debug_checks=True)
+    loop.submit(request("a", max_tokens=5))
+    loop.stop(finish_work=True)
+    results = run(loop)
+    assert sum(len(output.token_ids) for result in results for output in result.outputs) == 5
+    assert device.noted == []
+
+
+def test_requests_that_follow_each_other_do_not_meet_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.loop._QUIET", 20.0)
+    core, device = make_preparing(1000)
+    loop = EngineLoop(core, debug_checks=True)
+    thread = threading.Thread(target=run, args=(loop,))
+    thread.start()
+    for number in range(20):
+        loop.submit(request(str(number), max_tokens=5))
+        time.sleep(0.01)
+    loop.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert device.noted == []
 
 
 def test_a_known_answer_goes_out_with_the_next_step() -> None:

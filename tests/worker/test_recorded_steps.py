@@ -250,6 +250,27 @@ def test_masked_rows_are_preempted_and_go_on(folder: Path, monkeypatch: pytest.M
     assert spied.kinds[RecordedKind(draws=True, masked=True)] > 10
 
 
+def test_what_is_prepared_is_not_recorded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two requests that get the same row: what prepares uses the same buffers."""
+    monkeypatch.setattr("quire.worker.recorded_prompts.SIZES", (32,))
+    expected = tokens_of(folder, [[7, 8, 9]])[0]
+    record_steps(monkeypatch)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    core = make_engine(folder, attention_backend="triton", **limits)
+    driver = Driver(core)
+    driver.add("before", [7, 8, 9], GREEDY)
+    driver.finish()
+    Rerun.recorded, prepared = 0, 0
+    while core.prepare():
+        prepared += 1
+    # Decode steps of 2 rows, and of 1 that is drawn; the same for prompts, of which there are three more kinds.
+    assert prepared == Rerun.recorded - 1 == 3 + 3 + 3
+    driver.add("after", [7, 8, 9], GREEDY)
+    answers = driver.finish()
+    assert answers["before"].token_ids == answers["after"].token_ids == expected
+    assert Rerun.recorded == prepared + 1
+
+
 SHAPED = [
     Asked([4] * 40, SamplingParams(temperature=0.9, seed=3, max_tokens=2, ignore_eos=True, repetition_penalty=1.4)),
     Asked([3, 8, 13], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3)),
