@@ -116,6 +116,10 @@ class AttentionBackend(ABC):
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         """Most memory that attention takes beside its arguments and result."""
 
+    def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
+        """What is added to that where programs share a row's keys, and so in no step of whole prompts."""
+        return 0
+
     @abstractmethod
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""

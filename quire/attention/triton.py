@@ -128,7 +128,13 @@ class TritonAttention(AttentionBackend):
         return (2, num_blocks, num_kv_heads, block_size, head_dim)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
-        return 2 * max_model_len * spec.num_kv_heads * spec.head_dim * itemsize + (64 << 20)
+        return 2 * max_model_len * spec.num_kv_heads * spec.head_dim * itemsize
+
+    def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
+        few = MAX_FEW_ROWS * FEW_QUERIES * _FEW.splits
+        singles = max(2 * max_rows, _WANTED_PROGRAMS // spec.num_kv_heads)
+        line = max_rows * max_model_len // 2  # of tiles that are shared evenly
+        return max(few, singles) * spec.num_heads * (spec.head_dim + 2) * 4 + line
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         blocks = cache[:, block_ids]

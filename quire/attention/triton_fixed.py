@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionMetadata, AttentionSpec
-from quire.attention.triton import FEW_QUERIES, TritonAttention, TritonMetadata, keys_and_values
+from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata, keys_and_values
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.kernels.triton.whole_attention import whole_attention, whole_fits
@@ -31,9 +31,10 @@ class FixedTritonAttention(TritonAttention):
     shares = False
     heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
 
-    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
-        per_query = spec.num_heads * MAX_SEGMENTS * (spec.head_dim + 2) * 4
-        return 256 * per_query + super().workspace_bytes(spec, max_model_len, itemsize)
+    def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
+        queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
+        segments = -(-max_model_len // segment_size(max_model_len)) + 1  # which the spare block may begin
+        return queries * segments * spec.num_heads * (spec.head_dim + 2) * 4
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
         # From a cache of another type, other steps read other values.

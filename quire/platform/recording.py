@@ -41,8 +41,16 @@ class SizedRecorder(Protocol):
 class Recorder:
     """Its recordings share memory: one may overwrite what another has left, except for results that are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
+        """Recordings are cut from `room` bytes, which are taken at once.
+
+        They are made in any order. If they were not given memory before, each that is larger than all before it would
+        take its own, since what those leave is too small for it.
+        """
         self._pool = torch.cuda.graph_pool_handle()
+        self._first = torch.cuda.CUDAGraph()  # a pool lives as long as any graph of it
+        with torch.cuda.graph(self._first, pool=self._pool):
+            torch.empty(max(1, room), dtype=torch.uint8, device="cuda")[:1].zero_()
 
     def record(self, step: Callable[[], Tensor], *, keep: bool = True) -> tuple[Callable[[], None], Tensor]:
         """(what replays `step`, where each replay leaves its result). Runs `step` once before, to warm up.

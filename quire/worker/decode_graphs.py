@@ -20,10 +20,10 @@ from quire.attention.triton import TritonAttention
 from quire.kernels.triton.step import gather_inputs
 from quire.layers.attention import ForwardBatch
 from quire.models.base import CausalLM
-from quire.platform.recording import Recorder
 from quire.platform.transfer import Download, upload
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
+from quire.worker.graphs import Recorders
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.recorded import sample_step
 from quire.worker.sampling.sampler import RecordedKind, Sampler
@@ -52,6 +52,7 @@ class DecodeGraphs:
         tables: BlockTables,
         backend: AttentionBackend,
         sampler: Sampler,
+        recorders: Recorders,
         sizes: tuple[int, ...],
         max_model_len: int,
     ) -> None:
@@ -66,7 +67,7 @@ class DecodeGraphs:
         # Logits are not kept, so that those of all sizes share memory: what samples from them has memory of its own.
         self._forwards: dict[_Kind, _Recording] = {}
         self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
-        self._forward_recorder, self.sample_recorder = Recorder(), Recorder()
+        self._recorders = recorders
         # Kinds of steps that nearly every engine comes to.
         samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
         self._usual = iter(
@@ -144,9 +145,9 @@ class DecodeGraphs:
         rows = self._row_buffer[: kind.size]
         rows.fill_(self._rows.scratch_row)
         if kind not in self._forwards:
-            self._forwards[kind] = self._forward_recorder.record(lambda: self._logits(kind), keep=False)
+            self._forwards[kind] = self._recorders.forward.record(lambda: self._logits(kind), keep=False)
         logits = self._forwards[kind][1]
-        self._samples[kind, sampling] = self.sample_recorder.record(
+        self._samples[kind, sampling] = self._recorders.sample.record(
             lambda: sample_step(sampling, self._sampler, logits, rows, self._rows)
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.platform.recording import Recorder
 from quire.platform.transfer import Download
 from quire.types.step import StepPlan
 from quire.worker.input_batch import InputBatch, PlannedTokens
@@ -17,6 +18,13 @@ class Arriving(Protocol):
     """A result on its way from the device; `get` waits for it."""
 
     def get(self) -> Tensor | NDArray[np.int32]: ...
+
+
+class Recorders(NamedTuple):
+    """What forward passes share, and what samples, since it reads logits that forward passes leave."""
+
+    forward: Recorder
+    sample: Recorder
 
 
 class StepGraphs(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,16 @@ from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_
 from quire.worker.sampling.mask_buffer import mask_words
 
 
+class RecordedBytes(NamedTuple):
+    """Memory of recorded steps: of forward passes, and of what samples."""
+
+    forward: int = 0
+    sample: int = 0
+
+
+NOTHING_RECORDED = RecordedBytes()
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """Everything decided before a byte of weights is read."""
@@ -50,6 +60,7 @@ class EnginePlan:
     demand: MemoryDemand
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
+    recorded: RecordedBytes = NOTHING_RECORDED
 
     @property
     def context(self) -> BuildContext:
@@ -99,10 +110,11 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     )
 
 
-def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int) -> EnginePlan:
-    """The same plan, its KV blocks sized by a measured workspace instead of the estimate."""
-    demand = replace(plan.demand, workspace=workspace)
-    return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int, recorded: RecordedBytes) -> EnginePlan:
+    """The same plan, its KV blocks sized by what was measured instead of the estimate."""
+    demand = replace(plan.demand, workspace=workspace + sum(recorded))
+    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply)
+    return replace(plan, demand=demand, ledger=ledger, recorded=recorded)
 
 
 def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: int) -> MemoryLedger:
@@ -235,7 +247,8 @@ def _demand(
         rows=settings.max_num_seqs
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
         workspace=_activations(model, description, settings, dtype)
-        + backend.workspace_bytes(spec, length, dtype.itemsize),
+        + backend.workspace_bytes(spec, length, dtype.itemsize)
+        + backend.parts_bytes(spec, settings.max_num_seqs, length),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,

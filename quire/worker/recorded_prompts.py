@@ -22,10 +22,10 @@ from quire.attention.triton import MAX_FEW_ROWS, RecordedLists, RowKinds, Triton
 from quire.kernels.triton.step import gather_prompts
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import CausalLM
-from quire.platform.recording import Recorder
 from quire.platform.transfer import Download, refresh
 from quire.types.step import StepPlan
 from quire.worker.block_tables import BlockTables
+from quire.worker.graphs import Recorders
 from quire.worker.input_batch import PlannedTokens
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.recorded import sample_step
@@ -136,7 +136,7 @@ class RecordedPrompts:
         tables: BlockTables,
         backend: AttentionBackend,
         sampler: Sampler,
-        sample_recorder: Recorder,
+        recorders: Recorders,
         max_model_len: int,
         max_tokens: int,
         hidden: Tensor,
@@ -145,9 +145,7 @@ class RecordedPrompts:
         assert isinstance(backend, TritonAttention)
         self._model, self._rows, self._tables, self._backend = model, rows, tables, backend
         self._sampler, self._max_model_len = sampler, max_model_len
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        is_launch_bound = max_tokens > SIZES[-1] and max_tokens * weights <= _LAUNCH_BOUND
-        self._full_size = max_tokens if is_launch_bound else None
+        self._full_size = full_size(model, max_tokens)
         # What one graph leaves for the other: the hidden states of tokens to sample from, and their rows.
         self._hidden = hidden
         self._wanted_rows = torch.full_like(hidden[:, 0], rows.scratch_row, dtype=torch.int64)
@@ -156,7 +154,7 @@ class RecordedPrompts:
         self._forwards: dict[tuple[int, _Kinds], _Recording] = {}
         self._samples: dict[tuple[int, RecordedKind], _Recording] = {}
         self._sample: _Recording | None = None
-        self._recorder, self._sample_recorder = Recorder(), sample_recorder
+        self._recorders = recorders
         # Kinds of steps that nearly every engine comes to.
         samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
         counts = [1 << power for power in range(hidden.shape[0].bit_length())]
@@ -231,7 +229,7 @@ class RecordedPrompts:
         """The model's part of such steps; recording it computes what its inputs are loaded with."""
         if (size, kinds) not in self._forwards:
             inputs = self._inputs_of(size)
-            self._forwards[size, kinds] = self._recorder.record(lambda: self._forward(size, inputs, kinds))
+            self._forwards[size, kinds] = self._recorders.forward.record(lambda: self._forward(size, inputs, kinds))
         return self._forwards[size, kinds]
 
     def _sampling(self, count: int, kind: RecordedKind) -> _Recording:
@@ -239,7 +237,7 @@ class RecordedPrompts:
         size = 1 << (count - 1).bit_length()
         if (size, kind) not in self._samples:
             self._wanted_rows.fill_(self._rows.scratch_row)
-            self._samples[size, kind] = self._sample_recorder.record(lambda: self._sample_step(size, kind))
+            self._samples[size, kind] = self._recorders.sample.record(lambda: self._sample_step(size, kind))
         return self._samples[size, kind]
 
     def _sample_step(self, size: int, kind: RecordedKind) -> Tensor:
@@ -309,6 +307,18 @@ class RecordedPrompts:
             slot_mapping=slots,
             block_size=self._tables.block_size,
         )
+
+
+def full_size(model: CausalLM, max_tokens: int) -> int | None:
+    """The size of a full step if such steps are recorded."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return max_tokens if max_tokens > SIZES[-1] and max_tokens * weights <= _LAUNCH_BOUND else None
+
+
+def largest_size(model: CausalLM, max_tokens: int) -> int:
+    """Tokens of the largest step that is recorded."""
+    fitting = SIZES[min(bisect_left(SIZES, max_tokens), len(SIZES) - 1)]
+    return full_size(model, max_tokens) or fitting
 
 
 def _put(part: NDArray[np.int32], values: list[int], padding: int) -> None:

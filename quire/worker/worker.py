@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 
 import torch
 
@@ -13,6 +14,7 @@ from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platform.host import return_free_memory
+from quire.platform.recording import Recorder
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
@@ -27,12 +29,15 @@ from quire.worker.graphs import (
     NoPromptGraphs,
     PieceGraphs,
     PromptGraphs,
+    Recorders,
     StepGraphs,
 )
 from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import (
+    NOTHING_RECORDED,
     EnginePlan,
+    RecordedBytes,
     plan_engine,
     recorded_sampling_bytes,
     sampling_bytes,
@@ -166,18 +171,19 @@ def make_graphs(
             NoPromptGraphs(),
             RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
         )
-    sizes = tuple(size for size in plan.platform.graph_sizes if size < 2 * plan.settings.max_num_seqs)
-    if not sizes or not plan.backend.records:
+    sizes = recorded_sizes(plan)
+    if not sizes:
         return nothing
     # These need Triton, which a CPU does without.
     from quire.worker.decode_graphs import DecodeGraphs
     from quire.worker.recorded_prompts import RecordedPrompts
 
     length = plan.ledger.max_model_len
-    decode = DecodeGraphs(model, rows, tables, plan.backend, sampler, sizes, length)
+    recorders = Recorders(Recorder(plan.recorded.forward), Recorder(plan.recorded.sample))
+    place = (model, rows, tables, plan.backend, sampler, recorders)
+    decode = DecodeGraphs(*place, sizes, length)
     samples = 1 << (plan.settings.max_num_seqs - 1).bit_length()
     hidden = plan.platform.zeros((samples, plan.description.hidden_size), plan.dtype)
-    place = (model, rows, tables, plan.backend, sampler, decode.sample_recorder)
     prompts = RecordedPrompts(*place, length, plan.settings.max_num_batched_tokens, hidden)
     return decode, decode, prompts, NoForwardGraphs()
 
@@ -198,11 +204,30 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
     peak = plan.platform.peak_memory(work)
     if peak is None:
         return plan
-    caches = blocks * plan.ledger.layout.page_bytes
-    measured = max(0, peak - caches) + sampling_bytes(plan.description, plan.settings)
-    if plan.platform.graph_sizes:
-        measured += recorded_sampling_bytes(plan.description, plan.settings)
-    return with_workspace(plan, config, measured)
+    step = max(0, peak - blocks * plan.ledger.layout.page_bytes)
+    specs, rows = [layer.spec for layer in model.attention_layers()], plan.settings.max_num_seqs
+    parts = max(plan.backend.parts_bytes(spec, rows, plan.ledger.max_model_len) for spec in specs)
+    measured = step + parts + sampling_bytes(plan.description, plan.settings)
+    return with_workspace(plan, config, measured, recorded_bytes(plan, model, step / count, parts))
+
+
+def recorded_sizes(plan: EnginePlan) -> tuple[int, ...]:
+    """Numbers of rows that decode steps are recorded for: up to the first that holds all there can be."""
+    sizes = plan.platform.graph_sizes if plan.backend.records else ()
+    return sizes[: bisect_left(sizes, plan.settings.max_num_seqs) + 1]
+
+
+def recorded_bytes(plan: EnginePlan, model: CausalLM, bytes_per_token: float, parts: int) -> RecordedBytes:
+    """What the largest recorded steps take, and an eighth for gaps."""
+    sizes = recorded_sizes(plan)
+    if not sizes:
+        return NOTHING_RECORDED
+    from quire.worker.recorded_prompts import largest_size
+
+    tokens = max(sizes[-1], largest_size(model, plan.settings.max_num_batched_tokens))
+    logits = sizes[-1] * plan.description.vocab_size * plan.dtype.itemsize
+    forward = int(1.125 * (tokens * bytes_per_token + parts + logits))
+    return RecordedBytes(forward, recorded_sampling_bytes(plan.description, plan.settings))
 
 
 def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:

@@ -42,6 +42,9 @@ class Rerun:
 
     recorded = 0
 
+    def __init__(self, room: int) -> None:
+        self.room = room
+
     def record(self, step: Callable[[], Tensor], *, keep: bool = True) -> tuple[Callable[[], None], Tensor]:
         Rerun.recorded += 1
         out = step().clone()
@@ -90,8 +93,7 @@ def test_same_tokens_as_launched_steps(
     launched = tokens_of(folder, prompts)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr(CpuPlatform, "narrow_above", None)
-    monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.worker.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.recorded_prompts.SIZES", (32, 64))
     Rerun.recorded = 0
     assert tokens_of(folder, prompts) == launched
@@ -124,8 +126,7 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     monkeypatch.setattr("quire.attention.triton.FEW_QUERIES", 2)
     monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", shared_from)
     monkeypatch.setattr("quire.attention.triton.multiprocessors", lambda: 1)
-    monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.worker.Recorder", Rerun)
     monkeypatch.setattr("quire.worker.recorded_prompts.SIZES", (4,))
     monkeypatch.setattr("quire.worker.recorded_prompts.RecordedPrompts", Spied)
     assert tokens_of(folder, prompts, SHORT, **limits) == launched
@@ -166,8 +167,7 @@ def record_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4))
     monkeypatch.setattr("quire.worker.sampling.sampler.DRAW_WITHIN", Kernel)
     monkeypatch.setattr("quire.worker.sampling.sampler.KEEP_ALLOWED", Kernel)
-    monkeypatch.setattr("quire.worker.decode_graphs.Recorder", Rerun)
-    monkeypatch.setattr("quire.worker.recorded_prompts.Recorder", Rerun)
+    monkeypatch.setattr("quire.worker.worker.Recorder", Rerun)
 
 
 @dataclass(frozen=True)

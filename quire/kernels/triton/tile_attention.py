@@ -75,8 +75,8 @@ def _tile_kernel(
     tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a recorded step
     tile_offset_ptr,  # [tiles] first query of the tile within its row
     out_ptr,  # [tokens, heads, dim]
-    parts_ptr,  # [tokens, heads, segments, dim] float32
-    numbers_ptr,  # [2, tokens, heads, segments] float32: highest scores, sums of weights
+    parts_ptr,  # [tiles, TILE, heads, segments, dim] float32
+    numbers_ptr,  # [2, tiles, TILE, heads, segments] float32: highest scores, sums of weights
     table_stride,
     value_offset,
     number_offset,
@@ -150,7 +150,7 @@ def _tile_kernel(
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
-        number_at = (token * NUM_HEADS + head) * NUM_SEGMENTS
+        number_at = (((place // SUB).to(tl.int64) * TILE + query - offset) * NUM_HEADS + head) * NUM_SEGMENTS
         run = tl.cdiv(tl.cdiv(seen, segment_size), SPLITS) * segment_size  # of segments, for each program
         begin = tl.program_id(2) * run
         end = tl.minimum(begin + run, seen)
@@ -211,7 +211,7 @@ def _fold_kernel(
         last = tl.minimum(tl.minimum(count, query - place % TILE + TILE), program_first + TOKENS)
         segment_size = tl.cdiv(tl.cdiv(before + last, KEYS), SPLITS) * KEYS
     segments = tl.cdiv(before + query + 1, segment_size)  # later ones hold nothing that this query sees
-    line = (query_start + query).to(tl.int64) * NUM_HEADS + head
+    line = place.to(tl.int64) * NUM_HEADS + head
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
     whole = tl.zeros([1, DIM], tl.float32)
@@ -232,7 +232,7 @@ def _fold_kernel(
             total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
             whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, part)
     result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
-    out_at = line * HEAD_DIM + dims[None, :]
+    out_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_head[None, :])
 
 
@@ -270,7 +270,7 @@ def tile_attention(
     contexts [rows] (KV lengths after this step), query_starts, tile_index and tile_offset are int32; `rows` picks
     lines of tables [max_rows, max_blocks].
     """
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
     group = num_heads // num_kv_heads
     tile, splits, segment = cut.tile, cut.splits, cut.segment
@@ -278,10 +278,11 @@ def tile_attention(
     lines = max(_MIN_LINES, triton.next_power_of_2(tokens * group))
     num_segments = cut.num_segments if segment else splits
     parts, numbers = out, out
+    listed = tile_index.shape[0] * tile
     if splits:
-        parts = torch.empty(num_tokens, num_heads, num_segments, head_dim, dtype=torch.float32, device=q.device)
-        numbers = torch.empty(2, num_tokens, num_heads, num_segments, dtype=torch.float32, device=q.device)
-    number_offset = num_tokens * num_heads * num_segments
+        parts = torch.empty(listed, num_heads, num_segments, head_dim, dtype=torch.float32, device=q.device)
+        numbers = torch.empty(2, listed, num_heads, num_segments, dtype=torch.float32, device=q.device)
+    number_offset = listed * num_heads * num_segments
     shared = {
         **heads_of(q, cache, soft_cap, window),
         "TILE": tile,
@@ -316,7 +317,7 @@ def tile_attention(
         **shared,
     )
     if splits:
-        _fold_kernel[(tile_index.shape[0] * tile, num_heads)](
+        _fold_kernel[(listed, num_heads)](
             parts,
             numbers,
             contexts,
