@@ -16,7 +16,7 @@ from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, la
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr", "rows_ptr"])
 def _split_kernel(
     q_ptr,
     cache_ptr,
@@ -110,7 +110,7 @@ def _split_kernel(
         tl.store(lse_ptr + split_at, lse, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr"])
 def _combine_kernel(
     parts_ptr,
     lse_ptr,

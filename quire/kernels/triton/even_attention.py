@@ -33,7 +33,7 @@ class TileLine:
     blocks: Tensor  # [most tiles, KEYS / block_size] int32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["contexts_ptr", "count"])
 def _line_kernel(
     contexts_ptr,
     rows_ptr,
@@ -79,7 +79,7 @@ def _line_kernel(
         tl.store(blocks_ptr + start.to(tl.int64) * PER_TILE + cells, known, mask=cells < mine * PER_TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _even_kernel(
     q_ptr,
     cache_ptr,
@@ -174,7 +174,7 @@ def _even_kernel(
         block = next_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _join_kernel(
     starts_ptr,
     out_ptr,

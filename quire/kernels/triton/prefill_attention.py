@@ -18,7 +18,7 @@ _MIN_KEYS = 16
 _BESIDE = 16 << 10  # bytes, beside keys and values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
 def _prefill_kernel(
     q_ptr,
     cache_ptr,

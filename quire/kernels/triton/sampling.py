@@ -28,7 +28,7 @@ _ROUNDS = 3
 _ONE = tl.constexpr(float(1 << 40))  # what the likeliest token's probability is as an integer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scan_kernel(
     logits_ptr,
     parameters_ptr,
@@ -97,7 +97,7 @@ def _first_of(values_ptr, places_ptr, row, num_chunks, vocab_size, CHUNKS: tl.co
     return highest, tl.min(tl.where(inside & (values == highest), places, vocab_size), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn_ptr", "count"])
 def _limits_kernel(
     logits_ptr,
     parameters_ptr,
@@ -202,7 +202,7 @@ def _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, coun
     return _is_within(before, mass, total, top, least, equals, top_k, top_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn_ptr", "now_drawn_ptr", "count"])
 def _draw_kernel(
     logits_ptr,
     parameters_ptr,
@@ -258,7 +258,7 @@ def _draw_kernel(
         tl.store(score_at_ptr + row * num_chunks + chunk, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn_ptr", "count"])
 def _measure_kernel(
     logits_ptr,
     parameters_ptr,
@@ -295,7 +295,7 @@ def _measure_kernel(
         tl.store(at + 2 * count * num_chunks, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn_ptr", "count"])
 def _finish_kernel(
     logits_ptr,
     parameters_ptr,

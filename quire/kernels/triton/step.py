@@ -17,7 +17,7 @@ _NO_TOKEN = tl.constexpr(2)
 _OVERFLOW = tl.constexpr(3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather_kernel(
     rows_ptr,
     token_ids_ptr,
@@ -117,7 +117,7 @@ def _highest_kernel(
     tl.store(at_ptr + index * num_chunks + chunk, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _append_kernel(
     rows_ptr,
     best_ptr,

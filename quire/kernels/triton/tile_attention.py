@@ -64,7 +64,7 @@ def _take_in(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
 def _tile_kernel(
     q_ptr,
     cache_ptr,
@@ -167,7 +167,7 @@ def _tile_kernel(
                 highest, totals, acc = nothing(LINES, DIM, KEYS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
 def _fold_kernel(
     parts_ptr,
     numbers_ptr,

@@ -239,30 +239,47 @@ class Sampler:
         """A token for each line of logits [m, vocab_size]. The logits are overwritten. No sync."""
         wanting = self._logprobs.select(rows)
         untouched = None if wanting is None else wanting.take(logits)
-        logits = logits.to(torch.float32)
-        if untouched is logits:
-            untouched = logits.clone()
-        if self.all_plain(rows.row_list) and not self.masks.loaded:
-            token_ids, best = self._first_max(logits)
-            return SampleOutput(token_ids, _status(best, best))
-        raw_best = logits.amax(-1)
-        shaped = logits
-        for feature in self._shaping:
-            shaped = feature.apply(shaped, rows, state)
-        shaped = self.masks.apply(shaped, rows)
-        status = _status(raw_best, shaped.amax(-1))
-        token_ids = self._choose(shaped, rows, state)
+        if self._only_draws(rows.row_list):
+            token_ids, best = self._draw_all(logits, rows, state)
+            status = _status(best, best)
+        else:
+            logits = logits.to(torch.float32)
+            if untouched is logits:
+                untouched = logits.clone()
+            if self.all_plain(rows.row_list) and not self.masks.loaded:
+                token_ids, best = self._first_max(logits)
+                return SampleOutput(token_ids, _status(best, best))
+            raw_best = logits.amax(-1)
+            shaped = logits
+            for feature in self._shaping:
+                shaped = feature.apply(shaped, rows, state)
+            shaped = self.masks.apply(shaped, rows)
+            status = _status(raw_best, shaped.amax(-1))
+            token_ids = self._choose(shaped, rows, state)
         if wanting is None or untouched is None:
             return SampleOutput(token_ids, status)
         counts = self._logprobs.counts(wanting.batch)
         found = BatchLogprobs(*self._gather_logprobs(untouched, wanting.take(token_ids), max(counts)))
         return SampleOutput(token_ids, status, found, wanting.places, counts)
 
+    def _only_draws(self, row_list: list[int]) -> bool:
+        """Whether one kernel does it all, from logits of any type: as it is in recorded steps."""
+        if self.draw_table is None or self.masks.loaded:
+            return False
+        kind = self.recorded_kind(row_list, False)
+        return kind is not None and kind.draws and not kind.shapes
+
+    def _draw_all(self, logits: Tensor, rows: SampleRows, state: RowState) -> tuple[Tensor, Tensor]:
+        """Tokens [m] int64 within each row's limits, and the highest logits."""
+        assert self.draw_table is not None
+        parameters = self.draw_table.parameters.index_select(1, rows.rows)
+        seeds, positions = state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
+        tokens, highest = self._draw_within(logits, parameters, seeds, positions)
+        return tokens.to(torch.int64), highest
+
     def _choose(self, logits: Tensor, rows: SampleRows, state: RowState) -> Tensor:
         if self.draw_table is not None:
-            parameters = self.draw_table.parameters.index_select(1, rows.rows)
-            seeds, positions = state.seeds.index_select(0, rows.rows), output_lengths(rows.rows, state)
-            return self._draw_within(logits, parameters, seeds, positions)[0].to(torch.int64)
+            return self._draw_all(logits, rows, state)[0]
         token_ids = torch.zeros(len(rows.row_list), dtype=torch.int64, device=logits.device)
         selection = self._greedy.select(rows)
         if selection is not None:

@@ -157,6 +157,7 @@ def attention(all_shapes: bool) -> None:
         angles = (numbers(2700, 1, turned), numbers(2700, 1, turned))
         mixed = batch([1, 9, 300, 2200], [40, 1000, 700, 2200])
         steps = [backend.prepare(mixed), backend.prepare(batch([2100], [2100]))]
+        steps.append(backend.prepare(batch([1, 9, 9, 300], [40, 1000, 990, 700])))  # whose lists begin elsewhere
         for rows in (1, 32, 64) if all_shapes else (64,):
             step = batch([1] * rows, [999] * rows)
             steps += [backend.prepare_decode(step, max_len, rows, alike=alike) for alike in (False, True)]
@@ -179,7 +180,8 @@ def sampling(all_shapes: bool) -> None:
     token_ids = torch.zeros(rows + 1, length, dtype=torch.int32)
     for dtype in (BF16, torch.float32):
         logits = numbers(rows, VOCAB, dtype=dtype)
-        sampling.draw_within(logits, numbers(4, rows, dtype=torch.float64), index, index)
+        for some in (rows, 3, 1):
+            sampling.draw_within(logits[:some], numbers(4, some, dtype=torch.float64), index[:some], index[:some])
         for count in (0, 5, 20) if all_shapes else (5,):
             logprobs.logprobs(logits, index, count)
         step.append_likeliest(logits, index, token_ids, known, known, rows)
