@@ -69,13 +69,12 @@ class DecodeGraphs:
         self._samples: dict[tuple[_Kind, RecordedKind], _Recording] = {}
         self._recorders = recorders
         # Kinds of steps that nearly every engine comes to.
-        samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
         self._usual = iter(
             [
                 (_Kind(size, alike), sampling)
                 for size in sizes
                 for alike in (False, True)[: 2 if size >= _MIN_ROWS else 1]
-                for sampling in samplings
+                for sampling in sampler.usual_kinds
             ]
         )
         self._loaded: list[int] = []  # what the buffer holds, and how it is sampled

@@ -20,7 +20,7 @@ class LogitsHead:
         return self._ladder[-1] if self._ladder else 256
 
     def __call__(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Logits of hidden[indices]: [len(indices), vocab] float32. At most `max_rows` indices."""
+        """Logits of hidden[indices]: [len(indices), vocab] in the model's type. At most `max_rows` indices."""
         count = indices.shape[0]
         padding = self._ladder[bisect_left(self._ladder, count)] - count if self._ladder else 0
         chosen = hidden.index_select(0, torch.nn.functional.pad(indices, (0, padding)))

@@ -156,9 +156,8 @@ class RecordedPrompts:
         self._sample: _Recording | None = None
         self._recorders = recorders
         # Kinds of steps that nearly every engine comes to.
-        samplings = (RecordedKind(), RecordedKind(draws=True))[: 1 if sampler.draw_table is None else 2]
         counts = [1 << power for power in range(hidden.shape[0].bit_length())]
-        self._usual_samples = iter([(count, sampling) for count in counts for sampling in samplings])
+        self._usual_samples = iter([(count, sampling) for count in counts for sampling in sampler.usual_kinds])
         sizes = [size for size in SIZES if size <= max_tokens]
         usual = [(size, kinds) for size in sizes for kinds in _USUAL]
         if self._full_size is not None:

@@ -53,6 +53,9 @@ def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatc
     kinds = {kind for _, kind in core.executor._worker.runner.graphs._samples}
     assert {kind.draws for kind in kinds} == {kind.shapes for kind in kinds} == {False, True}
     assert {kind.logprobs for kind in kinds} >= {None, 5}
+    while core.prepare():  # all that an idle engine records, with buffers that steps have used
+        pass
+    assert contents(run_jobs(core, jobs, seed=3)) == recorded
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)

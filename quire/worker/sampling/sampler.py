@@ -204,6 +204,11 @@ class Sampler:
             self._kind_of = (masked, list(row_list), self._find_kind(row_list, masked))
         return self._kind_of[2]
 
+    @property
+    def usual_kinds(self) -> list[RecordedKind]:
+        """Those that nearly every engine comes to."""
+        return [RecordedKind(), *([] if self.draw_table is None else [RecordedKind(draws=True)])]
+
     def _find_kind(self, row_list: list[int], masked: bool) -> RecordedKind | None:
         if not masked and self.all_plain(row_list):
             return RecordedKind()
