@@ -41,7 +41,8 @@ class Executor(ABC):
     def prepare(self) -> bool:
         """Do something that steps to come will need; False if there is nothing.
 
-        Called while no step is in flight. Takes some milliseconds, never raises.
+        Called while no step is in flight. Takes some milliseconds, or seconds where kernels must be compiled; never
+        raises.
         """
         return False
 

@@ -6,6 +6,7 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
         weights = planned_bytes(model, checkpoint.tensors())
     else:
         weights = planned_bytes(model, None, F32 if made_up else _named_format(model_config))
-    demand = _demand(config, model, weights, description, settings, kv_dtype, backend, length)
+    demand = _demand(config, platform, model, weights, description, settings, kv_dtype, backend, length)
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)
     return EnginePlan(
@@ -227,6 +228,7 @@ def _build_context(
 
 def _demand(
     config: EngineConfig,
+    platform: Platform,
     model: CausalLM,
     weights: int,
     description: ModelDescription,
@@ -241,14 +243,18 @@ def _demand(
         (layer.spec for layer in model.attention_layers()),
         key=lambda s: backend.workspace_bytes(s, length, dtype.itemsize),
     )
+    parts = backend.parts_bytes(spec, settings.max_num_seqs, length)
+    token = _token_bytes(model, description, dtype)
     return MemoryDemand(
         weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
         weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
         rows=settings.max_num_seqs
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
-        workspace=_activations(model, description, settings, dtype)
+        workspace=settings.max_num_batched_tokens * token
+        + sampling_bytes(description, settings)
         + backend.workspace_bytes(spec, length, dtype.itemsize)
-        + backend.parts_bytes(spec, settings.max_num_seqs, length),
+        + parts
+        + sum(recorded_bytes(platform, backend, settings, description, model, token, parts)),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -256,16 +262,43 @@ def _demand(
     )
 
 
-def _activations(model: CausalLM, description: ModelDescription, settings: ResolvedConfig, dtype: torch.dtype) -> int:
+def _token_bytes(model: CausalLM, description: ModelDescription, dtype: torch.dtype) -> int:
+    """What a step takes for each of its tokens."""
     widest = max(layer.out_features for layer in model.modules() if isinstance(layer, Linear))
     widest = min(widest, 16 * description.hidden_size)  # an untied head is wide, but runs on sampled rows only
-    tokens = settings.max_num_batched_tokens * (8 * description.hidden_size + 3 * widest) * dtype.itemsize
-    return tokens + sampling_bytes(description, settings)
+    return (8 * description.hidden_size + 3 * widest) * dtype.itemsize
 
 
 def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
     """Logits, the sampler's copies, the words of the random generator, and keys by which the likeliest are found."""
     return settings.max_num_seqs * description.vocab_size * 4 * 8
+
+
+def recorded_sizes(platform: Platform, backend: AttentionBackend, settings: ResolvedConfig) -> tuple[int, ...]:
+    """Numbers of rows that decode steps are recorded for: up to the first that holds all there can be."""
+    sizes = platform.graph_sizes if backend.records else ()
+    return sizes[: bisect_left(sizes, settings.max_num_seqs) + 1]
+
+
+def recorded_bytes(
+    platform: Platform,
+    backend: AttentionBackend,
+    settings: ResolvedConfig,
+    description: ModelDescription,
+    model: CausalLM,
+    bytes_per_token: float,
+    parts: int,
+) -> RecordedBytes:
+    """What the largest recorded steps take, and an eighth for gaps, if any are recorded."""
+    sizes = recorded_sizes(platform, backend, settings)
+    if not sizes:
+        return NOTHING_RECORDED
+    from quire.worker.recorded_prompts import largest_size  # which needs Triton, as recording does
+
+    tokens = max(sizes[-1], largest_size(model, settings.max_num_batched_tokens))
+    logits = sizes[-1] * description.vocab_size * getattr(torch, settings.dtype).itemsize
+    forward = int(1.125 * (tokens * bytes_per_token + parts + logits))
+    return RecordedBytes(forward, recorded_sampling_bytes(description, settings))
 
 
 def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:

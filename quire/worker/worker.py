@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 
 import torch
 
@@ -35,11 +34,10 @@ from quire.worker.graphs import (
 from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import (
-    NOTHING_RECORDED,
     EnginePlan,
-    RecordedBytes,
     plan_engine,
-    recorded_sampling_bytes,
+    recorded_bytes,
+    recorded_sizes,
     sampling_bytes,
     with_workspace,
 )
@@ -171,7 +169,7 @@ def make_graphs(
             NoPromptGraphs(),
             RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
         )
-    sizes = recorded_sizes(plan)
+    sizes = recorded_sizes(plan.platform, plan.backend, plan.settings)
     if not sizes:
         return nothing
     # These need Triton, which a CPU does without.
@@ -208,26 +206,8 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
     specs, rows = [layer.spec for layer in model.attention_layers()], plan.settings.max_num_seqs
     parts = max(plan.backend.parts_bytes(spec, rows, plan.ledger.max_model_len) for spec in specs)
     measured = step + parts + sampling_bytes(plan.description, plan.settings)
-    return with_workspace(plan, config, measured, recorded_bytes(plan, model, step / count, parts))
-
-
-def recorded_sizes(plan: EnginePlan) -> tuple[int, ...]:
-    """Numbers of rows that decode steps are recorded for: up to the first that holds all there can be."""
-    sizes = plan.platform.graph_sizes if plan.backend.records else ()
-    return sizes[: bisect_left(sizes, plan.settings.max_num_seqs) + 1]
-
-
-def recorded_bytes(plan: EnginePlan, model: CausalLM, bytes_per_token: float, parts: int) -> RecordedBytes:
-    """What the largest recorded steps take, and an eighth for gaps."""
-    sizes = recorded_sizes(plan)
-    if not sizes:
-        return NOTHING_RECORDED
-    from quire.worker.recorded_prompts import largest_size
-
-    tokens = max(sizes[-1], largest_size(model, plan.settings.max_num_batched_tokens))
-    logits = sizes[-1] * plan.description.vocab_size * plan.dtype.itemsize
-    forward = int(1.125 * (tokens * bytes_per_token + parts + logits))
-    return RecordedBytes(forward, recorded_sampling_bytes(plan.description, plan.settings))
+    place = (plan.platform, plan.backend, plan.settings, plan.description)
+    return with_workspace(plan, config, measured, recorded_bytes(*place, model, step / count, parts))
 
 
 def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
+from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
-from quire.worker.planning import EnginePlan, plan_engine, plan_memory
+from quire.worker.planning import EnginePlan, plan_engine, plan_memory, recorded_sizes
 from quire.worker.worker import load_model
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
@@ -165,3 +166,21 @@ def test_the_process_keeps_to_the_ledger(
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["peak"] < measured["planned"], measured
     assert measured["peak"] > measured["entries"]["weights"], "the measurement itself is broken"
+
+
+@needs_triton
+def test_recorded_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory grows with the largest of them, which is no larger than the engine can need."""
+    settings: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "kv_cache_memory": 1 << 22}
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 2048}
+    without = make_plan(tmp_path, LLAMA, **settings, **limits)
+    monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4, 8, 16))
+    plan = make_plan(tmp_path, LLAMA, **settings, **limits)
+    assert recorded_sizes(plan.platform, plan.backend, plan.settings) == (1, 2, 4, 8)
+    added = entry(plan, "workspace") - entry(without, "workspace")
+    assert added > 5 * 1000 * 3 * 4, "logits, what shapes them, and counts"
+    few = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
+    monkeypatch.setattr(CpuPlatform, "graph_sizes", ())
+    few_without = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
+    assert 0 < entry(few, "workspace") - entry(few_without, "workspace") < added
+    assert recorded_sizes(few_without.platform, few_without.backend, few_without.settings) == ()

@@ -1,7 +1,12 @@
-"""Dependent launches: on Hopper and later a kernel may start while the one before it drains.
+"""How kernels are launched.
 
-Every kernel of a chain first lets its successor start and then waits for its predecessor; between the two it may
-read what no kernel writes, such as weights. That hides most of the gap between small kernels.
+Dependent launches: on Hopper and later a kernel may start while the one before it drains. Every kernel of a chain
+first lets its successor start and then waits for its predecessor; between the two it may read what no kernel writes,
+such as weights. That hides most of the gap between small kernels.
+
+Triton compiles a kernel anew for a number that is 1, or a multiple of 16, or neither, and for addresses likewise.
+Numbers of rows and places of lists, which differ from step to step, are therefore named `do_not_specialize`:
+compiling takes seconds, in which nobody gets a token.
 """
 
 from __future__ import annotations

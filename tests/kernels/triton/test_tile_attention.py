@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,21 @@ def test_padding_and_tokens_of_no_tile() -> None:
         computed = [*range(20), *range(23, 40)]
         assert_close(out[computed], paged.expected[computed])
         assert bool((out[20:23] == UNTOUCHED).all())
+
+
+def test_memory_for_listed_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may have thousands of tokens beside a few whose keys are shared."""
+    spec, taken, empty = AttentionSpec(2, 1, 32, 0.2), [], torch.empty
+    paged = make_paged(spec, [40, 3], [40, 43])
+
+    def spy(*shape: int, **options: Any) -> Tensor:
+        taken.append(math.prod(shape))
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", spy)
+    out = run(spec, paged, [(1, 0)], tile=16, splits=4, lines=16, keys=16)
+    assert_close(out[40:], paged.expected[40:])
+    assert sum(taken) == 16 * 2 * 4 * (32 + 2)
 
 
 @pytest.mark.parametrize("window", [None, 40])
