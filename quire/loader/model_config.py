@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.loader.config_schema import check_config
 from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
 from quire.loader.hub import ModelSource
@@ -16,7 +17,15 @@ def load_config(source: ModelSource) -> dict[str, Any]:
     """The keys of config.json, whatever the source is."""
     if source.kind == "gguf":
         return config_from_gguf(GgufFile(source.path, string_arrays=False))
-    return read_json(source.path / "config.json")
+    return read_config(source.path)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The keys of a folder's config.json, whose values are ones that models can have."""
+    path = folder / "config.json"
+    config = read_json(path)
+    check_config(path, config)
+    return config
 
 
 def load_generation_config(source: ModelSource) -> dict[str, Any]:

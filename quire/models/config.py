@@ -78,7 +78,11 @@ class ConfigReader(Mapping[str, Any]):
 
     @property
     def head_dim(self) -> int:
-        return int(self.get("head_dim") or self["hidden_size"] // self["num_attention_heads"])
+        hidden_size, num_heads = self["hidden_size"], self["num_attention_heads"]
+        size = int(self.get("head_dim") or hidden_size // num_heads)
+        if size < 1:
+            raise ModelError(f"hidden_size is {hidden_size}, which {num_heads} heads cannot share; correct either")
+        return size
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
         """The config's own list, or one made from the architecture's rule for layer i."""

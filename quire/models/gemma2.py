@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.models.config import DecoderConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import PRE_POST_NORM_WEIGHTS, DecoderLM
 
 DEFAULTS = {
@@ -25,15 +25,15 @@ class Gemma2(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         # A soft cap that is null is switched off; one that is absent has its default.
-        given = {**DEFAULTS, **config}
+        read, given = ConfigReader(config, DEFAULTS), {**DEFAULTS, **config}
         return read_config(
             config,
             defaults=DEFAULTS,
             is_sliding=lambda layer: layer % 2 == 0,
             norms="pre_post",
             norm_weight_offset=1.0,
-            attention_scale=given["query_pre_attn_scalar"] ** -0.5,
+            attention_scale=read["query_pre_attn_scalar"] ** -0.5,
             attention_soft_cap=given["attn_logit_softcapping"],
             logit_soft_cap=given["final_logit_softcapping"],
-            embedding_scale=config["hidden_size"] ** 0.5,
+            embedding_scale=read["hidden_size"] ** 0.5,
         )

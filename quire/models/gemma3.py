@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.models.config import DecoderConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import PRE_POST_NORM_WEIGHTS, DecoderLM
 from quire.types.errors import ModelError
 
@@ -28,8 +28,8 @@ class Gemma3(DecoderLM):
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         if config.get("use_bidirectional_attention"):
             raise ModelError("use_bidirectional_attention is set: this Gemma3 is an encoder, not a causal LM")
-        given = {**DEFAULTS, **config}
-        pattern = given["sliding_window_pattern"]
+        read = ConfigReader(config, DEFAULTS)
+        pattern = read["sliding_window_pattern"]
         return read_config(
             config,
             defaults=DEFAULTS,
@@ -37,8 +37,8 @@ class Gemma3(DecoderLM):
             norms="pre_post",
             norm_weight_offset=1.0,
             qk_norm="head",
-            attention_scale=given["query_pre_attn_scalar"] ** -0.5,
+            attention_scale=read["query_pre_attn_scalar"] ** -0.5,
             attention_soft_cap=config.get("attn_logit_softcapping"),
             logit_soft_cap=config.get("final_logit_softcapping"),
-            embedding_scale=config["hidden_size"] ** 0.5,
+            embedding_scale=read["hidden_size"] ** 0.5,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.models.config import DecoderConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import DecoderLM
 
 
@@ -19,5 +19,5 @@ def upper_layers(config: dict[str, Any]) -> Callable[[int], bool] | None:
     """Qwen's rule: layers from max_window_layers on slide, if sliding is used at all."""
     if not config.get("use_sliding_window"):
         return None
-    first = config.get("max_window_layers", 28)
+    first = ConfigReader(config, {"max_window_layers": 28})["max_window_layers"]
     return lambda layer: bool(layer >= first)

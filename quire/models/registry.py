@@ -27,6 +27,8 @@ ARCHITECTURES: Registry[type[DecoderLM]] = Registry(
     error=UnknownArchitectureError,
 )
 
+_LONGEST = 1 << 24  # tokens: tables of positions are made for so many
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -62,6 +64,11 @@ def model_class(config: dict[str, Any]) -> type[DecoderLM]:
 def describe(config: dict[str, Any], max_model_len: int | None = None) -> ModelDescription:
     """Sizes and KV needs of a model, from its config alone."""
     decoder = model_class(config).decoder_config(config)
+    if decoder.max_position_embeddings > _LONGEST:
+        raise ModelError(
+            f"the model config is for {decoder.max_position_embeddings} tokens, and {_LONGEST} is the most there can"
+            " be; correct max_position_embeddings or what scales it"
+        )
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {max_model_len}")
     return ModelDescription(

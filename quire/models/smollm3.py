@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.models.config import DecoderConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import DecoderLM
+from quire.types.errors import ModelError
 
 
 class SmolLM3(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         interval = config.get("no_rope_layer_interval") or 4
-        rotates = config.get("no_rope_layers") or [
-            (layer + 1) % interval != 0 for layer in range(config["num_hidden_layers"])
-        ]
+        num_layers = ConfigReader(config, {})["num_hidden_layers"]
+        rotates = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+        if len(rotates) != num_layers:
+            raise ModelError(f"no_rope_layers must have an entry for each of {num_layers} layers, not {len(rotates)}")
         decoder = read_config(
             config,
             defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},

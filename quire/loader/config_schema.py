@@ -1,0 +1,94 @@
+"""What the values of a config.json may be, as far as they are read: a file that is damaged or edited is refused here.
+
+Keys may be absent or null; which ones an architecture needs it says itself. Other keys are not looked at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from quire.types.errors import CheckpointError
+
+Layers = Annotated[int, Meta(ge=1, le=10_000)]  # lists are made that long before a tensor is missed
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+HeadDim = Annotated[int, Meta(ge=1, le=1 << 12)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e30)]
+Part = Annotated[float, Meta(gt=0.0, le=1.0)]
+
+
+class RopeSchema(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Part | None = None
+    original_max_position_embeddings: Count | None = None
+    factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+
+
+class LayeredRopeSchema(RopeSchema):
+    full_attention: RopeSchema | None = None
+    sliding_attention: RopeSchema | None = None
+
+
+class ConfigSchema(msgspec.Struct):
+    architectures: list[str] | None = None
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    num_hidden_layers: Layers | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: HeadDim | None = None
+    max_position_embeddings: Count | None = None
+    original_max_position_embeddings: Count | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    rms_norm_eps: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: Positive | None = None
+    rope_local_base_freq: Positive | None = None
+    partial_rotary_factor: Part | None = None
+    rope_scaling: LayeredRopeSchema | None = None
+    rope_parameters: LayeredRopeSchema | None = None
+    layer_types: list[str] | None = None
+    sliding_window: Count | None = None
+    sliding_window_pattern: Count | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Meta(ge=0)] | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    attention_multiplier: Positive | None = None
+    embedding_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+
+
+def check_config(path: Path, config: dict[str, Any]) -> None:
+    """CheckpointError if a key that is read has a value that it cannot have."""
+    for key, value in config.items():
+        if value is not None and key in ConfigSchema.__struct_fields__:
+            try:
+                msgspec.convert({key: value}, ConfigSchema)
+            except msgspec.ValidationError as error:
+                raise CheckpointError(
+                    f"{path}: {key} is {value!r} ({error}); correct it, or download the file again"
+                ) from error

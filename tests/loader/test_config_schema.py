@@ -1,0 +1,71 @@
+"""A config.json that was damaged or edited is refused with the key, its value and what it may be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.loader.config_schema import ConfigSchema
+from quire.loader.hub import ModelSource
+from quire.loader.model_config import load_config
+from quire.models.registry import ARCHITECTURES, describe
+from quire.types.errors import CheckpointError, ModelError
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 199,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e6,
+    "sliding_window": 16,
+    "use_sliding_window": True,
+}
+ODD: list[Any] = [
+    *(0, -1, 1, 3, 1.5, 10**9, 10**18, 1e300, float("nan"), float("inf"), True, None, "", "x", "12"),
+    *([], [1], ["x"], [0, 1, 1], {}, {"x": 1}, {"rope_type": "linear", "factor": 1e20}, {"rope_type": 7}),
+    *({"full_attention": 3}, {"full_attention": {"factor": "x"}}, {"rope_type": "yarn", "factor": []}),
+]
+
+
+def load(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_config(ModelSource(path=folder, kind="folder", name="tiny"))
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES])
+def test_any_value_is_taken_or_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    refused: list[tuple[str, str]] = []
+    for key in ConfigSchema.__struct_fields__:
+        for value in ODD:
+            if key == "architectures" and value == ["x"]:
+                continue  # another mistake, with another message
+            try:
+                describe(load(tmp_path, {**CONFIG, "architectures": [architecture], key: value}))
+            except ModelError as error:
+                refused.append((key, str(error)))
+    for key, message in refused:
+        assert any(name in message for name in (key, "rope", "max_position_embeddings"))
+    assert len(refused) > len(ODD) * len(ConfigSchema.__struct_fields__) // 2
+
+
+def test_the_message_has_file_value_and_bounds(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers is 1000000000 .*<= 10000") as caught:
+        load(tmp_path, {**CONFIG, "num_hidden_layers": 10**9})
+    assert "download the file again" in str(caught.value)
+
+
+def test_heads_that_have_no_size(tmp_path: Path) -> None:
+    config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "hidden_size": 3}
+    with pytest.raises(ModelError, match="hidden_size is 3, which 4 heads cannot share"):
+        describe(load(tmp_path, config))
+
+
+def test_keys_that_are_not_read_may_be_anything(tmp_path: Path) -> None:
+    config = {**CONFIG, "vision_config": 7, "initializer_range": "x"}
+    assert load(tmp_path, config) == config
