@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
@@ -17,6 +18,7 @@ from quire.frontend.gguf_tokenizer import build_gguf_tokenizer
 from quire.frontend.token_pieces import PieceTable, TokenPieces
 from quire.loader.gguf_file import read_metadata
 from quire.types.errors import RequestError, TokenizerError
+from quire.utils.schema import check_values
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 20_000
@@ -25,6 +27,30 @@ _CONVERT_HINT = (
     'create it once where transformers and sentencepiece are installed: python -c "from transformers import '
     "AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
 )
+
+
+class _AddedTokenSchema(msgspec.Struct):
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+class _TemplateSchema(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerSchema(msgspec.Struct):
+    """tokenizer_config.json and what stands beside it, as far as it is read."""
+
+    added_tokens_decoder: dict[Annotated[str, msgspec.Meta(pattern=r"^\d{1,9}$")], _AddedTokenSchema] | None = None
+    additional_special_tokens: list[Any] | dict[str, Any] | None = None
+    extra_special_tokens: list[Any] | dict[str, Any] | None = None
+    chat_template: str | list[_TemplateSchema] | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 class Tokenizer:
@@ -163,6 +189,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise TokenizerError(f"cannot read {path}: {error}; download the file again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds a {type(value).__name__}, not an object; download the file again")
+    check_values(path, value, _TokenizerSchema, TokenizerError)
     return value
 
 
@@ -211,7 +238,9 @@ def _configured_eos(folder: Path) -> list[int]:
     """End tokens that generation_config.json and config.json name, which may be more than the tokenizer's one."""
     config = _read_json(folder / "config.json")
     nested = config.get("text_config")
-    sources = [_read_json(folder / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
+    nested = nested if isinstance(nested, dict) else {}
+    check_values(folder / "config.json", nested, _TokenizerSchema, TokenizerError)
+    sources = [_read_json(folder / "generation_config.json"), config, nested]
     ids: list[int] = []
     for source in sources:
         value = source.get("eos_token_id")

@@ -5,13 +5,10 @@ Keys may be absent or null; which ones an architecture needs it says itself. Oth
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-
-from quire.types.errors import CheckpointError
 
 Layers = Annotated[int, Meta(ge=1, le=10_000)]  # lists are made that long before a tensor is missed
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -80,15 +77,3 @@ class ConfigSchema(msgspec.Struct):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
-
-
-def check_config(path: Path, config: dict[str, Any]) -> None:
-    """CheckpointError if a key that is read has a value that it cannot have."""
-    for key, value in config.items():
-        if value is not None and key in ConfigSchema.__struct_fields__:
-            try:
-                msgspec.convert({key: value}, ConfigSchema)
-            except msgspec.ValidationError as error:
-                raise CheckpointError(
-                    f"{path}: {key} is {value!r} ({error}); correct it, or download the file again"
-                ) from error

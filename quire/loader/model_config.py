@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.loader.config_schema import check_config
+from quire.loader.config_schema import ConfigSchema
 from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
 from quire.loader.hub import ModelSource
 from quire.types.errors import CheckpointError
+from quire.utils.schema import check_values
 
 
 def load_config(source: ModelSource) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The keys of a folder's config.json, whose values are ones that models can have."""
     path = folder / "config.json"
     config = read_json(path)
-    check_config(path, config)
+    check_values(path, config, ConfigSchema, CheckpointError)
     return config
 
 

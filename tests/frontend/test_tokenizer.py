@@ -194,6 +194,34 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
             load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("added_tokens_decoder", []),
+        ("added_tokens_decoder", {"x": {"content": "<a>"}}),
+        ("added_tokens_decoder", {"7": {"special": True}}),
+        ("added_tokens_decoder", {"7": {"content": "<a>", "lstrip": "yes"}}),
+        ("additional_special_tokens", 7),
+        ("extra_special_tokens", "<a>"),
+        ("chat_template", [{"name": "default"}]),
+        ("chat_template", 7),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [1, "</s>"]),
+    ],
+)
+def test_values_of_another_type_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    folder = write_folder(tmp_path, **{key: value})
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {key} is .*download the file again"):
+        load_tokenizer(folder)
+
+
+def test_end_tokens_of_another_type_are_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    write_json(folder / "config.json", {"text_config": {"eos_token_id": "</s>"}})
+    with pytest.raises(TokenizerError, match=r"config\.json: eos_token_id is '</s>'"):
+        load_tokenizer(folder)
+
+
 def test_the_text_side_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, quire.frontend.tokenizer, quire.frontend.chat_template, quire.frontend.detokenizer, "
