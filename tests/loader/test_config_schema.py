@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.loader.config_schema import ConfigSchema
+from quire.loader.config_schema import ConfigSchema, LayeredRopeSchema
 from quire.loader.hub import ModelSource
 from quire.loader.model_config import load_config
 from quire.models.registry import ARCHITECTURES, describe
 from quire.types.errors import CheckpointError, ModelError
 
+ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,6 +66,15 @@ def test_heads_that_have_no_size(tmp_path: Path) -> None:
     config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "hidden_size": 3}
     with pytest.raises(ModelError, match="hidden_size is 3, which 4 heads cannot share"):
         describe(load(tmp_path, config))
+
+
+def test_every_key_that_architectures_read_is_known() -> None:
+    reads = re.compile(r"(?:config|read|given)(?:\.get\(|\.flag\(|\[)\"(\w+)\"")
+    files = [*ROOT.glob("quire/models/*.py"), *ROOT.glob("quire/layers/rope/*.py")]
+    keys = {key for file in files for key in reads.findall(file.read_text(encoding="utf-8"))}
+    assert {"hidden_size", "rope_theta", "factor"} <= keys
+    known = {*ConfigSchema.__struct_fields__, *LayeredRopeSchema.__struct_fields__}
+    assert keys - known == {"use_bidirectional_attention"}, "which only has to be absent"
 
 
 def test_keys_that_are_not_read_may_be_anything(tmp_path: Path) -> None:
