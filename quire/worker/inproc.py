@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 from quire.types.masks import Masks
@@ -60,6 +61,7 @@ class InProcExecutor(Executor):
         self._worker = worker
         self._unsampled: InProcStep | None = None  # the newest step, if it waits for masks
         self._prepares = True
+        self._prepared: list[float] = []  # seconds that each took
 
     def execute(self, plan: StepPlan) -> InProcStep:
         self._unsampled = None
@@ -85,12 +87,17 @@ class InProcExecutor(Executor):
             step.fail(error)
 
     def prepare(self) -> bool:
-        if self._prepares:
-            try:
-                self._prepares = self._worker.prepare()
-            except Exception as error:  # the step that needs it will tell, if it ever comes
-                logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
-                self._prepares = False
+        if not self._prepares:
+            return False
+        begin = time.perf_counter()
+        try:
+            self._prepares = self._worker.prepare()
+        except Exception as error:  # the step that needs it will tell, if it ever comes
+            logger.warning("preparing for steps to come failed, and is given up", exc_info=error)
+            self._prepares = False
+        self._prepared.append(time.perf_counter() - begin)
+        if not self._prepares and len(self._prepared) > 1:
+            logger.info("%d steps prepared while idle, in %.1f s", len(self._prepared) - 1, sum(self._prepared))
         return self._prepares
 
     def is_sticky(self, error: Exception) -> bool:

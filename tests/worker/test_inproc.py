@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +85,29 @@ def test_the_platform_knows_what_is_sticky() -> None:
     assert not executor.is_sticky(RuntimeError())
     executor.shutdown()
     assert calls == ["shutdown"]
+
+
+def make_preparing(prepare: Callable[[], bool]) -> InProcExecutor:
+    worker: Any = SimpleNamespace(prepare=prepare)
+    return InProcExecutor(worker)
+
+
+def test_preparing_ends_when_all_is_prepared_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    left = iter([True, True, False])
+    executor = make_preparing(lambda: next(left))
+    with caplog.at_level("INFO", logger="quire"):
+        assert [executor.prepare() for _ in range(5)] == [True, True, False, False, False]
+    assert [record.message.split(",")[0] for record in caplog.records] == ["2 steps prepared while idle"]
+
+
+def test_preparing_that_fails_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def prepare() -> bool:
+        calls.append(1)
+        raise RuntimeError("no room")
+
+    executor = make_preparing(prepare)
+    assert [executor.prepare() for _ in range(3)] == [False, False, False]
+    assert len(calls) == 1
+    assert "given up" in caplog.text
