@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Layers = Annotated[int, Meta(ge=1, le=10_000)]  # lists are made that long before a tensor is missed
+MAX_LAYERS = 10_000  # a damaged file may say billions, and lists are made that long before a tensor is missed
+Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 HeadDim = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e30)]

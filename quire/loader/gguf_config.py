@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.loader.config_schema import MAX_LAYERS
 from quire.loader.gguf_file import GgufFile
 from quire.loader.gguf_names import ARCHITECTURES, GgufArchitecture
 from quire.types.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0
-_MAX_LAYERS = 10_000  # a damaged file may say billions, and lists are made that long before a tensor is missed
 
 
 class GgufKeys:
@@ -111,7 +111,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count", at_most=_MAX_LAYERS),
+        "num_hidden_layers": keys.count("block_count", at_most=MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,

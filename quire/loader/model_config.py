@@ -18,10 +18,10 @@ def load_config(source: ModelSource) -> dict[str, Any]:
     """The keys of config.json, whatever the source is."""
     if source.kind == "gguf":
         return config_from_gguf(GgufFile(source.path, string_arrays=False))
-    return read_config(source.path)
+    return read_config_file(source.path)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config_file(folder: Path) -> dict[str, Any]:
     """The keys of a folder's config.json, whose values are ones that models can have."""
     path = folder / "config.json"
     config = read_json(path)

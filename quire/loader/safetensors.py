@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.mapped import MappedFile
-from quire.loader.model_config import read_config, read_json
+from quire.loader.model_config import read_config_file, read_json
 from quire.types.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -40,7 +40,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.config = read_config(self.folder)
+        self.config = read_config_file(self.folder)
         infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
         self._starts: dict[str, int] = {}  # offset of the first byte in the file
