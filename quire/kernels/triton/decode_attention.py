@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
+_COMBINED = 32  # programs whose parts are added up at once; what is not there is not read
 
 
 @triton.jit(do_not_specialize=["index_ptr", "tokens_ptr", "rows_ptr"])
@@ -38,7 +39,7 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: all keys
     HAS_CAP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,  # a row's keys by several programs
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -48,6 +49,7 @@ def _split_kernel(
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2) if SHARED else 1  # not a constant, for which all would be compiled anew
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     index = tl.load(index_ptr + place)
     if index < 0:  # padding of a recorded step
@@ -60,7 +62,7 @@ def _split_kernel(
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0) // KEYS * KEYS
     tiles = tl.cdiv(context - first, KEYS)
-    per_split = tl.cdiv(tiles, SPLITS)
+    per_split = tl.cdiv(tiles, splits)
     begin = first + split * per_split * KEYS
     end = tl.minimum(context, begin + per_split * KEYS)
 
@@ -99,26 +101,26 @@ def _split_kernel(
         highest = new_highest
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Parts lie by place in this launch; the result of a single split goes straight to its token.
-    line = token if SPLITS == 1 else place.to(tl.int64)
-    split_at = (line * NUM_HEADS + heads) * SPLITS + split
+    line = place.to(tl.int64) if SHARED else token
+    split_at = (line * NUM_HEADS + heads) * splits + split
     out_mask = in_group[:, None] & in_head[None, :]
     tl.store(
         out_ptr + split_at[:, None] * HEAD_DIM + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask
     )
-    if SPLITS > 1:
+    if SHARED:
         lse = tl.where(total == 0.0, float("-inf"), highest + tl.log(total))
         tl.store(lse_ptr + split_at, lse, mask=in_group)
 
 
-@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr"])
+@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr", "num_splits"])
 def _combine_kernel(
     parts_ptr,
     lse_ptr,
     index_ptr,
     tokens_ptr,
     out_ptr,
+    num_splits,
     NUM_HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -133,10 +135,10 @@ def _combine_kernel(
     token = tl.load(tokens_ptr + place).to(tl.int64)
     splits = tl.arange(0, PADDED)
     dims = tl.arange(0, DIM)
-    lse = tl.load(lse_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    lse = tl.load(lse_ptr + at * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
     weights = tl.exp(lse - tl.max(lse, axis=0))
-    mask = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(parts_ptr + (at * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + (at * num_splits + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     out_at = (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -188,7 +190,7 @@ def decode_attention(
         cache.stride(0),
         scale,
         soft_cap or 0.0,
-        SPLITS=splits,
+        SHARED=splits > 1,
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(num_heads // num_kv_heads)),
         KEYS=keys,
         num_warps=num_warps,
@@ -203,11 +205,11 @@ def decode_attention(
             index,
             tokens,
             out,
+            splits,
             NUM_HEADS=num_heads,
-            SPLITS=splits,
             HEAD_DIM=head_dim,
             DIM=heads["DIM"],
-            PADDED=triton.next_power_of_2(splits),
+            PADDED=max(_COMBINED, triton.next_power_of_2(splits)),
             num_warps=1,
             **launch_options(),
         )

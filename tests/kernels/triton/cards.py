@@ -158,7 +158,7 @@ def attention(all_shapes: bool) -> None:
         mixed = batch([1, 9, 300, 2200], [40, 1000, 700, 2200])
         steps = [backend.prepare(mixed), backend.prepare(batch([2100], [2100]))]
         steps.append(backend.prepare(batch([1, 9, 9, 300], [40, 1000, 990, 700])))  # whose lists begin elsewhere
-        for rows in (1, 32, 64) if all_shapes else (64,):
+        for rows in (1, 3, 32, 64) if all_shapes else (3, 64):
             step = batch([1] * rows, [999] * rows)
             steps += [backend.prepare_decode(step, max_len, rows, alike=alike) for alike in (False, True)]
         for metadata in steps:

@@ -34,7 +34,8 @@ CARDS = ("hopper", "ampere", "ada", "blackwell")
 NOT_THERE = {"ampere": {"_wide_kernel", "_quantize_kernel", "_gated_line_kernel"}, "ada": {"_wide_kernel"}}
 
 # Variants of kernels that take long to compile, and must not be compiled anew for other numbers of rows or places of
-# lists: for two types of logits, the first round of draws apart from others; with and without a window.
+# lists: for two types of logits, the first round of draws apart from others; with and without a window, and then with
+# a row's keys shared or not.
 VARIANTS = {
     "sampling": {
         "_scan_kernel": 2,
@@ -43,7 +44,7 @@ VARIANTS = {
         "_measure_kernel": 2,
         "_finish_kernel": 2,
     },
-    "attention": {"_prefill_kernel": 2},
+    "attention": {"_prefill_kernel": 2, "_split_kernel": 4, "_combine_kernel": 2},
 }
 
 pytestmark = needs_triton
