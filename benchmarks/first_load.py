@@ -2,9 +2,9 @@
 
     python benchmarks/first_load.py [--model qwen3-0.6b] [--idle] [--empty-cache] [--out FILE]
 
-Two loads after a start on dummy weights, each of 120 requests of 10 to 1,500 tokens within 3 s, a third of them drawn,
-20 to 200 tokens each. With --idle the engine first has nothing to do until it has prepared all it prepares by itself;
-with --empty-cache no kernel was compiled before.
+Two loads after a start on dummy weights, each of 120 requests of 10 to 1,500 tokens within 3 s, a third of them
+drawn, 20 to 200 tokens each. With --idle the engine first has nothing to do until it has prepared all it prepares by
+itself; with --empty-cache no kernel was compiled before.
 """
 
 from __future__ import annotations

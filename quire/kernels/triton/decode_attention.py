@@ -14,7 +14,6 @@ from torch import Tensor
 from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
-_COMBINED = 32  # programs whose parts are added up at once; what is not there is not read
 
 
 @triton.jit(do_not_specialize=["index_ptr", "tokens_ptr", "rows_ptr"])
@@ -112,15 +111,15 @@ def _split_kernel(
         tl.store(lse_ptr + split_at, lse, mask=in_group)
 
 
-@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr", "num_splits"])
+@triton.jit(do_not_specialize=["index_ptr", "tokens_ptr"])
 def _combine_kernel(
     parts_ptr,
     lse_ptr,
     index_ptr,
     tokens_ptr,
     out_ptr,
-    num_splits,
     NUM_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -135,10 +134,10 @@ def _combine_kernel(
     token = tl.load(tokens_ptr + place).to(tl.int64)
     splits = tl.arange(0, PADDED)
     dims = tl.arange(0, DIM)
-    lse = tl.load(lse_ptr + at * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+    lse = tl.load(lse_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
     weights = tl.exp(lse - tl.max(lse, axis=0))
-    mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(parts_ptr + (at * num_splits + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    mask = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + (at * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     out_at = (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -205,11 +204,11 @@ def decode_attention(
             index,
             tokens,
             out,
-            splits,
             NUM_HEADS=num_heads,
+            SPLITS=splits,
             HEAD_DIM=head_dim,
             DIM=heads["DIM"],
-            PADDED=max(_COMBINED, triton.next_power_of_2(splits)),
+            PADDED=triton.next_power_of_2(splits),
             num_warps=1,
             **launch_options(),
         )

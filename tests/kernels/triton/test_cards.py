@@ -44,7 +44,7 @@ VARIANTS = {
         "_measure_kernel": 2,
         "_finish_kernel": 2,
     },
-    "attention": {"_prefill_kernel": 2, "_split_kernel": 4, "_combine_kernel": 2},
+    "attention": {"_prefill_kernel": 2, "_split_kernel": 4},
 }
 
 pytestmark = needs_triton
