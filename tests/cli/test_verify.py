@@ -202,6 +202,26 @@ def test_nan_is_a_difference_and_the_worst_one() -> None:
     assert "still equal: a (off by 0.0e+00)" in report.format()
 
 
+class Loaded(Exception):
+    """Instead of a model."""
+
+
+def test_nothing_is_rounded_unless_asked_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers rounds nothing either: a processor with fast integers is not a difference to be found."""
+    loaded: list[EngineConfig] = []
+
+    def load(config: EngineConfig) -> None:
+        loaded.append(config)
+        raise Loaded
+
+    monkeypatch.setattr(direct, "DirectModel", load)
+    for given in ({}, {"activations": "int16", "kv_cache_dtype": "float16"}):
+        with pytest.raises(Loaded):
+            verify(EngineConfig.from_flat(model=model, **given))
+    kept = [(config.model.activations, config.cache.kv_cache_dtype) for config in loaded]
+    assert kept == [("float32", "float32"), ("int16", "float16")]
+
+
 @pytest.mark.nightly  # transformers takes 20 seconds to decode the file
 def test_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify"]) == 0
