@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from quire.platform.base import Event, Platform
 from quire.types.errors import ConfigError
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 _OLDEST = (8, 0)  # Ampere, the first with bfloat16
+_KERNEL_BYTES = 1 << 20  # more than a compiled kernel has
 
 
 class CudaEvent(Event):
@@ -51,6 +58,7 @@ class CudaPlatform(Platform):
                 f"{torch.cuda.get_device_name()} has compute capability {found}, and kernels need {needed} or newer;"
                 " set --device cpu"
             )
+        _check_kernel_folder()
 
     def available_memory(self, utilization: float = 1.0) -> int:
         free, total = torch.cuda.mem_get_info()
@@ -79,3 +87,25 @@ class CudaPlatform(Platform):
 
     def event(self) -> Event:
         return CudaEvent()
+
+
+def _check_kernel_folder() -> None:
+    """Kernels are compiled into files: no room for them would else be found in the middle of a step."""
+    if importlib.util.find_spec("triton") is None:
+        return  # whoever needs it says so
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_KERNEL_BYTES))
+    except OSError as error:
+        why = (
+            f"compiled kernels cannot be written to {folder} ({error.strerror}); set TRITON_CACHE_DIR to a folder"
+            " that this user may write to and that has room"
+        )
+        if folder.is_dir() and any(folder.iterdir()):  # perhaps all that there will be need of, in a read-only image
+            logger.warning("%s", why)
+            return
+        raise ConfigError(why) from error

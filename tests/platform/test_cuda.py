@@ -1,6 +1,11 @@
-"""GPUs that are too old are refused by name. Nothing here needs one."""
+"""GPUs that are too old are refused by name, and so is a folder that kernels cannot be written to. None is needed."""
 
 from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +30,38 @@ def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         CudaPlatform().start(None)
     pretend(monkeypatch, "NVIDIA A100", (8, 0))
     CudaPlatform().start(None)
+
+
+@needs_triton
+def test_kernels_need_a_folder_with_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "NVIDIA H200", (9, 0))
+    good, file = tmp_path / "new" / "folder", tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(good))
+    CudaPlatform().start(None)
+    assert list(good.iterdir()) == [], "nothing stays"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(file / "inside"))
+    with pytest.raises(ConfigError, match=r"file/inside \(Not a directory\); set TRITON_CACHE_DIR"):
+        CudaPlatform().start(None)
+
+
+@needs_triton
+def test_kernels_that_are_there_may_be_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An image may bring its kernels in a folder that nobody writes to."""
+    pretend(monkeypatch, "NVIDIA H200", (9, 0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def refuse(**options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        CudaPlatform().start(None)
+    (tmp_path / "kernel").mkdir()
+    CudaPlatform().start(None)
+    assert "(Read-only file system); set TRITON_CACHE_DIR" in caplog.text
 
 
 @needs_triton
