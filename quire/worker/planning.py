@@ -239,22 +239,15 @@ def _demand(
 ) -> MemoryDemand:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     num_parameters = count_parameters(model)
-    spec = max(
-        (layer.spec for layer in model.attention_layers()),
-        key=lambda s: backend.workspace_bytes(s, length, dtype.itemsize),
-    )
-    parts = backend.parts_bytes(spec, settings.max_num_seqs, length)
+    attention = max(backend.workspace_bytes(layer.spec, length, dtype.itemsize) for layer in model.attention_layers())
     token = _token_bytes(model, description, dtype)
+    beside, recorded = beside_steps(platform, backend, settings, description, model, token, length)
     return MemoryDemand(
         weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
         weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
         rows=settings.max_num_seqs
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
-        workspace=settings.max_num_batched_tokens * token
-        + sampling_bytes(description, settings)
-        + backend.workspace_bytes(spec, length, dtype.itemsize)
-        + parts
-        + sum(recorded_bytes(platform, backend, settings, description, model, token, parts)),
+        workspace=settings.max_num_batched_tokens * token + attention + beside + sum(recorded),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -280,25 +273,28 @@ def recorded_sizes(platform: Platform, backend: AttentionBackend, settings: Reso
     return sizes[: bisect_left(sizes, settings.max_num_seqs) + 1]
 
 
-def recorded_bytes(
+def beside_steps(
     platform: Platform,
     backend: AttentionBackend,
     settings: ResolvedConfig,
     description: ModelDescription,
     model: CausalLM,
     bytes_per_token: float,
-    parts: int,
-) -> RecordedBytes:
-    """What the largest recorded steps take, and an eighth for gaps, if any are recorded."""
+    max_model_len: int,
+) -> tuple[int, RecordedBytes]:
+    """What is taken beside a step of prompts, and what the largest recorded steps take, with an eighth for gaps."""
+    specs = [layer.spec for layer in model.attention_layers()]
+    parts = max(backend.parts_bytes(spec, settings.max_num_seqs, max_model_len) for spec in specs)
+    beside = parts + sampling_bytes(description, settings)
     sizes = recorded_sizes(platform, backend, settings)
     if not sizes:
-        return NOTHING_RECORDED
+        return beside, NOTHING_RECORDED
     from quire.worker.recorded_prompts import largest_size  # which needs Triton, as recording does
 
     tokens = max(sizes[-1], largest_size(model, settings.max_num_batched_tokens))
     logits = sizes[-1] * description.vocab_size * getattr(torch, settings.dtype).itemsize
     forward = int(1.125 * (tokens * bytes_per_token + parts + logits))
-    return RecordedBytes(forward, recorded_sampling_bytes(description, settings))
+    return beside, RecordedBytes(forward, recorded_sampling_bytes(description, settings))
 
 
 def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:

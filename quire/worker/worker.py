@@ -35,10 +35,9 @@ from quire.worker.input_batch import InputBuilder, Narrowing
 from quire.worker.logits import LogitsHead
 from quire.worker.planning import (
     EnginePlan,
+    beside_steps,
     plan_engine,
-    recorded_bytes,
     recorded_sizes,
-    sampling_bytes,
     with_workspace,
 )
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -203,11 +202,9 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
     if peak is None:
         return plan
     step = max(0, peak - blocks * plan.ledger.layout.page_bytes)
-    specs, rows = [layer.spec for layer in model.attention_layers()], plan.settings.max_num_seqs
-    parts = max(plan.backend.parts_bytes(spec, rows, plan.ledger.max_model_len) for spec in specs)
-    measured = step + parts + sampling_bytes(plan.description, plan.settings)
     place = (plan.platform, plan.backend, plan.settings, plan.description)
-    return with_workspace(plan, config, measured, recorded_bytes(*place, model, step / count, parts))
+    beside, recorded = beside_steps(*place, model, step / count, plan.ledger.max_model_len)
+    return with_workspace(plan, config, step + beside, recorded)
 
 
 def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:
