@@ -15,7 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
 from quire.worker.planning import EnginePlan, plan_engine, plan_memory, recorded_sizes
-from quire.worker.worker import load_model
+from quire.worker.worker import load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
 
@@ -184,3 +184,23 @@ def test_recorded_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.Monk
     few_without = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
     assert 0 < entry(few, "workspace") - entry(few_without, "workspace") < added
     assert recorded_sizes(few_without.platform, few_without.backend, few_without.settings) == ()
+
+
+@needs_triton
+def test_what_was_measured_replaces_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's own memory counts as it is; what is beside steps is added, and recorded steps take their share."""
+    settings: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "kv_cache_memory": 1 << 22}
+    settings |= {"load_format": "dummy", "max_num_seqs": 5, "max_num_batched_tokens": 64}
+    config = EngineConfig.from_flat(model=write_config(tmp_path, **LLAMA), **settings)
+    monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4, 8))
+    plan = plan_engine(config)
+    model = load_model(plan, config)
+    measured = {}
+    for peak in (1 << 28, 1 << 29):
+        monkeypatch.setattr(CpuPlatform, "peak_memory", lambda self, work, peak=peak: peak)
+        measured[peak] = measure_workspace(plan, config, model)
+    less, more = measured.values()
+    beside = [entry(plan, "workspace") - sum(plan.recorded) - peak for peak, plan in measured.items()]
+    assert beside[0] == beside[1]
+    assert more.recorded.forward - less.recorded.forward >= 1 << 28, "a recorded step is as large as the measured one"
+    assert more.recorded.sample == less.recorded.sample > 0
