@@ -32,7 +32,7 @@ class JsonEnvelope(Codec):
         return char == "{"
 
     def reader(self, sink: CallSink, tools: Mapping[str, Tool]) -> Reader:
-        return _EnvelopeReader(sink, self.known_keys_only)
+        return EnvelopeReader(sink, self.known_keys_only)
 
     def render(self, name: str, arguments: Mapping[str, Any], index: int) -> str:
         return f'{{"name": {to_json(name)}, "{self.arguments_key}": {to_json(arguments)}}}'
@@ -42,7 +42,7 @@ class JsonEnvelope(Codec):
         return f"{head} {lark.schema(object_schema(tool))} {lark.literal('}')}"
 
 
-class _EnvelopeReader(Reader):
+class EnvelopeReader(Reader):
     """Passes the arguments on as they come; keeps them only while the name has not come yet."""
 
     def __init__(self, sink: CallSink, known_keys_only: bool) -> None:
@@ -56,6 +56,7 @@ class _EnvelopeReader(Reader):
         self._started = False
         self._kept: list[str] = []  # the value that is being read, where it cannot be passed on yet
         self._arguments: str | None = None  # complete, but the name has not come
+        self.has_arguments = False  # the object has a key for them
 
     def read(self, text: str, position: int, final: bool) -> int:
         while self.status is Status.MORE and position < len(text):
@@ -121,6 +122,7 @@ class _EnvelopeReader(Reader):
         if self.complete:
             return True
         if self._key in _ARGUMENT_KEYS:
+            self.has_arguments = True
             if self._started:
                 self.complete = True
                 return True

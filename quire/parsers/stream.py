@@ -10,9 +10,11 @@ import secrets
 import string
 from collections.abc import Collection, Sequence
 
+from quire.parsers.bare_calls import BareCallParser
 from quire.parsers.base import OutputParser, PlainParser
 from quire.parsers.channels import ChannelParser
 from quire.parsers.format import ChannelFormat, ReasoningFormat, Tool, ToolFormat
+from quire.parsers.json_calls import JsonEnvelope
 from quire.parsers.machine import TagParser
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
@@ -42,6 +44,7 @@ def make_parser(
     tools: Sequence[Tool] = (),
     parse_tools: bool = True,
     parse_reasoning: bool = True,
+    bare_calls: bool = True,
     special_tokens: Collection[str] = (),
 ) -> OutputParser:
     """The parser for one output.
@@ -49,6 +52,7 @@ def make_parser(
     `prompt_text` is the rendered prompt or its tail with special tokens spelled out: it says whether thinking is
     open. `special_tokens` are the tokenizer's: where the formats need skip_special_tokens off, those that mean
     nothing to them are dropped. Without `parse_tools` calls stay in the text, and thinking without `parse_reasoning`.
+    With `bare_calls` an answer that is nothing but calls as JSON objects has calls, though their markers are missing.
     """
     tool, reasoning = _tool_format(tool_format), _reasoning_format(reasoning_format)
     dropped = special_tokens if needs_special_tokens(tool_format, reasoning_format, special_tokens) else ()
@@ -70,7 +74,10 @@ def make_parser(
         return PlainParser()
     thinking = thoughts is not None and _ends_inside(thoughts, prompt_text, special_tokens)
     has_thought = thoughts is not None and prompt_text.rstrip().endswith(tuple(end.strip() for end in thoughts.end))
-    return TagParser(tags, thoughts, tools=known, thinking=thinking, trims=has_thought, dropped=dropped)
+    parser = TagParser(tags, thoughts, tools=known, thinking=thinking, trims=has_thought, dropped=dropped)
+    if tags is None or not (bare_calls and known) or (tags.bare and isinstance(tags.codec, JsonEnvelope)):
+        return parser
+    return BareCallParser(parser, known)
 
 
 def reasoning_is_open(reasoning_format: str | None, prompt_text: str, special_tokens: Collection[str] = ()) -> bool:

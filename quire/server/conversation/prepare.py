@@ -40,6 +40,7 @@ class PreparedConversation:
     _tools: tuple[parser_format.Tool, ...]
     _dropped_tokens: Collection[str]
     _one_call: bool
+    _bare_calls: bool
 
     @property
     def reading(self) -> Reading | None:
@@ -60,6 +61,7 @@ class PreparedConversation:
             prompt_text=self.prompt,
             tools=self._tools,
             parse_tools=self.may_call,
+            bare_calls=self._bare_calls,
             special_tokens=self._dropped_tokens,
         )
 
@@ -118,6 +120,8 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
         _tools=parsed,
         _dropped_tokens=dropped,
         _one_call=may_call and not conversation.parallel_tool_calls,
+        # An answer that is held to a format of its own may well look like a call.
+        _bare_calls=conversation.output_format is None,
     )
 
 

@@ -183,6 +183,23 @@ async def test_a_stream_says_what_a_body_says_whatever_the_model_says(
         assert parallel or len(choice["message"].get("tool_calls", ())) <= 1
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+async def test_calls_without_their_tags(chunk: int) -> None:
+    """As Qwen2.5-Coder writes them. Where the answer has a format of its own, it is the answer."""
+    script = json.dumps({"name": "weather", "arguments": BERN}, indent=2) + "\n"
+    body, _ = await post(script, chunk=chunk, tools=TOOLS)
+    (choice,) = body["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", BERN)
+    events, _ = await post(script, chunk=chunk, tools=TOOLS, stream=True)
+    assert without_ids(merged(events)["message"]) == without_ids(choice["message"])
+    body, _ = await post(script, chunk=chunk, tools=TOOLS, response_format={"type": "json_object"})
+    assert body["choices"][0]["message"]["content"] == script
+    body, _ = await post("So: " + script, chunk=chunk, tools=TOOLS)
+    assert body["choices"][0]["message"]["content"] == "So: " + script
+
+
 async def test_the_shape_of_streamed_calls() -> None:
     script = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     events, _ = await post(script, chunk=5, tools=TOOLS, stream=True)
