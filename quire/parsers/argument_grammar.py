@@ -38,7 +38,9 @@ def object_schema(tool: Tool) -> dict[str, Any]:
 
 def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Name, schema and whether it is required, of each argument in order."""
-    odd = [keyword for keyword in tool.parameters if keyword not in _UNDERSTOOD and not keyword.startswith("x-")]
+    changed = not tool.parameters.keys() <= _UNDERSTOOD
+    keywords = tool.written if changed and tool.written else tuple(tool.parameters)
+    odd = [keyword for keyword in keywords if keyword not in _UNDERSTOOD and not keyword.startswith("x-")]
     if odd:
         raise RequestError(
             f"the parameters of {tool.name!r} use {odd[0]!r}, which this model's tool format cannot be held to, as "

@@ -7,6 +7,7 @@ settled its text is held back. Anything else is text, unchanged.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import msgspec
@@ -16,6 +17,8 @@ from quire.parsers.codec import Status
 from quire.parsers.events import CallArguments, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from quire.parsers.format import Tool
 from quire.parsers.json_calls import EnvelopeReader
+from quire.structured.guidance import GuidanceBackend
+from quire.structured.instance import NotCheckedError, Validator
 
 
 class BareCallParser(OutputParser):
@@ -110,7 +113,19 @@ class BareCallParser(OutputParser):
     def _is_call(self) -> bool:
         """Whether the object has been read and has arguments: a name alone may be any answer."""
         reader = self._reader
-        return reader is not None and reader.status is Status.DONE and reader.has_arguments
+        return reader is not None and reader.status is Status.DONE and reader.has_arguments and self._obeys()
+
+    def _obeys(self) -> bool:
+        """Whether the arguments of a strict tool obey its schema, to which no grammar has held them here."""
+        assert self._call is not None
+        tool = self._tools[self._call[0]]
+        if not tool.strict:
+            return True
+        try:
+            validator = Validator(tool.parameters, GuidanceBackend.check_text)
+            return validator.is_valid(tool.parameters, json.loads("".join(self._arguments)))
+        except NotCheckedError:
+            return False
 
     def _end_of_line(self, final: bool) -> int | None:
         """Where what follows the object begins: -1 if that has not come, None if the line goes on with text."""

@@ -25,6 +25,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of the arguments
     strict: bool = False
+    written: tuple[str, ...] = ()  # the keywords with which the caller wrote the schema, if it was changed since
 
 
 @dataclass(frozen=True, kw_only=True)

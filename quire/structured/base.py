@@ -7,12 +7,15 @@ bytes they stand for; knows no request and no tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quire.types.masks import Masks
 from quire.types.structured import GrammarSource, Vocabulary
+
+# Formats that some backend enforces. Any other is a remark to the reader: so the standard wants it.
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Backend(ABC):
     @abstractmethod
     def check_regex(pattern: str) -> str | None:
         """What is wrong with a regular expression, None if nothing. Needs no vocabulary; quick."""
+
+    @staticmethod
+    @abstractmethod
+    def check_text(rule: Mapping[str, Any], text: str) -> bool | None:
+        """Whether a text obeys a schema of `pattern` or `format` alone; None if that cannot be told. Quick."""
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> Grammar:

@@ -6,13 +6,14 @@ while it builds its tree of tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.structured.base import Backend, Grammar, Matcher, SchemaSupport
+from quire.structured.base import FORMATS, Backend, Grammar, Matcher, SchemaSupport
 from quire.structured.structural_tag import lark_of_tag
 from quire.types.masks import Masks
 from quire.types.structured import GrammarError, GrammarSource, Vocabulary
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
 
 # Without this the library would force the spelling of text that has no alternative, for which it needs a tokenizer.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-# More of it in a row than anybody indents by: a model that has lost its way would go on with blanks for ever.
-_WHITESPACE = r"[ \t\n\r]{0,40}"
+# A blank, or a line break and an indentation: a small model would spend its tokens on more than that.
+_WHITESPACE = r"[ \t]?|\r?\n[ \t]{0,16}"
+# Characters that the library neither generates nor takes inside of strings, and those that are no Unicode.
+_UNPRINTED = re.compile("[\x7f\ud800-\udfff]")
+# Reasons of the library that speak of its own options or addresses, in words that help a caller.
+_OUR_WORDS = (
+    ("oneOf constraints are not supported", "oneOf has alternatives that cannot be shown to exclude each other"),
+    ("Unsatisfiable schema: prefixItems", "no array obeys it"),
+    ("circular references with sibling keys", "$ref leads back to a schema that it stands in, beside other keywords"),
+)
 _MAX_MASK_THREADS = 4  # more of them take longer to wake than they save
 
 _KEYWORDS = """
@@ -32,7 +41,6 @@ _KEYWORDS = """
     items prefixItems additionalItems minItems maxItems
     minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
 """
-_FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri"
 
 
 class GuidanceMatcher(Matcher):
@@ -66,7 +74,7 @@ class GuidanceGrammar(Grammar):
 
 class GuidanceBackend(Backend):
     package = "llguidance"
-    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset(_FORMATS.split()))
+    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), FORMATS)
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -82,6 +90,14 @@ class GuidanceBackend(Backend):
 
         message = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern))
         return _reason(message) if message else None
+
+    @staticmethod
+    def check_text(rule: Mapping[str, Any], text: str) -> bool | None:
+        matcher = _text_matcher(json.dumps({"type": "string", **rule})).deep_copy()
+        if matcher.is_error() or _UNPRINTED.search(text) is not None:
+            return None
+        spelled = list(json.dumps(text, ensure_ascii=False).encode())
+        return matcher.try_consume_tokens(spelled) == len(spelled) and matcher.is_accepting()
 
     def compile(self, source: GrammarSource) -> Grammar:
         from llguidance import LLMatcher
@@ -112,6 +128,13 @@ class _Tokens:
 
     def __call__(self, text: object) -> list[int]:
         return []
+
+
+@functools.lru_cache(maxsize=64)
+def _text_matcher(schema: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLTokenizer
+
+    return LLMatcher(LLTokenizer("byte"), f"start: %json {schema}\n", log_level=0)
 
 
 def to_lark(source: GrammarSource) -> str:
@@ -165,4 +188,5 @@ def _reason(message: str) -> str:
     for line in lines:
         if line.startswith("error: "):
             return line.removeprefix("error: ")
-    return re.sub(r"^(at \d+\(\d+\)|Parser Error): ", "", lines[0])
+    line = re.sub(r"^((at \d+\(\d+\)|Parser Error|failed to compile JSON schema): )+", "", lines[0])
+    return next((words for pattern, words in _OUR_WORDS if re.match(pattern, line)), line)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from quire.structured.base import Backend
 from quire.structured.registry import BACKENDS
 from quire.structured.schema import SchemaCheck
-from quire.structured.structural_tag import lark_of_tag, schemas_of
+from quire.structured.structural_tag import lark_of_tag, with_schemas
 from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, StructuredOutputsParams
 
 _LARGE = 2_000  # characters, or parts of a schema
@@ -56,6 +58,18 @@ def make_source(params: StructuredOutputsParams, limits: GrammarLimits | None = 
             return GrammarSource("grammar", _text(params.grammar, field, limits))
 
 
+def relax_schema(
+    params: StructuredOutputsParams, limits: GrammarLimits | None = None
+) -> tuple[StructuredOutputsParams, list[str]]:
+    """The same with a schema that can be enforced as a whole, and what had to be left out of it for that."""
+    limits = limits or GrammarLimits()
+    backend = BACKENDS.get(limits.backend)
+    field = "structured_outputs.json"
+    schema = _read_json(params.json, field, limits)
+    check = _schema_check(params, backend, field, limits, is_strict=False)
+    return msgspec.structs.replace(params, json=check.run(schema)), check.not_enforced
+
+
 def _json_source(
     schema: Any, params: StructuredOutputsParams, backend: type[Backend], field: str, limits: GrammarLimits
 ) -> GrammarSource:
@@ -72,14 +86,25 @@ def _json_source(
 def _check_schema(
     schema: Any, params: StructuredOutputsParams, backend: type[Backend], field: str, limits: GrammarLimits
 ) -> Any:
-    check = SchemaCheck(
+    return _schema_check(params, backend, field, limits).run(schema)
+
+
+def _schema_check(
+    params: StructuredOutputsParams,
+    backend: type[Backend],
+    field: str,
+    limits: GrammarLimits,
+    is_strict: bool = True,
+) -> SchemaCheck:
+    return SchemaCheck(
         backend.schema_support,
         backend.check_regex,
+        backend.check_text,
         field,
         max_depth=limits.max_depth,
         closes_objects=params.disable_additional_properties,
+        is_strict=is_strict,
     )
-    return check.run(schema)
 
 
 def _check_tag(
@@ -87,8 +112,11 @@ def _check_tag(
 ) -> str:
     if not isinstance(tag, dict):
         raise GrammarError(f"{field} is {tag!r:.60} but must be a JSON object with format or structures", field)
-    for path, schema in schemas_of(tag):
-        _check_schema(schema, params, backend, f"{field}: {path}", limits)
+
+    def check(path: str, schema: Any) -> Any:
+        return _check_schema(schema, params, backend, f"{field}: {path}", limits)
+
+    tag = with_schemas(tag, check)
     lark_of_tag(tag, lambda schema: schema)
     return _dump(tag, field, limits)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.types.structured import GrammarError
@@ -182,17 +182,15 @@ def _regex(pattern: str) -> str:
     return "/" + pattern.replace("/", "\\/").replace("\n", "\\n") + "/"
 
 
-def schemas_of(content: Any, path: str = "") -> Sequence[tuple[str, Any]]:
-    """(path, schema) of all JSON schemas in a structural tag."""
-    found: list[tuple[str, Any]] = []
+def with_schemas(content: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A structural tag with its JSON schemas changed; `change` gets the path of a schema and the schema."""
     if isinstance(content, list):
-        for index, part in enumerate(content):
-            found += schemas_of(part, f"{path}[{index}]")
-    elif isinstance(content, dict):
-        for name, part in content.items():
-            here = f"{path}.{name}".removeprefix(".")
-            if name in ("json_schema", "schema"):
-                found.append((here, part))
-            else:
-                found += schemas_of(part, here)
+        return [with_schemas(part, change, f"{path}[{index}]") for index, part in enumerate(content)]
+    if not isinstance(content, dict):
+        return content
+    found = {}
+    for name, part in content.items():
+        here = f"{path}.{name}".removeprefix(".")
+        is_schema = name in ("json_schema", "schema")
+        found[name] = change(here, part) if is_schema else with_schemas(part, change, here)
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ _KEYWORDS = """
     properties required additionalProperties items prefixItems minItems maxItems
     minimum maximum exclusiveMinimum exclusiveMaximum
 """
-_MAX_WHITESPACE = 40
+_MAX_WHITESPACE = 17  # characters in a row: a line break and an indentation
 
 
 class XGrammarMatcher(Matcher):
@@ -85,6 +85,10 @@ class XGrammarBackend(Backend):
             re.compile(pattern)
         except re.error as error:
             return str(error)
+        return None
+
+    @staticmethod
+    def check_text(rule: Mapping[str, Any], text: str) -> bool | None:
         return None
 
     def compile(self, source: GrammarSource) -> Grammar:

@@ -73,6 +73,14 @@ def test_they_are_left_alone_where_they_mean_something_else() -> None:
         assert (parsed.text, parsed.calls) == (F, ())
 
 
+def test_calls_of_strict_tools_obey_their_schemas() -> None:
+    """No grammar holds them to it where they begin without a marker."""
+    strict = Tool("f", {"type": "object", "properties": {"a": {"type": "integer", "pattern": "x"}}}, strict=True)
+    for output, is_call in ((F, True), (F.replace("1", '"one"'), False)):
+        parsed = assemble(feed(make_parser("hermes", None, prompt_text="", tools=[strict]), [output]))
+        assert (parsed.text == "", len(parsed.calls)) == (is_call, int(is_call))
+
+
 def test_other_answers_are_held_back_no_longer_than_it_takes_to_tell() -> None:
     parser = make_parser("hermes", None, prompt_text="", tools=TOOLS)
     assert parser.feed('{"res') == []

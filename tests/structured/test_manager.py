@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ class SlowBackend(Backend):
 
     @staticmethod
     def check_regex(pattern: str) -> str | None:
+        return None
+
+    @staticmethod
+    def check_text(rule: Mapping[str, Any], text: str) -> bool | None:
         return None
 
     def compile(self, source: GrammarSource) -> Grammar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -56,7 +57,10 @@ ENFORCED: dict[str, Any] = {
         "additionalProperties": False,
         "minProperties": 1,
     },
-    "minProperties": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2},
+    "minProperties": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
+    "minProperties: of those listed": closed({"a": N, "b": N, "c": N}, [], minProperties=2),
+    "minProperties: or another": {"type": "object", "properties": {"a": N}, "minProperties": 1},
+    "maxProperties: of those listed": closed({"a": N, "b": N, "c": N}, ["b"], maxProperties=2),
     "maxProperties": {"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 2},
     "items": {"type": "array", "items": N, "minItems": 1, "maxItems": 4},
     "prefixItems": {"type": "array", "prefixItems": [N, S], "items": False},
@@ -102,6 +106,47 @@ ENFORCED: dict[str, Any] = {
         "title": "T", "description": "D", "default": 3, "examples": [1], "$comment": "c", "deprecated": True,
         "readOnly": True, "x-mine": {"not": {}}, "uniqueItems": False, "type": "array", "items": N, "maxItems": 2,
     },
+    "uniqueItems: of an enum": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
+    "uniqueItems: of a longer enum": {"type": "array", "items": {"enum": list("abcdefghi")}, "uniqueItems": True},
+    "uniqueItems: of few numbers": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 3},
+                                    "uniqueItems": True, "minItems": 2},
+    "uniqueItems: one at most": {"type": "array", "items": S, "uniqueItems": True, "maxItems": 1},
+    "uniqueItems: of different kinds": {"type": "array", "prefixItems": [S, N], "items": False, "uniqueItems": True},
+    "propertyNames: enum": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": N},
+    "propertyNames: pattern": {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": N},
+    "propertyNames: length": {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": N},
+    "propertyNames: not": {"type": "object", "propertyNames": {"not": {"enum": ["a", "b"]}}, "properties": {"a": N}},
+    "contains": {"type": "array", "items": {"type": ["integer", "null"]}, "contains": {"const": 7}, "maxItems": 5},
+    "contains: so many": {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}, "minContains": 2,
+                          "maxContains": 3, "maxItems": 5},
+    "not: a type": {"not": {"type": ["string", "object", "array", "number"]}},
+    "not: a value": {"type": "string", "maxLength": 3, "not": {"enum": ["a", "abc", 'q"']}},
+    "not: numbers": {"type": "integer", "minimum": 0, "maximum": 5, "not": {"enum": [0, 3, 5.0]}},
+    "not: required": closed({"a": N, "b": N}, [], **{"not": {"required": ["a", "b"]}}),
+    "if, then, else": closed(
+        {"kind": {"enum": ["a", "b"]}, "x": N, "y": N}, ["kind"],
+        **{"if": {"properties": {"kind": {"const": "a"}}}, "then": {"required": ["x"]}, "else": {"required": ["y"]}},
+    ),
+    "dependentRequired": closed({"a": N, "b": N, "c": N}, [], dependentRequired={"a": ["b"], "b": ["c"]}),
+    "dependentSchemas": closed({"a": N, "b": N}, [], dependentSchemas={"a": {"properties": {"b": {"maximum": 3}}}}),
+    "dependencies": closed({"a": N, "b": N}, [], dependencies={"a": ["b"]}),
+    "oneOf: overlapping texts": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    "oneOf: overlapping numbers": {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]},
+    "oneOf: overlapping objects": {"type": "object", "properties": {"a": N, "b": N}, "additionalProperties": False,
+                                   "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "unevaluatedProperties": {"type": "object", "properties": {"a": N}, "unevaluatedProperties": False},
+    "unevaluatedItems": {"type": "array", "prefixItems": [N, S], "unevaluatedItems": False},
+    "conditions in definitions": {
+        "$defs": {"set": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}},
+        **closed({"a": {"$ref": "#/$defs/set"}, "b": {"$ref": "#/$defs/set"}}),
+    },
+    "exclusive bounds of draft 4": {"type": "integer", "minimum": 2, "exclusiveMinimum": True, "maximum": 4,
+                                    "exclusiveMaximum": False},
+    **{
+        f"format: {name} says nothing": {"type": kind, "format": name}
+        for name, kind in [("int64", "integer"), ("password", "string"), ("path", "string"), ("binary", "string"),
+                           ("uri-reference", "string"), ("float", "number")]
+    },
     "draft 4 tuples": {"type": "array", "items": [N, S], "additionalItems": False},
     **{
         f"format: {name}": {"type": "string", "format": name}
@@ -114,8 +159,9 @@ ENFORCED: dict[str, Any] = {
 def test_whatever_is_said_is_valid(backend: GuidanceBackend, name: str) -> None:
     schema = ENFORCED[name]
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    if name == "draft 4 tuples":
-        validator = jsonschema.Draft7Validator(schema)
+    if name in ("draft 4 tuples", "dependencies", "exclusive bounds of draft 4"):
+        old = jsonschema.Draft4Validator if "bounds" in name else jsonschema.Draft7Validator
+        validator = old(schema)
     said = [speak(backend, StructuredOutputsParams(json=schema), seed) for seed in range(5)]
     finished = [one for one in said if one.is_finished]
     assert finished, "nothing came to an end"
@@ -138,15 +184,23 @@ def deep(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "keyword", "path"),
     [
-        ({"not": {"type": "string"}}, "not", "#/not"),
-        ({"properties": {"a": {"if": {}, "then": {}}}}, "if", "#/properties/a/if"),
+        ({"not": {"pattern": "a"}}, "not", "#/not"),
+        ({"not": {"const": [1]}}, "not", "#/not"),
+        ({"not": 3}, "schema", "#/not"),
+        ({"properties": {"a": {"if": {"multipleOf": 3}, "then": {}}}}, "if", "#/properties/a/if"),
         ({"type": "array", "items": {"uniqueItems": True}}, "uniqueItems", "#/items/uniqueItems"),
-        ({"type": "array", "contains": {"type": "null"}}, "contains", "#/contains"),
-        ({"propertyNames": {"pattern": "a"}}, "propertyNames", "#/propertyNames"),
-        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired", "#/dependentRequired"),
-        ({"unevaluatedProperties": False}, "unevaluatedProperties", "#/unevaluatedProperties"),
+        ({"items": {"enum": list(range(12))}, "uniqueItems": True}, "uniqueItems", "#/uniqueItems"),
+        ({"type": "array", "uniqueItems": "yes"}, "uniqueItems", "#/uniqueItems"),
+        ({"contains": {}, "minContains": 9}, "contains", "#/contains"),
+        ({"propertyNames": {"pattern": "a", "minLength": 3}}, "propertyNames", "#/propertyNames"),
+        ({"dependentRequired": {"a": "b"}}, "dependentRequired", "#/dependentRequired"),
+        ({"type": "object", "minProperties": 2}, "minProperties", "#/minProperties"),
+        ({"properties": {str(n): {} for n in range(20)}, "maxProperties": 9}, "maxProperties", "#/maxProperties"),
+        ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties", "#/unevaluatedProperties"),
+        ({"oneOf": [{"$ref": "#/oneOf/1"}, {"type": "null"}]}, "$ref", "#/oneOf/0/$ref"),
+        ({"dependentRequired": {str(n): ["a"] for n in range(12)}}, "dependentRequired", "#/dependentRequired"),
         ({"$defs": {"a/b": {"$dynamicRef": "#x"}}}, "$dynamicRef", "#/$defs/a~1b/$dynamicRef"),
-        ({"anyOf": [{}, {"format": "iri"}]}, "format", "#/anyOf/1/format"),
+        ({"anyOf": [{}, {"format": 3}]}, "format", "#/anyOf/1/format"),
         ({"pattern": "(?=a)"}, "pattern", "#/pattern"),
         ({"pattern": "(a)\\1"}, "pattern", "#/pattern"),
         ({"pattern": 3}, "pattern", "#/pattern"),
@@ -184,14 +238,17 @@ def test_what_is_not_supported_is_named(schema: dict[str, Any], keyword: str, pa
     [
         {"type": "integer", "minimum": 5, "maximum": 3},
         {"type": "array", "minItems": 3, "maxItems": 2},
-        {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+        {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "^a"}]},
         {"type": "object", "properties": {"a": {}}, "required": ["z"], "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#"}, {"required": ["a"]}]}}},
     ],
 )
 def test_what_only_the_compiler_finds_is_a_typed_error_too(backend: GuidanceBackend, schema: dict[str, Any]) -> None:
     source = make_source(StructuredOutputsParams(json=schema))
-    with pytest.raises(GrammarError, match=r"structured_outputs\.json cannot be compiled: \w+"):
+    with pytest.raises(GrammarError, match=r"structured_outputs\.json cannot be compiled: [$\w]+") as info:
         backend.compile(source)
+    for word in ("Enable", "coerce", "option", "x-guidance", "json-schema://", "failed to compile"):
+        assert word not in str(info.value), "the library's words help nobody here"
 
 
 def test_what_says_nothing_does_not_make_a_new_grammar() -> None:
@@ -216,6 +273,9 @@ def test_whitespace(backend: GuidanceBackend) -> None:
         assert " " not in speak(backend, StructuredOutputsParams(json=schema, disable_any_whitespace=True), seed).text
         one = speak(backend, StructuredOutputsParams(json=schema, whitespace_pattern="_?"), seed)
         assert set(one.text) <= set('{}",:_ab0123456789')
+    for seed in range(20):
+        between = re.findall(r"\s+", speak(backend, StructuredOutputsParams(json=schema), seed).text)
+        assert all(re.fullmatch(r"[ \t]|\r?\n[ \t]{0,16}", blanks) for blanks in between)
     with pytest.raises(GrammarError, match="whitespace_pattern"):
         make_source(StructuredOutputsParams(json=schema, whitespace_pattern="("))
 

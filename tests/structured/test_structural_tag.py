@@ -29,11 +29,18 @@ TAGS = [
     {"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</f>"},
     {"begin": "<f=y>", "content": {"type": "json_schema", "json_schema": {"enum": ["q"]}}, "end": "</f>"},
 ]
+NO_SCHEMA = {"not": {"pattern": "a"}}
 OLD = {
     "structures": [{"begin": t["begin"], "schema": t["content"]["json_schema"], "end": t["end"]} for t in TAGS],
     "triggers": ["<f="],
 }
 NEW = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}}
+
+
+def test_schemas_are_rewritten(backend: GuidanceBackend) -> None:
+    tag = {"structures": [{"begin": "<f>", "schema": {"type": "integer", "not": {"const": 1}}, "end": ""}]}
+    assert says(backend, {**tag, "triggers": ["<f>"]}, "<f>2") == "yes"
+    assert says(backend, {**tag, "triggers": ["<f>"]}, "<f>1") == "more"
 
 
 @pytest.mark.parametrize("tag", [OLD, NEW], ids=["structures", "format"])
@@ -112,7 +119,7 @@ def test_formats(backend: GuidanceBackend, content: dict[str, Any], answers: dic
             {"format": {"type": "triggered_tags", "triggers": ["<f=x"], "tags": TAGS}},
             "begins with none of the triggers",
         ),
-        ({"structures": [{"begin": "a", "end": "", "schema": {"not": {}}}], "triggers": ["a"]}, "not at #/not"),
+        ({"structures": [{"begin": "a", "end": "", "schema": NO_SCHEMA}], "triggers": ["a"]}, "not at #/not"),
         ([], "must be a JSON object"),
     ],
 )

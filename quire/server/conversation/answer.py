@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.parsers.events import CallEnd, CallStart, Event, ReasoningDelta, TextDelta, joined
+from quire.server.conversation.schema_check import SchemaCheck, SchemaReport
 from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
@@ -29,17 +30,23 @@ class ChoicePiece:
     stop_reason: int | str | None
     num_reasoning_tokens: int
     """Of all tokens of the choice so far, those of thinking."""
+    schema_report: SchemaReport | None = None
+    """With the finish reason, if the schema of the answer was not enforced as a whole."""
 
 
 class ChoiceReader:
     """The events of one choice. Every CallStart has an id; indexes count from 0 without gaps."""
 
-    __slots__ = ("_has_called", "_max_calls", "_new_id")
+    __slots__ = ("_has_called", "_max_calls", "_new_id", "_schema_check", "_text")
 
-    def __init__(self, new_id: MakeCallId, max_calls: int | None = None) -> None:
+    def __init__(
+        self, new_id: MakeCallId, max_calls: int | None = None, schema_check: SchemaCheck | None = None
+    ) -> None:
         """`new_id` names a call that the model has not named itself; calls past `max_calls` are left out."""
         self._new_id = new_id
         self._max_calls = max_calls
+        self._schema_check = schema_check
+        self._text: list[str] = []  # for the check
         self._has_called = False
 
     def read(self, output: CompletionOutput) -> ChoicePiece:
@@ -60,7 +67,13 @@ class ChoiceReader:
             reason,
             output.stop_reason,
             output.num_reasoning_tokens,
+            None if self._schema_check is None else self._report(self._schema_check, events, reason),
         )
+
+    def _report(self, check: SchemaCheck, events: list[Event], reason: FinishReason | None) -> SchemaReport | None:
+        self._text += [event.text for event in events if isinstance(event, TextDelta)]
+        # Calls are an answer of another kind, and an answer that failed is none.
+        return check.report("".join(self._text)) if self._text and reason in ("stop", "length") else None
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, (TextDelta, ReasoningDelta)) or self._max_calls is None:

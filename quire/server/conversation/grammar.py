@@ -5,6 +5,7 @@ Thinking stays free: where a model may think first, the constraint begins after 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from quire.parsers.stream import reasoning_is_open
 from quire.server.conversation.formats import Formats
 from quire.server.conversation.request import Conversation, OutputFormat
 from quire.structured.guidance import to_lark
-from quire.structured.sources import make_source
+from quire.structured.sources import make_source, relax_schema
 from quire.types.errors import RequestError
 from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
 
@@ -33,16 +34,16 @@ def grammar_of(
     if can_call and choice.mode in ("required", "named"):
         mode, wanted = "required" if choice.mode == "required" else "named", None
     held = [tool for tool in tools if mode != "auto" or tool.strict] if can_call else []
-    _check_schemas(conversation, {tool.name for tool in held} if mode != "named" else {choice.name}, limits)
     if not held:
         if wanted is None:
             return None
         if not can_call and not _may_think(formats, prompt):
             return wanted
-    callable_tools = [tool for tool in tools if mode != "named" or tool.name == choice.name] if can_call else []
+    if mode == "named":
+        tools = held = [tool for tool in held if tool.name == choice.name]
     text = parser_grammar.grammar_for(
         formats.tool if can_call else None,
-        callable_tools,
+        _enforceable(conversation, tools, held, limits) if can_call else [],
         tool_choice=mode,
         parallel=conversation.parallel_tool_calls,
         reasoning_format=formats.reasoning,
@@ -53,16 +54,27 @@ def grammar_of(
     return OutputFormat(StructuredOutputsParams(grammar=text), "tools" if wanted is None else wanted.where)
 
 
-def _check_schemas(conversation: Conversation, names: set[str | None], limits: GrammarLimits) -> None:
-    """Refuse, by its own name, a schema that could not be held to."""
-    for tool in conversation.offered_tools:
-        if tool.name not in names or not tool.parameters:
-            continue
-        try:
-            make_source(StructuredOutputsParams(json=dict(tool.parameters)), limits)
-        except GrammarError as error:
-            field = f"{tool.where}.parameters"
-            raise renamed(error, field) from error
+def _enforceable(
+    conversation: Conversation, tools: Sequence[Tool], held: Sequence[Tool], limits: GrammarLimits
+) -> list[Tool]:
+    """The tools, those that are held to their schemas with one that a grammar can be made of.
+
+    Of a strict tool that is all of its schema, or it is refused; of any other, all that can be enforced.
+    """
+    where = {tool.name: f"{tool.where}.parameters" for tool in conversation.offered_tools}
+    found = []
+    for tool in tools:
+        if tool in held and tool.parameters:
+            params = StructuredOutputsParams(json=dict(tool.parameters))
+            try:
+                if not tool.strict:
+                    params, _ = relax_schema(params, limits)
+                source = make_source(params, limits)
+            except GrammarError as error:
+                raise renamed(error, where[tool.name]) from error
+            tool = Tool(tool.name, json.loads(source.text), tool.strict, tuple(tool.parameters))
+        found.append(tool)
+    return found
 
 
 def _may_think(formats: Formats, prompt: str) -> bool:

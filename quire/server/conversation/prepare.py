@@ -19,6 +19,7 @@ from quire.server.conversation.formats import Formats
 from quire.server.conversation.grammar import grammar_of
 from quire.server.conversation.render import render
 from quire.server.conversation.request import Conversation
+from quire.server.conversation.schema_check import SchemaCheck, relax
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
@@ -41,6 +42,7 @@ class PreparedConversation:
     _dropped_tokens: Collection[str]
     _one_call: bool
     _bare_calls: bool
+    _schema_check: SchemaCheck | None
 
     @property
     def reading(self) -> Reading | None:
@@ -52,7 +54,7 @@ class PreparedConversation:
         return AnswerReader(self._choice_reader)
 
     def _choice_reader(self) -> ChoiceReader:
-        return ChoiceReader(self._new_call_id, 1 if self._one_call else None)
+        return ChoiceReader(self._new_call_id, 1 if self._one_call else None, self._schema_check)
 
     def _parser(self) -> OutputParser:
         return make_parser(
@@ -103,7 +105,9 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
     may_call = bool(tools) and formats.tool is not None
     prompt = render(context.text, formats, conversation)
     parsed = tuple(parser_format.Tool(tool.name, tool.parameters or {}, tool.strict) for tool in tools)
-    grammar = grammar_of(formats, conversation, parsed, prompt, context.provider.engine.info.grammar_limits)
+    limits = context.provider.engine.info.grammar_limits
+    conversation, schema_check = relax(conversation, limits)
+    grammar = grammar_of(formats, conversation, parsed, prompt, limits)
     if grammar is not None:
         params = msgspec.structs.replace(params, structured_outputs=grammar.constraint)
     dropped: Collection[str] = ()
@@ -122,6 +126,7 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
         _one_call=may_call and not conversation.parallel_tool_calls,
         # An answer that is held to a format of its own may well look like a call.
         _bare_calls=conversation.output_format is None,
+        _schema_check=schema_check,
     )
 
 

@@ -55,6 +55,8 @@ class OutputFormat:
 
     constraint: StructuredOutputsParams
     where: str
+    is_strict: bool = True
+    """Whether a schema is refused of which a part cannot be enforced; if not, that part is checked afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

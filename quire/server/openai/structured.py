@@ -13,7 +13,7 @@ from quire.types.structured import StructuredOutputsParams
 
 
 class JsonSchemaFormat(BaseModel):
-    """A named schema. It is obeyed whether `strict` is set or not."""
+    """A named schema. What cannot be enforced of it is refused if it is `strict`, or else checked afterwards."""
 
     name: str | None = None
     description: str | None = None
@@ -81,7 +81,7 @@ def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
     schema = wanted.json_schema.schema_
     if isinstance(schema, bool):
         raise RequestError(f"{where} is {schema}; give an object, or use the type 'json_object'", where)
-    return OutputFormat(StructuredOutputsParams(json=schema), where)
+    return OutputFormat(StructuredOutputsParams(json=schema), where, bool(wanted.json_schema.strict))
 
 
 def _json(value: Any) -> str:

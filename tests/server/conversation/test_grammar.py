@@ -168,7 +168,7 @@ def test_a_schema_is_refused_under_its_own_name() -> None:
     with pytest.raises(RequestError, match=r"tools\[3\].function.parameters: type at #/properties/a/type") as refused:
         grammar_of(PLAIN, talk, [ParserTool("f", tool.parameters or {})], "", GrammarLimits())
     assert refused.value.field == "tools[3].function.parameters"
-    format_ = OutputFormat(StructuredOutputsParams(json={"not": {}}), "text.format.schema")
+    format_ = OutputFormat(StructuredOutputsParams(json={"not": {"pattern": "a"}}), "text.format.schema")
     with pytest.raises(RequestError, match=r"text.format.schema: not at #/not") as refused:
         grammar_of(THINKS, replace(TALK, output_format=format_), [], "", GrammarLimits())
     assert refused.value.field == "text.format.schema"

@@ -148,6 +148,7 @@ class ChatAnswer:
             piece.finish_reason,
             piece.stop_reason,
             piece.token_ids if self._return_token_ids else UNSET,
+            piece.schema_report or UNSET,
         )
 
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
@@ -169,6 +170,7 @@ class ChatAnswer:
             chunks += [self._chunk(choice, usage) for choice in self._choices(piece)]
             if piece.finish_reason is not None:
                 last = ChunkChoice(index, Delta(), None, piece.finish_reason, piece.stop_reason)
+                last.schema_check = piece.schema_report or UNSET
                 chunks.append(self._chunk(last, usage))
         return chunks
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.answer import FinishReason
+from quire.server.conversation.schema_check import SchemaReport
 from quire.server.openai.logprobs import ChatLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
 from quire.server.openai.usage import Usage
@@ -117,6 +118,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -156,6 +158,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):

@@ -206,7 +206,7 @@ def _output_format(body: ResponsesRequest) -> OutputFormat | None:
         )
     if wanted.json_schema is None:
         raise RequestError("text.format.schema is missing; give it", "text.format.schema")
-    return OutputFormat(StructuredOutputsParams(json=wanted.json_schema), "text.format.schema")
+    return OutputFormat(StructuredOutputsParams(json=wanted.json_schema), "text.format.schema", bool(wanted.strict))
 
 
 def _function(definition: Mapping[str, Any], namespace: str | None, where: str) -> Tool:

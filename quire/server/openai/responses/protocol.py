@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.server.conversation.schema_check import SchemaReport
 from quire.server.openai.logprobs import ChatLogprob
 from quire.server.openai.sampling import SmallInt
 
@@ -217,6 +218,7 @@ class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class Deleted(msgspec.Struct, tag_field="object", tag="response"):

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET
 
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece, FinishReason
@@ -131,6 +132,7 @@ async def _run_turn(
                     tally.input_tokens += len(output.prompt_token_ids)
                     tally.cached_tokens += output.num_cached_tokens or 0
                     tally.reasoning_tokens += piece.num_reasoning_tokens
+                    plan.response.schema_check = piece.schema_report or UNSET
                 events += plan.events.blocks(found, _logprobs(plan, turn, piece))
             if events:
                 yield events

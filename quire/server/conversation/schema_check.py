@@ -1,0 +1,65 @@
+"""Checks an answer against the parts of its schema that no grammar could hold it to, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire.server.conversation.grammar import renamed
+from quire.server.conversation.request import Conversation, OutputFormat
+from quire.structured.instance import InvalidError, NotCheckedError, Validator
+from quire.structured.registry import BACKENDS
+from quire.structured.sources import relax_schema
+from quire.types.structured import GrammarError, GrammarLimits
+
+
+class SchemaReport(msgspec.Struct, frozen=True):
+    """What a client hears about an answer whose schema was not enforced as a whole."""
+
+    not_enforced: list[str]
+    """Keywords with their places in the schema."""
+    valid: bool | None
+    """Whether the answer obeys the whole schema; None if that could not be told."""
+    error: str | None = None
+    """What it breaks and where, or why it was not checked."""
+
+
+class SchemaCheck:
+    """For the answers to one conversation."""
+
+    def __init__(self, schema: Any, not_enforced: list[str], limits: GrammarLimits) -> None:
+        self._schema = schema
+        self._not_enforced = not_enforced
+        self._check_text = BACKENDS.get(limits.backend).check_text
+
+    def report(self, answer: str) -> SchemaReport:
+        try:
+            Validator(self._schema, self._check_text).check(self._schema, json.loads(answer))
+        except (ValueError, RecursionError):
+            return SchemaReport(self._not_enforced, False, "the answer is no JSON as a whole")
+        except InvalidError as error:
+            return SchemaReport(self._not_enforced, False, str(error))
+        except NotCheckedError as error:
+            return SchemaReport(self._not_enforced, None, f"not checked: {error}")
+        return SchemaReport(self._not_enforced, True)
+
+
+def relax(conversation: Conversation, limits: GrammarLimits) -> tuple[Conversation, SchemaCheck | None]:
+    """The conversation with a format that can be enforced, and a check of the rest if there is any.
+
+    Only a format that is not strict is changed. RequestError if the schema is wrong.
+    """
+    wanted = conversation.output_format
+    if wanted is None or wanted.is_strict or not isinstance(wanted.constraint.json, dict):
+        return conversation, None
+    try:
+        relaxed, not_enforced = relax_schema(wanted.constraint, limits)
+    except GrammarError as error:
+        raise renamed(error, wanted.where) from error
+    if not not_enforced:
+        return conversation, None
+    check = SchemaCheck(wanted.constraint.json, not_enforced, limits)
+    return replace(conversation, output_format=OutputFormat(relaxed, wanted.where)), check
