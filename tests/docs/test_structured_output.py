@@ -9,6 +9,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.groups import StructuredConfig
 from quire.structured.guidance import GuidanceBackend
+from quire.structured.rewrite import REWRITTEN
 from quire.structured.schema import MAX_OPTIONAL
 from tests.e2e.tiny import make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
@@ -34,6 +35,7 @@ def test_what_the_page_lists_is_what_there_is() -> None:
     keywords = GuidanceBackend.schema_support.keywords - {"$defs", "definitions", "$id", "$anchor", "$schema"}
     bounds = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "additionalItems"}
     assert keywords - bounds <= listed
+    assert REWRITTEN <= listed
     assert GuidanceBackend.schema_support.formats <= listed
     assert f"{MAX_OPTIONAL:,}" in TEXT
     for name in StructuredConfig.__dataclass_fields__:
