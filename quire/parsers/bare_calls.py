@@ -124,7 +124,7 @@ class BareCallParser(OutputParser):
         try:
             validator = Validator(tool.parameters, GuidanceBackend.check_text)
             return validator.is_valid(tool.parameters, json.loads("".join(self._arguments)))
-        except NotCheckedError:
+        except (NotCheckedError, RecursionError, ValueError):  # nested too deep, or with a number of 5,000 digits
             return False
 
     def _end_of_line(self, final: bool) -> int | None:

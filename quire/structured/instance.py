@@ -17,7 +17,7 @@ CheckText = Callable[[Mapping[str, Any], str], bool | None]
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _BUDGET = 20_000  # parts of schemas and values that are looked at, about 20 ms
-_MAX_DEPTH = 200
+_MAX_DEPTH = 100  # of values and references: a few calls each
 
 
 class NotCheckedError(Exception):
@@ -248,5 +248,8 @@ def _check_number(schema: Mapping[str, Any], value: float, path: str) -> None:
 def _is_multiple(value: float, step: float) -> bool:
     if isinstance(value, int) and isinstance(step, int):
         return value % step == 0
-    ratio = value / step
+    try:
+        ratio = value / step
+    except OverflowError:
+        return False
     return abs(ratio) < 2**53 and abs(ratio - round(ratio)) < 1e-9

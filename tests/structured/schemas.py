@@ -106,7 +106,16 @@ def scalars(draw: st.DrawFn) -> dict[str, Any]:
     return {**draw(SCALARS), **draw(conditions(_SIMPLE))}
 
 
-SCHEMAS = st.one_of(objects(), objects(), arrays(), scalars())
+def _nested(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as one that a property refers to."""
+    properties = {"p": {"$ref": "#/$defs/it"}}
+    return {"$defs": {"it": schema}, "type": "object", "properties": properties, "required": ["p"]}
+
+
+_NEGATED = _SIMPLE.map(lambda schema: {"$defs": {"it": schema}, "not": {"anyOf": [{"$ref": "#/$defs/it"}, BIG]}})
+BIG = {"type": ["array", "object"]}
+_ANY = st.one_of(objects(), objects(), arrays(), scalars())
+SCHEMAS = st.one_of(_ANY, _ANY, _ANY.map(_nested), _NEGATED)
 
 _VALUES = st.one_of(_CONSTANTS, st.sampled_from([-1, 3, "bb", 0.5]))
 
@@ -118,4 +127,5 @@ def _object_values(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(_VALUES if name in NAMES else st.none()) for name in names}
 
 
-VALUES = st.one_of(_object_values(), _object_values(), st.lists(_VALUES, max_size=3), _VALUES)
+_PLAIN_VALUES = st.one_of(_object_values(), _object_values(), st.lists(_VALUES, max_size=3), _VALUES)
+VALUES = st.one_of(_PLAIN_VALUES, _PLAIN_VALUES, _PLAIN_VALUES.map(lambda value: {"p": value}))

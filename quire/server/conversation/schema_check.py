@@ -38,7 +38,9 @@ class SchemaCheck:
     def report(self, answer: str) -> SchemaReport:
         try:
             Validator(self._schema, self._check_text).check(self._schema, json.loads(answer))
-        except (ValueError, RecursionError):
+        except RecursionError:
+            return SchemaReport(self._not_enforced, None, "not checked: it is nested too deep")
+        except ValueError:
             return SchemaReport(self._not_enforced, False, "the answer is no JSON as a whole")
         except InvalidError as error:
             return SchemaReport(self._not_enforced, False, str(error))
