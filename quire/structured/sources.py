@@ -13,6 +13,7 @@ import msgspec
 
 from quire.structured.base import Backend
 from quire.structured.registry import BACKENDS
+from quire.structured.rewrite import REWRITTEN
 from quire.structured.schema import SchemaCheck
 from quire.structured.structural_tag import lark_of_tag, with_schemas
 from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, StructuredOutputsParams
@@ -22,11 +23,12 @@ _LARGE = 2_000  # characters, or parts of a schema
 
 def is_large(params: StructuredOutputsParams) -> bool:
     """Whether `make_source` may take long enough to be worth a thread."""
-    value = getattr(params, params.constraint)
+    name = params.constraint
+    value = getattr(params, name)
     if isinstance(value, dict):
         return _size_of(value, _LARGE) >= _LARGE
     if isinstance(value, str):
-        return len(value) >= _LARGE
+        return len(value) >= _LARGE or (name == "json" and any(f'"{keyword}"' in value for keyword in REWRITTEN))
     return isinstance(value, list) and sum(map(len, value)) >= _LARGE
 
 
@@ -173,12 +175,14 @@ def _too_deep(field: str, limits: GrammarLimits) -> GrammarError:
 
 
 def _size_of(value: Any, limit: int) -> int:
-    """How many parts a value has; stops counting at the limit."""
+    """How many parts a schema has; stops counting at the limit. What has to be rewritten may take any time."""
     count, waiting = 0, [value]
     while waiting and count < limit:
         part = waiting.pop()
         count += 1 + (len(part) if isinstance(part, str) else 0)
         if isinstance(part, dict):
+            if not part.keys().isdisjoint(REWRITTEN):
+                return limit
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part

@@ -104,5 +104,7 @@ def test_large_sources_are_told() -> None:
     assert not is_large(StructuredOutputsParams(json={"type": "object"}))
     assert not is_large(StructuredOutputsParams(json_object=True))
     assert is_large(StructuredOutputsParams(json={"enum": list(range(3000))}))
+    assert is_large(StructuredOutputsParams(json={"properties": {"a": {"uniqueItems": True}}}))
+    assert is_large(StructuredOutputsParams(json='{"not": {"type": "null"}}'))
     assert is_large(StructuredOutputsParams(choice=["word"] * 1000))
     assert is_large(StructuredOutputsParams(regex="a" * 5000))
