@@ -10,19 +10,17 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import RequestError
 from quire.types.messages import EngineInfo
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarSource, Vocabulary
-
-if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt"."""
@@ -126,7 +124,7 @@ class InputProcessor:
         request_id = secrets.token_hex(8) if request_id is None else request_id
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
-        text, token_ids, cache_salt = self._read_prompt(prompt, add_special_tokens)
+        text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
         token_ids = self._fit(token_ids, params)
         self._check_params(params)
         grammar = self._make_grammar(params)
@@ -187,7 +185,9 @@ class InputProcessor:
             for index in range(params.n)
         )
 
-    def _read_prompt(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
+    def _read_prompt(
+        self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool
+    ) -> tuple[str | None, list[int], str | None]:
         """(text if there is any, token ids, cache salt) of any kind of prompt."""
         text: Any = None
         token_ids: Any = None
@@ -219,7 +219,7 @@ class InputProcessor:
             return text, self._read_token_ids(token_ids), cache_salt
         if text is None:
             raise RequestError('the prompt is a dict without "prompt" or "prompt_token_ids"; give one', "prompt")
-        return text, self._encode(text, add_special_tokens), cache_salt
+        return text, self._encode(text, params, add_special_tokens), cache_salt
 
     def _read_token_ids(self, token_ids: Any) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
@@ -237,12 +237,19 @@ class InputProcessor:
             self._check_token_ids("prompt_token_ids", (min(ids), max(ids)))
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; give prompt_token_ids instead", "prompt")
         if not text:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        limit, keep = self._info.max_model_len - 1, params.truncate_prompt_tokens
+        try:
+            if keep is None:
+                ids = self._tokenizer.encode(text, add_special_tokens, max_tokens=limit)
+            else:
+                ids = self._tokenizer.encode(text, add_special_tokens, keep_last=limit if keep == -1 else keep)
+        except TooManyTokensError as error:
+            raise self._too_long(error.num_tokens, error.exact) from error
         if ids:  # a tokenizer may have tokens that were added after the model was trained
             self._check_token_ids("prompt", (min(ids), max(ids)))
         return ids
@@ -256,12 +263,16 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
         if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens but the model takes {limit}, prompt and output together;"
-                " shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger max_model_len",
-                "prompt",
-            )
+            raise self._too_long(len(token_ids), exact=True)
         return token_ids
+
+    def _too_long(self, num_tokens: int, exact: bool) -> RequestError:
+        return RequestError(
+            f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens but the model takes"
+            f" {self._info.max_model_len}, prompt and output together;"
+            " shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger max_model_len",
+            "prompt",
+        )
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self._info.vocab_size

@@ -59,7 +59,7 @@ def _piece_functions(backend: tokenizers.Tokenizer) -> tuple[PieceFn, PieceFn]:
     steps = _flatten(json.loads(decoder.__getstate__())) if decoder is not None else []
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _byte_level, _byte_level
+        return byte_level_piece, byte_level_piece
     if kinds == ["Metaspace"]:
         return _metaspace(steps[0])
     if (
@@ -92,13 +92,13 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
-def _byte_level(token: str) -> bytes:
+def byte_level_piece(token: str) -> bytes:
     # A token with any character outside the alphabet is an added token, whose text is meant as it is.
     try:
-        return bytes([_BYTE_OF[char] for char in token])
+        return bytes([BYTE_OF[char] for char in token])
     except KeyError:
         return token.encode()
 

@@ -5,6 +5,7 @@ Reads a Hugging Face folder or a GGUF file. Knows nothing of requests, and needs
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.frontend.gguf_tokenizer import build_gguf_tokenizer
+from quire.frontend.long_text import LongText
+from quire.frontend.token_bound import TokenBound
 from quire.frontend.token_pieces import PieceTable, TokenPieces
 from quire.loader.gguf_file import read_metadata
 from quire.types.errors import RequestError, TokenizerError
@@ -23,10 +26,20 @@ from quire.utils.schema import check_values
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 20_000
 """Characters above which a caller on an event loop should leave the encoding to a thread, which holds nobody up."""
+_DOUBT = 64  # tokens that a cut may have added, where it is not known to change nothing
 _CONVERT_HINT = (
     'create it once where transformers and sentencepiece are installed: python -c "from transformers import '
     "AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
 )
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than the caller can use; `num_tokens` of them have been found, perhaps not all."""
+
+    def __init__(self, num_tokens: int, exact: bool) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+        self.exact = exact
 
 
 class _AddedTokenSchema(msgspec.Struct):
@@ -88,9 +101,24 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
+    ) -> list[int]:
+        """The token ids of a text. Other threads run while a long one is encoded, and it takes little memory.
+
+        With `max_tokens`, TooManyTokensError as soon as it is certain that there are more. With `keep_last`, ids
+        before that many last ones may be left out.
+        """
         try:
-            ids: list[int] = self._encode(text, add_special_tokens).ids
+            if len(text) <= LONG_TEXT:
+                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = self._encode_long(text, add_special_tokens, max_tokens, keep_last)
         except TypeError as error:
             # All the library says of a string that has no UTF-8 form is that it is no string.
             position = next((index for index, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
@@ -100,13 +128,61 @@ class Tokenizer:
                 f"the text has a lone surrogate {text[position]!r} at position {position}; send valid Unicode",
                 field="prompt",
             ) from error
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise TooManyTokensError(len(ids), exact=True)
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) <= LONG_TEXT:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+    def _encode_long(
+        self, text: str, add_special_tokens: bool, max_tokens: int | None, keep_last: int | None
+    ) -> list[int]:
+        if max_tokens is not None and self._bound is not None:
+            at_least = self._bound.at_least(text, max_tokens)
+            if at_least > max_tokens:
+                raise TooManyTokensError(at_least, exact=False)
+        first, last = self._ends if add_special_tokens else ([], [])
+        if keep_last is not None:
+            text = self._long_text.tail(text, self._needed_from(text, keep_last))
+        ids = list(first)
+        num_doubtful = 0
+        for piece, exact in self._long_text.pieces(text):
+            ids += self._encode_piece(piece)
+            num_doubtful += not exact
+            if max_tokens is not None and len(ids) > max_tokens + num_doubtful * _DOUBT:
+                raise TooManyTokensError(len(ids), exact=False)
+            if keep_last is not None and len(ids) > 2 * keep_last:
+                del ids[:-keep_last]
+        return ids + last
+
+    def _needed_from(self, text: str, num_tokens: int) -> int:
+        """A place in the text that surely has more than that many tokens after it."""
+        size, wanted = 8 * num_tokens, num_tokens + _DOUBT
+        while self._bound is not None and size < len(text):
+            if self._bound.at_least(text[-size:], wanted) > wanted:
+                return len(text) - size
+            size *= 2
+        return 0
+
+    def _encode_piece(self, text: str) -> list[int]:
         # The library lets other threads run only when it encodes a batch, which it hands to threads of its own.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound | None:
+        return TokenBound.of(self.backend)
+
+    @functools.cached_property
+    def _long_text(self) -> LongText:
+        return LongText(self._encode_piece)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the library puts before and after a text."""
+        text = "Any text, 1"
+        plain: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        whole: list[int] = self.backend.encode(text, add_special_tokens=True).ids
+        num_first = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+        return whole[:num_first], whole[num_first + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary stand for nothing."""

@@ -77,7 +77,7 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
     class SpacedTokenizer:
         eos_token_ids = ()
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool = True, **options: object) -> list[int]:
             return {"bad": [1, 2], " bad": [3], "Hi": [9]}[text]
 
     processor = InputProcessor(SpacedTokenizer(), INFO)  # type: ignore[arg-type]  # all that is needed of one
