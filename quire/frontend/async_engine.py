@@ -296,8 +296,8 @@ class AsyncEngine:
 
 def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether preparing a request would keep an event loop from its streams for milliseconds."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    if isinstance(text, str) and len(text) > LONG_TEXT:
+    parts = (prompt.get("prompt"), prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else (prompt,)
+    if any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts):
         return True
     grammar = params.structured_outputs
     return len(params.bad_words) > _MANY_WORDS or (grammar is not None and is_large(grammar))

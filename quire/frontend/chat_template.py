@@ -26,6 +26,7 @@ _PROBE = "quire7probe"
 # Appended to the message to be continued, to find where it ends in the prompt. The space at the end shows
 # whether the template trims.
 _CONTINUE_MARK = "quire7continues "
+_MAX_DEPTH = 256  # of lists and objects that a template is given
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -173,14 +174,16 @@ def _line(traceback: TracebackType | None) -> str:
     return line
 
 
-def _plain(value: Any, field: str) -> Any:
+def _plain(value: Any, field: str, depth: int = 0) -> Any:
     """A copy in JSON's types only: what a template sees has no methods that could do harm."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{field} is nested more than {_MAX_DEPTH} levels deep; give flatter values", field=field)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, field) for key, item in value.items()}
+        return {str(key): _plain(item, field, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        return [_plain(item, field) for item in value]
+        return [_plain(item, field, depth + 1) for item in value]
     if isinstance(value, str):
         return str.__str__(value)
     raise RequestError(

@@ -216,16 +216,18 @@ class InputProcessor:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {_short(cache_salt)} but must be text that is not empty", "cache_salt")
         if token_ids is not None:
-            return text, self._read_token_ids(token_ids), cache_salt
+            return text, self._read_token_ids(token_ids, params), cache_salt
         if text is None:
             raise RequestError('the prompt is a dict without "prompt" or "prompt_token_ids"; give one', "prompt")
         return text, self._encode(text, params, add_special_tokens), cache_salt
 
-    def _read_token_ids(self, token_ids: Any) -> list[int]:
+    def _read_token_ids(self, token_ids: Any, params: SamplingParams) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
             raise RequestError(
                 f"prompt_token_ids is {_short(token_ids)} but must be a list of token ids", "prompt_token_ids"
             )
+        if params.truncate_prompt_tokens is None and len(token_ids) >= self._info.max_model_len:
+            raise self._too_long(len(token_ids), exact=True)
         ids = list(token_ids)
         if not set(map(type, ids)) <= {int}:
             wrong = next(token for token in ids if type(token) is not int)

@@ -14,6 +14,8 @@ from quire.types.structured import StructuredOutputsParams
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1 << 20
 MAX_STOP_STRINGS = 1024  # each is looked for after every token
+MAX_BAD_WORDS = 1024  # each is tokenized twice and compared with the last tokens in every step
+MAX_BAD_WORD_LENGTH = 1024  # characters
 
 _INTEGERS = (
     *("n", "top_k", "seed", "max_tokens", "min_tokens"),
@@ -173,6 +175,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(
             not self.stop or self.detokenize, "stop", self.stop, "used with detokenize=True: it is matched in text"
         )
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words holds {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}", "bad_words")
+        longest = max(map(len, self.bad_words), default=0)
+        if longest > MAX_BAD_WORD_LENGTH:
+            raise RequestError(
+                f"bad_words holds a word of {longest} characters; give at most {MAX_BAD_WORD_LENGTH} of each", "bad_words"
+            )
         _require(all(word.strip() for word in self.bad_words), "bad_words", self.bad_words, "words, not blanks")
         _require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
