@@ -33,6 +33,7 @@ def check_server(config: ServerConfig) -> None:
         "max_n": (config.max_n, 1),
         "max_logprobs": (config.max_logprobs, -1),
         "max_restarts": (config.max_restarts, 0),
+        "header_timeout": (config.header_timeout, 0),
         "drain_timeout": (config.drain_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
         "max_stored_responses": (config.max_stored_responses, 0),

@@ -30,6 +30,7 @@ from quire.engine.child import print_line
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
 from quire.server.app import build_app
+from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
@@ -136,7 +137,7 @@ class Server(uvicorn.Server):
 def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=make_connection(settings.header_timeout),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -127,7 +127,11 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    client: FakeClient | None = None, *, small_buffers: bool = False, **settings: Any
+    client: FakeClient | None = None,
+    *,
+    small_buffers: bool = False,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
     """With `small_buffers` the system holds little of what a slow reader has not read."""
     client = client or FakeClient()
@@ -137,8 +141,8 @@ def live_server(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     port = listener.getsockname()[1]
-    server = Server(uvicorn_config(app, ServerConfig()))
-    loop = asyncio.new_event_loop()
+    server = Server(uvicorn_config(app, ServerConfig(**settings)))
+    loop = new_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(server, listener)), daemon=True)
     thread.start()
     try:

@@ -1,0 +1,204 @@
+"""HTTP connections: limits on headers, a deadline for requests that never become complete, and half-closed sockets.
+
+On top of uvicorn's protocol over httptools, which has none of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from functools import partial
+from typing import Any, Literal
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.server.errors import error_body
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 100
+# Most clients read nothing until they have sent everything: what they still send is read and dropped, within bounds.
+_DROP_SECONDS = 2.0
+_MAX_DROPPED = 64 << 20
+_FIRST_LOOK, _LOOK_INTERVAL = 0.02, 0.5  # seconds
+_Phase = Literal["idle", "head", "body"]
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class _HeadersTooLargeError(Exception):
+    """Raised inside the parser, which stops at it."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. What is refused here has not reached the application."""
+
+    def __init__(self, *args: Any, header_timeout: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timeout = header_timeout
+        self._deadline: asyncio.TimerHandle | None = None
+        self._phase: _Phase = "idle"
+        self._num_header_bytes = 0  # of headers that are complete
+        self._num_bytes_in_head = 0  # that came while they were not
+        self._num_headers = 0
+        self._is_refused = False
+        self._num_dropped = 0
+        self._look: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        if self._look is not None:
+            self._look.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._num_dropped += len(data)
+            if self._num_dropped > _MAX_DROPPED:
+                self.transport.abort()
+            return
+        phase = self._phase
+        super().data_received(data)
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._phase == "body":
+            self._wait_for_body()
+        elif self._phase == "head" and phase == "head":
+            # The parser tells of a header only when it is complete.
+            self._num_bytes_in_head += len(data)
+            if self._is_too_large():
+                self._refuse_headers()
+
+    # Parser callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = "head"
+        self._num_header_bytes = self._num_bytes_in_head = self._num_headers = 0
+        if self._deadline is None:
+            self._set_deadline()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._phase = "body"
+        self._clear_deadline()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._phase = "idle"
+        self._clear_deadline()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._is_too_large():
+            raise _HeadersTooLargeError
+
+    def _is_too_large(self) -> bool:
+        num_bytes = max(self._num_header_bytes, self._num_bytes_in_head)
+        return num_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS
+
+    # Refusals
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser stopped at: something that is not HTTP, or headers that are too large."""
+        if self._is_too_large():
+            self._refuse_headers()
+        else:
+            self._refuse(400, "this is no HTTP request that the server understands", "bad_request")
+
+    def _refuse_headers(self) -> None:
+        self._refuse(
+            431,
+            f"the headers are larger than the {MAX_HEADER_BYTES} bytes, or more than the {MAX_HEADERS} fields, that"
+            " this server takes; send less",
+            "headers_too_large",
+        )
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer, where no other answer is on its way, and close when the client has stopped sending."""
+        self._is_refused = True
+        self._clear_deadline()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        body = error_body(message, "invalid_request_error", code=code)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_DROP_SECONDS, self.transport.close)
+
+    # Requests that are never complete
+
+    def _set_deadline(self) -> None:
+        if self._header_timeout > 0:
+            self._deadline = self.loop.call_later(self._header_timeout, self._give_up)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _wait_for_body(self) -> None:
+        """A body may take long, as long as something comes."""
+        self._clear_deadline()
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
+            self._set_deadline()
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing() or self._is_refused:
+            return
+        if self._phase == "head":
+            self._refuse(408, f"no complete request came within {self._header_timeout:g} s", "request_timeout")
+        elif self._phase == "body" and self.flow.read_paused:  # it is the server that does not read on
+            self._set_deadline()
+        else:
+            self.transport.close()  # if the application waits for a body, it hears that the client has gone
+
+    # Half-closed sockets
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has said all it had to say still gets the answer, unless it is gone altogether."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            return False  # the connection is closed
+        cycle.keep_alive = False
+        # The end of what a client sends looks the same when it has closed its socket. Then it resets the connection
+        # when something comes, and what may come before any answer is an interim response.
+        if not cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(_INTERIM)
+        self._look = self.loop.call_later(_FIRST_LOOK, self._look_for_client)
+        return True
+
+    def _look_for_client(self) -> None:
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+        else:
+            self._look = self.loop.call_later(_LOOK_INTERVAL, self._look_for_client)
+
+
+def _is_reset(connection: socket.socket) -> bool:
+    """Whether the other side has closed the connection in both directions."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)
+    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+
+
+def make_connection(header_timeout: float) -> Any:
+    """What uvicorn makes its connections with."""
+    return partial(Connection, header_timeout=header_timeout)
