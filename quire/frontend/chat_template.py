@@ -16,6 +16,8 @@ import jinja2.meta
 
 from quire.frontend.template_sandbox import (
     Budget,
+    BudgetError,
+    QuickBudget,
     RaisedByTemplateError,
     SandboxEnvironment,
     render_within,
@@ -27,6 +29,7 @@ _PROBE = "quire7probe"
 # whether the template trims.
 _CONTINUE_MARK = "quire7continues "
 _MAX_DEPTH = 256  # of lists and objects that a template is given
+_MAX_ROLES = 64  # clients choose their names, so only so many are remembered
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -59,9 +62,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        budget: Budget | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for a conversation.
+        """The prompt for a conversation. A QuickBudget that is spent is raised as a BudgetError.
 
         `continue_final_message` ends the prompt inside the last message, for the model to go on with it;
         it excludes `add_generation_prompt`. `kwargs` are variables for the template.
@@ -72,7 +76,8 @@ class ChatTemplate:
                 "set add_generation_prompt to false to continue the last message",
                 field="continue_final_message",
             )
-        chat = self._prepared(messages)
+        budget = budget or Budget()
+        chat = self._prepared(messages, budget)
         continued = _mark_final_message(chat) if continue_final_message else ""
         variables = {
             "tools": _plain(tools, "tools"),
@@ -81,16 +86,16 @@ class ChatTemplate:
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
         }
-        prompt = self._run(variables)
+        prompt = self._run(variables, budget)
         return _cut_at_mark(prompt, continued) if continue_final_message else prompt
 
     def reads(self, variable: str) -> bool:
         """Whether the template asks for a variable, such as `tools`."""
         return variable in jinja2.meta.find_undeclared_variables(_environment().parse(self.source))
 
-    def _run(self, variables: dict[str, Any]) -> str:
+    def _run(self, variables: dict[str, Any], budget: Budget) -> str:
         try:
-            return render_within(self._template, {**self._special_tokens, **variables}, Budget())
+            return render_within(self._template, {**self._special_tokens, **variables}, budget)
         except RaisedByTemplateError as error:
             raise RequestError(
                 f"the chat template refused the messages: {error.message}", field="messages"
@@ -110,6 +115,8 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
+            if isinstance(error, BudgetError) and isinstance(budget, QuickBudget):
+                raise
             # Whatever an expression in a template can raise when a conversation is not what it expects.
             raise RequestError(
                 f"the chat template cannot render these messages, line {_line(error.__traceback__)}: {error}; "
@@ -117,7 +124,7 @@ class ChatTemplate:
                 field="messages",
             ) from error
 
-    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _prepared(self, messages: Sequence[Mapping[str, Any]], budget: Budget) -> list[dict[str, Any]]:
         """Copies the template may not change, with reasoning under every usual name and content in its form."""
         if not messages:
             raise RequestError("messages is empty; give at least one message", field="messages")
@@ -129,19 +136,21 @@ class ChatTemplate:
                 )
             copy = _with_reasoning_names(_plain(message, "messages"))
             content = copy.get("content")
-            if isinstance(content, list) and not self._accepts_parts(str(copy.get("role"))):
+            if isinstance(content, list) and not self._accepts_parts(str(copy.get("role")), budget):
                 copy["content"] = _flattened(content)
             chat.append(copy)
         return chat
 
-    def _accepts_parts(self, role: str) -> bool:
+    def _accepts_parts(self, role: str, budget: Budget) -> bool:
         """Whether text in a list of parts reaches the prompt as text; asked once for each role."""
         known = self._takes_parts.get(role)
         if known is None:
-            known = self._takes_parts[role] = self._probe(role)
+            known = self._probe(role, budget)
+            if len(self._takes_parts) < _MAX_ROLES:
+                self._takes_parts[role] = known
         return known
 
-    def _probe(self, role: str) -> bool:
+    def _probe(self, role: str, budget: Budget) -> bool:
         message = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
         user = {"role": "user", "content": "hello"}
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -157,7 +166,7 @@ class ChatTemplate:
         chat = conversations.get(role, [message, user])
         variables = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": False}
         try:
-            prompt = self._run(variables)
+            prompt = self._run(variables, budget)
         except (RequestError, TokenizerError):
             return False
         # A template that expects a string prints the list as Python or JSON would.
