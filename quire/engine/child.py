@@ -49,7 +49,7 @@ class EngineChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=child_environment(**_import_path()),
+            env=child_environment(**import_path()),
         )
         self.exit_fd, self._exit_signal = os.pipe()
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
@@ -119,7 +119,7 @@ class EngineChild:
         os.close(self._exit_signal)
 
 
-def _import_path() -> dict[str, str]:
+def import_path() -> dict[str, str]:
     """Let the process import this Quire, where it is not installed for all."""
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):

@@ -12,6 +12,8 @@ import msgspec
 
 from quire.config.groups import ModelConfig
 from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.template_process import TemplateProcesses
+from quire.frontend.template_sandbox import BudgetError, QuickBudget
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.model_config import load_generation_config
@@ -37,7 +39,7 @@ class GenerationConfig(msgspec.Struct):
 
 
 _MAX_COMPILED = 16  # a server's clients may each send their own template
-_TAKEN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+_TAKEN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message", "budget"})
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ class TextModel:
         self._chat_template = chat_template
         self._compiled: dict[str, ChatTemplate] = {}
         self._seen_with_tools: WeakSet[ChatTemplate] = WeakSet()
+        self._own_processes: TemplateProcesses | None = None
+        self._foreign_processes: TemplateProcesses | None = None
+
+    def isolate_templates(self) -> None:
+        """From now on render callers' templates, and the model's own where it takes long, in processes of their own.
+
+        For servers, whose callers are strangers: nothing that a template does then holds up this process. The model's
+        own does not wait for strangers'.
+        """
+        if self._own_processes is None:
+            self._own_processes, self._foreign_processes = TemplateProcesses(), TemplateProcesses()
 
     def render_chat(
         self,
@@ -75,23 +88,41 @@ class TextModel:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        may_wait: bool = True,
     ) -> str:
-        """The text of a conversation. It holds its special tokens already: encode it without adding any."""
+        """The text of a conversation. It holds its special tokens already: encode it without adding any.
+
+        Unless it `may_wait`, BudgetError where it would have to wait for another process (see isolate_templates).
+        """
         check_messages(messages)
         variables = chat_template_kwargs or {}
         check_variables(variables)
-        template = self._template(self._template_source(chat_template, tools))
+        arguments: dict[str, Any] = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **variables,
+        }
+        source = self._template_source(chat_template, tools)
+        special_tokens = self.tokenizer.special_tokens if self.tokenizer else {}
+        if chat_template is not None and self._foreign_processes is not None:
+            if not may_wait:
+                raise BudgetError("a caller's template is rendered in a process of its own")
+            return self._foreign_processes.render(source, special_tokens, arguments)
+        template = self._template(source)
         if tools and template not in self._seen_with_tools:
             self._seen_with_tools.add(template)
             if not template.reads("tools"):
                 logger.warning("the chat template prints no tools: the model does not hear of those given")
-        return template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
+        if self._own_processes is None:
+            return template.render(**arguments)
+        try:
+            return template.render(**arguments, budget=QuickBudget())
+        except BudgetError:
+            if not may_wait:
+                raise
+            return self._own_processes.render(source, special_tokens, arguments)
 
     def chat_params(self) -> SamplingParams:
         """Defaults for a conversation: an answer goes on until the model ends it."""

@@ -52,6 +52,7 @@ def build_app(
 
     Whoever gives `tool_servers` closes them.
     """
+    text.isolate_templates()
     formats = resolve_formats(text, settings)
     servers = tool_servers or make_tool_servers(ServerConfig())
     admission = Admission(settings.max_queue)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, TooManyTokensError
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
-from quire.types.errors import EngineUnavailableError, RequestError
+from quire.types.errors import EngineUnavailableError, QueueFullError, RequestError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_TOKENIZED = 1 << 20
+"""Tokens of a text that is only counted or tokenized, not answered."""
 
 # Clients choose the names, so only so many are remembered.
 _MAX_REMEMBERED_FIELDS = 1000
@@ -45,6 +53,24 @@ class EngineProvider(Protocol):
     def health(self) -> HealthReport: ...
 
 
+class TemplateThreads:
+    """Threads that wait for strangers' templates: apart from those that everybody uses, and not many wait for them."""
+
+    def __init__(self, num_threads: int = 2, max_waiting: int = 32) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-template")
+        self._most = num_threads + max_waiting
+        self._num_open = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if self._num_open >= self._most:
+            raise QueueFullError(f"{self._num_open} chat templates of requests wait to be rendered; try again later")
+        self._num_open += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_open -= 1
+
+
 @dataclass(frozen=True)
 class ServerContext:
     """One server's state. There are no globals: two servers in one process do not know each other."""
@@ -56,6 +82,7 @@ class ServerContext:
     admission: Admission
     formats: Formats
     tool_servers: ToolServers
+    template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
     _seen_fields: set[str] = field(default_factory=set)
 
@@ -78,6 +105,16 @@ class ServerContext:
         if self.text.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids", "prompt")
         return self.text.tokenizer
+
+    async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        """The token ids of any text, long ones on a thread. More than a model could take are refused."""
+        tokenizer = self.tokenizer()
+        most = max(self.max_model_len() or 0, MAX_TOKENIZED)
+        encode = partial(tokenizer.encode, text, add_special_tokens, max_tokens=most)
+        try:
+            return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+        except TooManyTokensError as error:
+            raise RequestError(f"the text has more than {most} tokens; send it in parts", field) from error
 
     def note_ignored_field(self, route: str, name: str) -> None:
         """One line in the log for each field name that nobody knows."""

@@ -73,10 +73,8 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         else:
             text = await render_conversation(context, template_conversation(context, body))
             add_special_tokens = bool(body.add_special_tokens)
-        if len(text) > LONG_TEXT:
-            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-        else:
-            ids = tokenizer.encode(text, add_special_tokens)
+        field = "prompt" if isinstance(body, TokenizeText) else "messages"
+        ids = await context.encode(text, add_special_tokens, field)
         answer = Tokens(len(ids), context.max_model_len(), ids)
         if body.return_token_strs:
             answer.token_strs = [tokenizer.convert_id_to_token(token) or "" for token in ids]

@@ -56,3 +56,19 @@ async def test_there_and_back() -> None:
 )
 async def test_refusals(path: str, body: dict[str, Any], status: int) -> None:
     assert (await post(path, **body)).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {"prompt": "a " * 1_000_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a " * 1_000_000}]}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a " * 1_000_000}]}, None),
+    ],
+)
+async def test_no_text_is_tokenized_that_no_model_takes(path: str, body: dict[str, object], field: str | None) -> None:
+    async with serving() as session:
+        response = await session.post(path, json=body)
+    assert response.status_code == 400
+    assert "more than 1048576 tokens" in response.json()["error"]["message"]
+    assert response.json()["error"].get("param") == field

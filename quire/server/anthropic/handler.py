@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
@@ -101,8 +100,7 @@ async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount
     context.check_model(body.model)
     note_extra_fields(context, body)
     prompt = await render_conversation(context, conversation_of(body))
-    ids = await asyncio.to_thread(context.tokenizer().encode, prompt, False)
-    return TokenCount(len(ids))
+    return TokenCount(len(await context.encode(prompt, False, "messages")))
 
 
 def note_extra_fields(context: ServerContext, body: PromptFields) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.frontend.reading import Reading
+from quire.frontend.template_sandbox import BudgetError
 from quire.parsers import format as parser_format
 from quire.parsers.base import PlainParser
 from quire.parsers.stream import OutputParser, make_parser, needs_special_tokens, new_call_id
@@ -23,7 +25,7 @@ from quire.server.conversation.schema_check import SchemaCheck, relax
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
-# A stranger's template, tools and long conversations are rendered on a thread, to keep the event loop free.
+# Tools and long conversations are rendered on a thread, to keep the event loop free.
 _LONG_CONVERSATION = 20_000
 
 
@@ -76,14 +78,16 @@ async def prepare_conversation(
 ) -> PreparedConversation:
     """Render the prompt and settle how the answer is constrained and read."""
 
-    def prepare() -> PreparedConversation:
-        return _prepare(context, conversation, params)
+    def prepare(may_wait: bool = True) -> PreparedConversation:
+        return _prepare(context, conversation, params, may_wait)
 
-    options = conversation.template
-    slow = bool(conversation.tools) or conversation.output_format is not None or options.chat_template is not None
-    if slow or size_of(conversation.messages) > _LONG_CONVERSATION:
-        return await asyncio.to_thread(prepare)
-    return prepare()
+    slow = bool(conversation.tools) or conversation.output_format is not None
+    if conversation.template.chat_template is not None:
+        return await context.template_threads.run(prepare)
+    if not slow and size_of(conversation.messages) <= _LONG_CONVERSATION:
+        with suppress(BudgetError):
+            return prepare(may_wait=False)
+    return await asyncio.to_thread(prepare)
 
 
 async def render_conversation(context: ServerContext, conversation: Conversation) -> str:
@@ -92,10 +96,14 @@ async def render_conversation(context: ServerContext, conversation: Conversation
     def render_now() -> str:
         return render(context.text, context.formats, conversation)
 
+    if conversation.template.chat_template is not None:
+        return await context.template_threads.run(render_now)
     return await asyncio.to_thread(render_now)
 
 
-def _prepare(context: ServerContext, conversation: Conversation, params: SamplingParams) -> PreparedConversation:
+def _prepare(
+    context: ServerContext, conversation: Conversation, params: SamplingParams, may_wait: bool
+) -> PreparedConversation:
     formats = context.formats
     tools = conversation.offered_tools
     if tools and formats.tool is None and conversation.tool_choice.mode != "auto":
@@ -103,7 +111,7 @@ def _prepare(context: ServerContext, conversation: Conversation, params: Samplin
             "tool_choice asks for a call but this server reads none; start it with --tool-call-parser", "tool_choice"
         )
     may_call = bool(tools) and formats.tool is not None
-    prompt = render(context.text, formats, conversation)
+    prompt = render(context.text, formats, conversation, may_wait=may_wait)
     parsed = tuple(parser_format.Tool(tool.name, tool.parameters or {}, tool.strict) for tool in tools)
     limits = context.provider.engine.info.grammar_limits
     conversation, schema_check = relax(conversation, limits)

@@ -12,8 +12,8 @@ from quire.server.conversation.request import Conversation
 from quire.types.errors import RequestError, TokenizerError
 
 
-def render(text: TextModel, formats: Formats, conversation: Conversation) -> str:
-    """The prompt. Takes as long as the template wants, within its budget."""
+def render(text: TextModel, formats: Formats, conversation: Conversation, *, may_wait: bool = True) -> str:
+    """The prompt. Takes as long as the template wants, within its budget; unless it `may_wait`, a BudgetError."""
     options = conversation.template
     messages, tools = conversation.messages, conversation.offered_tools
     printed: list[dict[str, Any]] | None = [tool.as_function() for tool in tools] or None
@@ -31,6 +31,7 @@ def render(text: TextModel, formats: Formats, conversation: Conversation) -> str
             continue_final_message=options.continue_final_message,
             tools=printed,
             chat_template_kwargs=template_variables(conversation),
+            may_wait=may_wait,
         )
     except TokenizerError as error:
         if options.chat_template is None:

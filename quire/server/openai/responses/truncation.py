@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 
+from quire.frontend.tokenizer import TooManyTokensError
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.conversation.request import Conversation
@@ -17,17 +19,21 @@ async def fitted(context: ServerContext, conversation: Conversation, room: int) 
     System messages and the last message stay, and no result stays without its call.
     """
 
-    async def length(candidate: Conversation) -> int:
+    async def fits(candidate: Conversation) -> bool:
         prompt = await render_conversation(context, candidate)
-        return len(await asyncio.to_thread(context.tokenizer().encode, prompt, False))
+        try:
+            await asyncio.to_thread(partial(context.tokenizer().encode, prompt, False, max_tokens=room))
+        except TooManyTokensError:
+            return False
+        return True
 
-    if await length(conversation) <= room:
+    if await fits(conversation):
         return conversation
     cuts = [cut for cut in range(1, len(conversation.messages)) if _may_begin(conversation, cut)]
     low, high = 0, len(cuts)  # the least cut that fits is at or after low
     while low < high:
         middle = (low + high) // 2
-        if await length(_without(conversation, cuts[middle])) <= room:
+        if await fits(_without(conversation, cuts[middle])):
             high = middle
         else:
             low = middle + 1
