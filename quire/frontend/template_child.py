@@ -11,7 +11,7 @@ import os
 import resource
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from quire.frontend.chat_template import ChatTemplate
 from quire.types.errors import RequestError, TokenizerError
@@ -21,13 +21,13 @@ _SPARE_SECONDS = 1.0
 _LENGTH = struct.Struct("<Q")
 
 
-def write_frame(stream: BinaryIO, data: bytes) -> None:
+def write_frame(stream: IO[bytes], data: bytes) -> None:
     stream.write(_LENGTH.pack(len(data)))
     stream.write(data)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
     """None at the end of the stream, or where it ends too early."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

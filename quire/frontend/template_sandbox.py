@@ -1,8 +1,8 @@
 """Where chat templates run: jinja2's immutable sandbox with the additions that published templates rely on.
 
 A template comes with a model or with a request, so it may not touch Python, run for ever or eat the memory:
-time and the size of what is made are held to a budget. One operation in C cannot be stopped, so operands are looked at
-before it begins. Knows nothing of conversations.
+time and the size of what is made are held to a budget. One operation in C cannot be stopped, so operands are looked
+at before it begins. Knows nothing of conversations.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class GenerationTag(Extension):
 
 
 class _Instrument(NodeTransformer):
-    """Makes loops count their rounds, and `~` and literals check what they make, which no hook of the sandbox sees."""
+    """Makes loops count their rounds, and `~` and literals check what they make: no hook of the sandbox sees these."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

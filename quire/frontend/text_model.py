@@ -39,7 +39,9 @@ class GenerationConfig(msgspec.Struct):
 
 
 _MAX_COMPILED = 16  # a server's clients may each send their own template
-_TAKEN_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message", "budget"})
+_TAKEN_VARIABLES = frozenset(
+    {"self", "messages", "tools", "add_generation_prompt", "continue_final_message", "budget"}
+)
 
 
 @dataclass(frozen=True)

@@ -176,11 +176,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             not self.stop or self.detokenize, "stop", self.stop, "used with detokenize=True: it is matched in text"
         )
         if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(f"bad_words holds {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}", "bad_words")
+            raise RequestError(
+                f"bad_words holds {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}", "bad_words"
+            )
         longest = max(map(len, self.bad_words), default=0)
         if longest > MAX_BAD_WORD_LENGTH:
             raise RequestError(
-                f"bad_words holds a word of {longest} characters; give at most {MAX_BAD_WORD_LENGTH} of each", "bad_words"
+                f"bad_words holds a word of {longest} characters; give at most {MAX_BAD_WORD_LENGTH} of each",
+                "bad_words",
             )
         _require(all(word.strip() for word in self.bad_words), "bad_words", self.bad_words, "words, not blanks")
         _require(

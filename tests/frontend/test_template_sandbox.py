@@ -44,10 +44,12 @@ BOMBS = {
         "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(40) %}"
         "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
     ),
-    "printed lists": "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ n.x }}",
+    "printed lists": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ n.x }}"
+    ),
     "lists by +": "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x] + [n.x] %}{% endfor %}",
     "json": "{% set n = namespace(x={}) %}{% for i in range(40) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
-    "json of dict()": "{% set n = namespace(x={}) %}{% for i in range(40) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+    "dict()": "{% set n = namespace(x={}) %}{% for i in range(40) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
     "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}",
     "kept texts": (
         "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x + ['x' * 1000000 ~ i] %}{% endfor %}"

@@ -15,10 +15,26 @@ from quire.frontend.token_bound import TokenBound
 from tests.frontend.fake_client import byte_tokenizer
 from tests.frontend.text_helpers import BYTE_LEVEL_KINDS, CORPUS, TEXTS, byte_level, llama_tokenizer
 
-_UNITS = ["a ", "e\u0301", "=", "    ", "\n", "\u2581", "世界", "<|end|>", "<|end|>\u0338", " \t", "Grüße ", "12", "가"]
+_UNITS = [
+    "a ",
+    "e\u0301",
+    "=",
+    "    ",
+    "\n",
+    "\u2581",
+    "世界",
+    "<|end|>",
+    "<|end|>\u0338",
+    " \t",
+    "Grüße ",
+    "12",
+    "가",
+]
 SUSPECT_TEXTS = st.one_of(
     st.lists(TEXTS, min_size=1, max_size=12).map("".join),
-    st.tuples(st.sampled_from(_UNITS), st.sampled_from(_UNITS), st.integers(1, 90)).map(lambda t: (t[0] + t[1]) * t[2]),
+    st.tuples(st.sampled_from(_UNITS), st.sampled_from(_UNITS), st.integers(1, 90)).map(
+        lambda t: (t[0] + t[1]) * t[2]
+    ),
     st.lists(st.sampled_from([*CORPUS[:4], *_UNITS]), max_size=12).map("".join),
 )
 
@@ -44,7 +60,9 @@ def bound_of(name: str) -> TokenBound:
     return bound
 
 
-@pytest.mark.parametrize("name", [*BYTE_LEVEL_KINDS, "llama", "llama without prefix", "bytes", "stripping", "incomplete"])
+@pytest.mark.parametrize(
+    "name", [*BYTE_LEVEL_KINDS, "llama", "llama without prefix", "bytes", "stripping", "incomplete"]
+)
 @settings(max_examples=50)
 @given(text=SUSPECT_TEXTS)
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
@@ -74,7 +92,10 @@ def test_looks_no_further_than_needed() -> None:
         ("normalizer", normalizers.Lowercase()),
         ("normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])),
         ("pre_tokenizer", pre_tokenizers.Whitespace()),
-        ("pre_tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Split("x", "removed"), pre_tokenizers.ByteLevel()])),
+        (
+            "pre_tokenizer",
+            pre_tokenizers.Sequence([pre_tokenizers.Split("x", "removed"), pre_tokenizers.ByteLevel()]),
+        ),
         ("model", models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
     ],
 )

@@ -141,7 +141,7 @@ def live_server(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     port = listener.getsockname()[1]
-    server = Server(uvicorn_config(app, ServerConfig(**settings)))
+    server = Server(uvicorn_config(app, ServerConfig(header_timeout=settings.get("header_timeout", 30.0))))
     loop = new_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(server, listener)), daemon=True)
     thread.start()

@@ -67,7 +67,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 @pytest.mark.parametrize("depth", [100, 400])
 async def test_deeply_nested_fields_are_refused_and_moderate_ones_are_not(field: str, depth: int) -> None:
     value = nested(depth)
-    fields = {"documents": [{"x": value}], "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}]}
+    fields = {
+        "documents": [{"x": value}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}],
+    }
     data = json.dumps(CHAT | {field: fields.get(field, {"x": value})})
     async with serving(FakeClient("x")) as session:
         response = await session.post("/v1/chat/completions", content=data, headers=HEADERS)
@@ -86,8 +89,18 @@ async def test_brackets_in_text_are_no_nesting() -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "field", "words"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 10_000}, "messages", "at most 4096"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 200_000}, None, "65536 lists and objects"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}] * 10_000},
+            "messages",
+            "at most 4096",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}] * 200_000},
+            None,
+            "65536 lists and objects",
+        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}]},
@@ -95,14 +108,30 @@ async def test_brackets_in_text_are_no_nesting() -> None:
             "messages holds 5001 items",
         ),
         ("/v1/completions", {"prompt": [[7]] * 5000}, "prompt", "5000 items"),
-        ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(range(70_000), 1)}, "logit_bias", "70000 items"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logit_bias": dict.fromkeys(range(70_000), 1)},
+            "logit_bias",
+            "70000 items",
+        ),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 10_000}, "input", "10000 items"),
         ("/v1/completions", {"prompt": [7] * 2_000_000}, None, "more than 1048576 values"),
         ("/v1/completions", {"prompt": [7] * 100_000}, "prompt", "100000 tokens"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["w"] * 2000}, "bad_words", "at most 1024"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["w" * 2000]}, "bad_words", "a word of 2000 characters"),
     ],
-    ids=["messages", "many messages", "parts", "prompts", "bias", "input", "tokens", "tokens of a prompt", "bad words", "long bad word"],
+    ids=[
+        "messages",
+        "many messages",
+        "parts",
+        "prompts",
+        "bias",
+        "input",
+        "tokens",
+        "tokens of a prompt",
+        "bad words",
+        "long bad word",
+    ],
 )
 async def test_counts_are_bounded(path: str, fields: dict[str, object], field: str | None, words: str) -> None:
     async with serving(FakeClient("x")) as session:

@@ -1,4 +1,4 @@
-"""Connections by real sockets: large headers, requests that never end, and sockets that are closed in one direction."""
+"""Connections by real sockets: large headers, requests that never end, sockets that are closed in one direction."""
 
 from __future__ import annotations
 
@@ -106,23 +106,22 @@ def test_a_trickle_of_headers_does_not_extend_the_deadline() -> None:
 
 def test_a_slow_answer_is_no_slow_request() -> None:
     """The deadline is the request's: an answer may take longer."""
-    with live_server(long_client(lambda request: (65 for _ in range(3000))), header_timeout=0.1) as server:
-        with server.connect() as connection:
-            connection.sendall(request(stream=True, max_tokens=3000))
-            data = b""
-            while b"[DONE]" not in data:
-                data += connection.recv(1 << 16)
+    slow = long_client(lambda request: (65 for _ in range(3000)))
+    with live_server(slow, header_timeout=0.1) as server, server.connect() as connection:
+        connection.sendall(request(stream=True, max_tokens=3000))
+        data = b""
+        while b"[DONE]" not in data:
+            data += connection.recv(1 << 16)
     assert data.count(b"data: ") > 100
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_a_half_closed_socket_gets_its_answer(stream: bool, new_loop: NewLoop) -> None:
-    with live_server(FakeClient("hello"), new_loop=new_loop) as server:
-        with server.connect() as connection:
-            connection.sendall(request(stream=stream))
-            connection.shutdown(socket.SHUT_WR)
-            answer = received(connection)
+    with live_server(FakeClient("hello"), new_loop=new_loop) as server, server.connect() as connection:
+        connection.sendall(request(stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        answer = received(connection)
     assert b"200 OK" in answer
     assert b"connection: close" in answer
     assert b"[DONE]" in answer if stream else b"hello" in answer

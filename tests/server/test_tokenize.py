@@ -66,7 +66,9 @@ async def test_refusals(path: str, body: dict[str, Any], status: int) -> None:
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a " * 1_000_000}]}, None),
     ],
 )
-async def test_no_text_is_tokenized_that_no_model_takes(path: str, body: dict[str, object], field: str | None) -> None:
+async def test_no_text_is_tokenized_that_no_model_takes(
+    path: str, body: dict[str, object], field: str | None
+) -> None:
     async with serving() as session:
         response = await session.post(path, json=body)
     assert response.status_code == 400
