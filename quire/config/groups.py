@@ -155,8 +155,8 @@ class ServerConfig:
     max_body_bytes: int = setting(16 << 20, "Largest request body.", unit="bytes")
     header_timeout: float = setting(
         30.0,
-        "Seconds that a client gets to send a request's headers, and may pause within its body; past it the connection"
-        " is closed. 0: no limit.",
+        "Seconds that a client gets to send a request's headers, and may pause within its body; past it the"
+        " connection is closed. 0: no limit.",
     )
     max_n: int = setting(64, "Most completions of one prompt (n) in a request.")
     max_logprobs: int = setting(20, "Most log-probabilities per token that a request may ask for; -1: no limit.")

@@ -1,8 +1,8 @@
 """Encodes long texts piece by piece, so that no text takes more memory than one piece and its token ids.
 
 A text is cut where a cut changes no token: between a letter and a single character that is none, before another
-letter, where the text around has the same tokens with the cut as without. Text that has no such place for four pieces'
-length is cut there.
+letter, where the text around has the same tokens with the cut as without. Text that has no such place for four
+pieces' length is cut there.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class GenerationTag(Extension):
 
 
 class _Instrument(NodeTransformer):
-    """Makes loops count their rounds, and `~` and literals check what they make: no hook of the sandbox sees these."""
+    """Makes loops count rounds, and `~` and literals check what they make: the sandbox has no hook for these."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -2,8 +2,8 @@
 
 A token that covers a byte of the text covers some n-gram around that byte too, unless it is shorter than n. So no
 token that covers the byte is longer than the longest token that holds one of these n-grams, and a text has at least
-as many tokens as the sum of 1 / (that length) over its bytes. N-grams are looked up by hash: where two of them meet, the
-longer length counts, which makes the bound weaker and never wrong.
+as many tokens as the sum of 1 / (that length) over its bytes. N-grams are looked up by hash: where two of them meet,
+the longer length counts, which makes the bound weaker and never wrong.
 
 Holds only where the tokens of a text spell it byte by byte; `TokenBound.of` is None for other vocabularies.
 """

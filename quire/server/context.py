@@ -54,7 +54,7 @@ class EngineProvider(Protocol):
 
 
 class TemplateThreads:
-    """Threads that wait for strangers' templates, apart from those that everybody uses; few requests wait for them."""
+    """Threads that wait for strangers' templates, apart from those that everybody uses; few may wait for them."""
 
     def __init__(self, num_threads: int = 2, max_waiting: int = 32) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-template")
