@@ -1,9 +1,13 @@
-"""Attention backends by name."""
+"""Attention backends by name. Imports no torch: a wrong name is refused before that."""
 
 from __future__ import annotations
 
-from quire.attention.base import AttentionBackend
+from typing import TYPE_CHECKING
+
 from quire.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.attention.base import AttentionBackend
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",

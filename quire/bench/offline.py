@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.bench.data import Sample, load_samples
-from quire.bench.options import DataOptions
+from quire.bench.options import DataOptions, LatencyOptions
 from quire.bench.records import RequestRecord
 from quire.bench.stats import Distribution, Summary, distribution, per_second, summarize
 from quire.types.errors import ConfigError
@@ -44,16 +44,15 @@ class ThroughputResult:
     records: list[RequestRecord]
 
 
-def bench_latency(
-    llm: LLM, *, batch_size: int, input_len: int, output_len: int, repeats: int, warmup: int, seed: int
-) -> LatencySummary:
+def bench_latency(llm: LLM, options: LatencyOptions, *, seed: int) -> LatencySummary:
     """Run one batch `repeats` times. Prompts are new every time, so that no prefix is found in the cache."""
-    for name, value, least in (("batch-size", batch_size, 1), ("repeats", repeats, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise ConfigError(f"--{name} is {value} but must be at least {least}")
-    rounds = warmup + repeats
+    batch_size, rounds = options.batch_size, options.warmup + options.repeats
     data = DataOptions(
-        input_len=input_len, output_len=output_len, num_prompts=batch_size * rounds, token_ids=True, seed=seed
+        input_len=options.input_len,
+        output_len=options.output_len,
+        num_prompts=batch_size * rounds,
+        token_ids=True,
+        seed=seed,
     )
     samples = load_samples(data, tokenizer=llm.get_tokenizer())
     times: list[float] = []
@@ -61,20 +60,20 @@ def bench_latency(
     for number in range(rounds):
         batch = samples[number * batch_size : (number + 1) * batch_size]
         seconds, outputs = _generate(llm, batch, ignore_eos=True, use_tqdm=False)
-        if number >= warmup:
+        if number >= options.warmup:
             times.append(seconds)
             records += to_records(outputs)
     batch_ms = distribution(times, 1000)
     assert batch_ms is not None
     return LatencySummary(
         batch_size=batch_size,
-        input_len=input_len,
-        output_len=output_len,
-        repeats=repeats,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        repeats=options.repeats,
         batch_ms=batch_ms,
         ttft_ms=distribution((record.ttft for record in records), 1000),
         tpot_ms=distribution((record.tpot for record in records), 1000),
-        output_tokens_per_s=per_second(batch_size * output_len, batch_ms.p50 / 1000),
+        output_tokens_per_s=per_second(batch_size * options.output_len, batch_ms.p50 / 1000),
     )
 
 

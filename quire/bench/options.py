@@ -71,6 +71,22 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """One batch that is run several times."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    repeats: int
+    warmup: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "input_len", "output_len", "repeats"):
+            _check_least(name, getattr(self, name), 1)
+        _check_least("warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which server, and how to ask it."""
 

@@ -6,12 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench import flags
+from quire.bench.options import LatencyOptions
 from quire.bench.report import environment, write_report
-from quire.config.args import add_engine_arguments, engine_settings_from
+from quire.config.args import add_engine_arguments, engine_config_from, engine_settings_from
 from quire.config.groups import DEFAULT_MODEL
 from quire.types.errors import ConfigError
 
@@ -100,14 +102,15 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_latency(args: argparse.Namespace) -> int:
+    settings = engine_settings_from(args)
+    shape = {field.name: getattr(args, field.name) for field in fields(LatencyOptions)}
+    options = LatencyOptions(**shape)
     from quire import LLM
     from quire.bench.offline import bench_latency
     from quire.bench.tables import latency_grids
 
-    settings = engine_settings_from(args)
-    shape = {name: getattr(args, name) for name in ("batch_size", "input_len", "output_len", "repeats", "warmup")}
     with LLM(**settings) as llm:
-        summary = bench_latency(llm, **shape, seed=settings.get("seed", 0))
+        summary = bench_latency(llm, options, seed=settings.get("seed", 0))
     title = f"{args.batch_size} x ({args.input_len} in, {args.output_len} out), {args.repeats} times"
     _finish(args, "latency", title, latency_grids(summary), {**shape, "engine": settings}, summary.to_dict())
     return 0
@@ -157,10 +160,12 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_startup(args: argparse.Namespace) -> int:
+    settings = engine_settings_from(args)
     from quire.bench.startup import bench_startup
     from quire.bench.tables import startup_grids
+    from quire.engine.settings import check_settings
 
-    settings = engine_settings_from(args)
+    check_settings(engine_config_from(args))
     summary = bench_startup(settings, args.repeats)
     title = f"fresh processes, one after the other: {args.repeats}"
     _finish(args, "startup", title, startup_grids(summary), {"engine": settings}, summary.to_dict())

@@ -13,6 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config_from(args)
+    from quire.engine.settings import check_settings
+
+    check_settings(config)
     from quire.worker.planning import plan_memory  # imports torch: only once the arguments are known to be good
 
     print(plan_memory(config).format())

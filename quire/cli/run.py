@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> int:
     """Print what the engine would run with. Loads no weights and reads no prompt."""
     config = engine_config_from(args)
+    from quire.engine.settings import check_settings
+
+    check_settings(config)
     from quire.worker.planning import plan_engine  # imports torch: only once the arguments are known to be good
 
     plan = plan_engine(config, needs_weights=False)

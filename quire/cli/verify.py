@@ -85,19 +85,19 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
         raise ConfigError(
             "load_format is 'dummy', but made-up weights have nothing to be compared with; leave it out"
         )
+    if tolerance is not None and not tolerance > 0:
+        raise ConfigError(f"--tolerance is {tolerance:g} but must be above 0")
+    from quire.engine.settings import check_settings
+    from quire.loader.hub import find_model
+
+    check_settings(config)
+    token_ids = _encode(config, text)
     auto_model = _import_transformers()
     import torch
 
-    from quire.frontend.tokenizer import load_tokenizer
-    from quire.loader.hub import resolve_model
     from quire.worker.direct import DirectModel
     from quire.worker.planning import plan_engine
 
-    source = resolve_model(config.model.model, config.model.revision)
-    tokenizer = config.model.tokenizer
-    token_ids = load_tokenizer(source.path if tokenizer is None else resolve_model(tokenizer).path).encode(text)
-    if not token_ids:
-        raise ConfigError(f"--text is {text!r}, which gives no tokens; give at least one word")
     if config.model.max_model_len is None:
         # Some RoPE variants depend on the longest context there may be; transformers takes the one at hand.
         config = replace(config, model=replace(config.model, max_model_len=len(token_ids)))
@@ -109,7 +109,7 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
         config = replace(config, model=replace(config.model, activations="float32"))
     direct = DirectModel(config)
     token_ids = [token for token in token_ids if token < direct.vocab_size][: direct.max_model_len]
-    reference = _load_reference(auto_model, source.path, direct.dtype)
+    reference = _load_reference(auto_model, find_model(config.model).path, direct.dtype)
     with torch.inference_mode():
         ours = _capture(direct.model, lambda: direct.logits(token_ids))
         theirs = _capture(reference, lambda: reference(torch.tensor([token_ids])).logits[0])
@@ -118,6 +118,18 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     if tolerance is None:
         tolerance = TOLERANCE if direct.dtype == torch.float32 else HALF_TOLERANCE
     return Report(len(token_ids), compared, tolerance, agree)
+
+
+def _encode(config: EngineConfig, text: str) -> list[int]:
+    from quire.frontend.tokenizer import load_tokenizer
+    from quire.loader.hub import find_model, resolve_model
+
+    name = config.model.tokenizer
+    source = find_model(config.model) if name is None else resolve_model(name)
+    token_ids = load_tokenizer(source.path).encode(text)
+    if not token_ids:
+        raise ConfigError(f"--text is {text!r}, which gives no tokens; give at least one word")
+    return token_ids
 
 
 def _import_transformers() -> Any:

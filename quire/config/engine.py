@@ -92,6 +92,8 @@ def check(config: EngineConfig) -> None:
     threads = config.device.num_threads
     if threads is not None and threads > MAX_THREADS:
         raise ConfigError(f"num_threads is {threads} but must be at most {MAX_THREADS}; as many as cores is usual")
+    if config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None:
+        check_budget(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
     timeout = config.structured.structured_outputs_compile_timeout
     if not timeout > 0:
         raise ConfigError(f"structured_outputs_compile_timeout is {timeout} but must be above 0")
@@ -101,3 +103,11 @@ def check(config: EngineConfig) -> None:
     block_size = config.cache.block_size
     if block_size & (block_size - 1) or block_size > 128:
         raise ConfigError(f"block_size is {block_size} but must be a power of two up to 128; 16 is a good value")
+
+
+def check_budget(num_seqs: int, budget: int) -> None:
+    if num_seqs > budget:
+        raise ConfigError(
+            f"max_num_seqs is {num_seqs} but max_num_batched_tokens is only {budget}: every running request needs "
+            f"a token in each step; set --max-num-batched-tokens to {num_seqs} or more"
+        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.engine import EngineConfig
-from quire.types.errors import ConfigError
+from quire.config.engine import EngineConfig, check_budget
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
             f"{for_mode}, within the budget",
         )
     )
-    if num_seqs > budget:
-        raise ConfigError(
-            f"max_num_seqs is {num_seqs} but max_num_batched_tokens is only {budget}: every running request needs "
-            f"a token in each step; set --max-num-batched-tokens to {num_seqs} or more"
-        )
+    check_budget(num_seqs, budget)
     threshold = int(
         pick(
             "long_prefill_token_threshold",

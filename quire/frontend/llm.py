@@ -11,6 +11,7 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.groups import DEFAULT_MODEL
 from quire.engine.client import EngineClient, make_inproc_client
+from quire.engine.settings import check_settings
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
@@ -53,6 +54,7 @@ class LLM:
         if seed is not None:
             settings["seed"] = seed
         config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
+        check_settings(config)
         with paused_collector():
             text = load_text_model(config.model)
             self._wire(make_inproc_client(config), text, seed)

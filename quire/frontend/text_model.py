@@ -168,11 +168,11 @@ def load_text_model(config: ModelConfig) -> TextModel:
     """Find and read the tokenizer, chat template and generation defaults that the settings name."""
     source = resolve_model(config.model, config.revision)
     tokenizer_source = resolve_model(config.tokenizer, None) if config.tokenizer is not None else source
-    return TextModel(
-        load_tokenizer(tokenizer_source.path),
-        load_generation_defaults(source),
-        None if config.chat_template is None else read_chat_template(config.chat_template),
-    )
+    given = None if config.chat_template is None else read_chat_template(config.chat_template)
+    text = TextModel(load_tokenizer(tokenizer_source.path), load_generation_defaults(source), given)
+    if given is not None:
+        text.own_template(with_tools=False)  # compiled now: a mistake in it is not left for the first request
+    return text
 
 
 def load_generation_defaults(source: ModelSource) -> GenerationDefaults:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire.config.groups import ModelConfig
 from quire.loader.aliases import ALIASES
 from quire.loader.fetch import disk_full, fetch_wheel_model
-from quire.types.errors import DownloadError, ModelNotFoundError
+from quire.types.errors import ConfigError, DownloadError, ModelNotFoundError
 
 # What serving needs of a hub repository: config, tokenizer, chat template and weights.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
@@ -46,6 +47,18 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
         f"no model {name!r}: there is no file or folder {path.absolute()}, it is not a built-in alias "
         f"({', '.join(ALIASES)}) and not a hub id of the form org/name; check the spelling"
     )
+
+
+def find_model(config: ModelConfig) -> ModelSource:
+    """The model that the settings name, of the format that they name. May block on the network."""
+    source = resolve_model(config.model, config.revision)
+    formats = {"folder": "safetensors", "gguf": "gguf"}
+    if config.load_format not in ("auto", "dummy", formats[source.kind]):
+        kind = "a folder with safetensors" if source.kind == "folder" else "a .gguf file"
+        raise ConfigError(
+            f"load_format is {config.load_format!r} but {source.name!r} is {kind}; set --load-format auto or dummy"
+        )
+    return source
 
 
 def _local_file(path: Path, name: str) -> ModelSource:

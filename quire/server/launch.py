@@ -27,6 +27,7 @@ from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import collect_api_keys
 from quire.engine.child import print_line
+from quire.engine.settings import check_settings
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
 from quire.server.app import build_app
@@ -67,6 +68,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else print_line
         launch = partial(launch_client, take_line=take_line)
+    check_settings(config)
     api_keys = collect_api_keys(settings)
     check_tls(settings)
     tool_servers = make_tool_servers(settings)

@@ -40,11 +40,15 @@ class Registry(Generic[T]):
             self._entries[name] = f"<object {target!r}>"
             self._resolved[name] = target
 
+    def check(self, name: str) -> None:
+        """Refuse a name that is not known. Imports nothing."""
+        if name not in self._entries:
+            raise self._error(self.kind, name, sorted(self._entries))
+
     def get(self, name: str) -> T:
         if name in self._resolved:
             return self._resolved[name]
-        if name not in self._entries:
-            raise self._error(self.kind, name, sorted(self._entries))
+        self.check(name)
         module_name, _, attribute = self._entries[name].partition(":")
         # A relative module lives in the registry's own package; a dotted one is a user's plug-in.
         try:

@@ -22,7 +22,7 @@ from quire.layers.linear import Linear
 from quire.layers.quant.registry import choose_method
 from quire.layers.weights import F32, Format, float_format
 from quire.loader.checkpoint import Checkpoint
-from quire.loader.hub import ModelSource, resolve_model
+from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
@@ -80,8 +80,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names."""
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
-    source = resolve_model(config.model.model, config.model.revision)
-    _check_format(config.model.load_format, source)
+    source = find_model(config.model)
     made_up = config.model.load_format == "dummy"
     reads = not made_up and (needs_weights or has_weights(source))
     checkpoint = open_checkpoint(source) if reads else None
@@ -136,15 +135,6 @@ def _named_format(model_config: Mapping[str, Any]) -> Format:
     """What a config says of its weights."""
     named = str(model_config.get("dtype") or model_config.get("torch_dtype"))
     return float_format({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
-
-
-def _check_format(load_format: str, source: ModelSource) -> None:
-    formats = {"folder": "safetensors", "gguf": "gguf"}
-    if load_format not in ("auto", "dummy", formats[source.kind]):
-        kind = "a folder with safetensors" if source.kind == "folder" else "a .gguf file"
-        raise ConfigError(
-            f"load_format is {load_format!r} but {source.name!r} is {kind}; set --load-format auto or dummy"
-        )
 
 
 def _check_heads(description: ModelDescription, backend: AttentionBackend) -> None:

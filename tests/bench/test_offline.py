@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.bench.offline import LatencySummary, bench_latency, bench_throughput
-from quire.bench.options import DataOptions
+from quire.bench.options import DataOptions, LatencyOptions
 from quire.frontend.llm import LLM
 from quire.types.errors import ConfigError
 from tests.frontend.fake_client import FakeClient, text_model
@@ -20,8 +20,8 @@ def make() -> tuple[LLM, FakeClient]:
 
 
 def latency(llm: LLM, **changes: Any) -> LatencySummary:
-    shape = {"batch_size": 3, "input_len": 10, "output_len": 6, "repeats": 2, "warmup": 1, "seed": 0}
-    return bench_latency(llm, **{**shape, **changes})
+    shape = {"batch_size": 3, "input_len": 10, "output_len": 6, "repeats": 2, "warmup": 1}
+    return bench_latency(llm, LatencyOptions(**{**shape, **changes}), seed=0)
 
 
 def test_latency_runs_fresh_batches_and_leaves_out_the_warm_up() -> None:

@@ -13,7 +13,11 @@ from quire.cli.main import main
 from quire.config.engine import EngineConfig
 
 
-def test_prints_the_ledger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "a.gguf"
+    model.touch()
     asked: list[EngineConfig] = []
 
     def plan_memory(config: EngineConfig) -> SimpleNamespace:
@@ -23,8 +27,8 @@ def test_prints_the_ledger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     planning = ModuleType("quire.worker.planning")
     monkeypatch.setattr(planning, "plan_memory", plan_memory, raising=False)
     monkeypatch.setitem(sys.modules, "quire.worker.planning", planning)
-    assert main(["fit", "a.gguf", "--max-model-len", "128"]) == 0
-    assert asked == [EngineConfig.from_flat(model="a.gguf", max_model_len=128)]
+    assert main(["fit", str(model), "--max-model-len", "128"]) == 0
+    assert asked == [EngineConfig.from_flat(model=str(model), max_model_len=128)]
     assert capsys.readouterr().out == "weights  1 GiB\ntotal    1 GiB\n"
 
 

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Generator
 from itertools import islice
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -113,8 +114,10 @@ def test_ctrl_c_ends_the_answer_and_the_program(
 
 
 def test_explain_says_every_value_and_why_without_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = tmp_path / "a.gguf"
+    model.touch()
     lines = ["dtype = bfloat16 (default on cuda)", "max_num_seqs = 4 (set by the user)", "weights  1 GiB"]
     asked: list[EngineConfig] = []
 
@@ -127,6 +130,6 @@ def test_explain_says_every_value_and_why_without_a_prompt(
     planning = ModuleType("quire.worker.planning")
     monkeypatch.setattr(planning, "plan_engine", plan_engine, raising=False)
     monkeypatch.setitem(sys.modules, "quire.worker.planning", planning)
-    assert main(["run", "--explain", "--model", "a.gguf", "--max-num-seqs", "4"]) == 0
-    assert asked == [EngineConfig.from_flat(model="a.gguf", max_num_seqs=4)]
+    assert main(["run", "--explain", "--model", str(model), "--max-num-seqs", "4"]) == 0
+    assert asked == [EngineConfig.from_flat(model=str(model), max_num_seqs=4)]
     assert capsys.readouterr().out.splitlines() == lines

@@ -70,6 +70,8 @@ def test_any_engine_settings_round_trip(data: st.DataObject) -> None:
         for s in ENGINE_SETTINGS
         if data.draw(st.booleans())
     }
+    if "max_num_seqs" in settings and "max_num_batched_tokens" in settings:
+        settings["max_num_batched_tokens"] = max(settings["max_num_seqs"], settings["max_num_batched_tokens"])
     by_name = {s.name: s for s in ENGINE_SETTINGS}
     flags = [flag for name, value in settings.items() for flag in as_flags(by_name[name], value)]
     namespace = engine_parser().parse_args(flags)

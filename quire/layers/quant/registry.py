@@ -1,11 +1,18 @@
-"""Quantization methods by name. Adding one is a new file with a `Quantization` and one line here."""
+"""Quantization methods by name. Adding one is a new file with a `Quantization` and one line here.
+
+Imports no torch: a wrong name is refused before that.
+"""
 
 from __future__ import annotations
 
-from quire.layers.quant.base import Quantization
-from quire.ops.base import Target
+from typing import TYPE_CHECKING
+
 from quire.types.errors import ConfigError
 from quire.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.layers.quant.base import Quantization
+    from quire.ops.base import Target
 
 METHODS: Registry[type[Quantization]] = Registry(
     "quantization method",
