@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import quire
+from quire.cli.parser import Parser
 from quire.config import env
 from quire.types.errors import QuireError
 from quire.utils.log import setup_logging
@@ -53,7 +54,7 @@ def load_command(name: str) -> Command:
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """All subcommands by name, but only the chosen one with its arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire", description="Run language models.", epilog="quire COMMAND --help explains a command."
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
