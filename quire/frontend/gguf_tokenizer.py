@@ -27,6 +27,7 @@ _SPECIAL_TOKEN_KEYS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+_NO_TOKEN = (-1, (1 << 32) - 1)  # the same bits: the format stores ids without a sign
 
 # Files often name one end token only. These control tokens end a turn in every model that has them.
 _END_OF_TURN = frozenset(
@@ -131,8 +132,23 @@ class _Vocabulary:
         return value
 
     def token_at(self, key: str, default: int | None = None) -> str | None:
-        token_id = self.setting(key, default)
-        return self.tokens[token_id] if token_id is not None and 0 <= token_id < len(self.tokens) else None
+        token_id = self.token_id(key)
+        token_id = default if token_id is None else token_id
+        return self.tokens[token_id] if token_id is not None and token_id < len(self.tokens) else None
+
+    def token_id(self, key: str) -> int | None:
+        """The id that the file gives under this name, if any."""
+        value = self.setting(key)
+        if value is None or value in _NO_TOKEN:
+            return None
+        if isinstance(value, int) and 0 <= value < len(self.tokens):
+            return value
+        if key == _SPECIAL_TOKEN_KEYS["pad_token"]:  # files that name one they lack are common, and nothing is padded
+            return None
+        raise TokenizerError(
+            f"tokenizer.ggml.{key} is {value!r} but the file's tokens go from 0 to {len(self.tokens) - 1}; "
+            "download it again, or convert the model again"
+        )
 
     def special_tokens(self) -> dict[str, str]:
         found = {name: self.token_at(key) for name, key in _SPECIAL_TOKEN_KEYS.items()}
@@ -309,7 +325,7 @@ def _added_tokens(vocabulary: _Vocabulary, rstrip: bool) -> list[AddedToken]:
 
 
 def _end_ids(vocabulary: _Vocabulary) -> tuple[int, ...]:
-    named = [vocabulary.setting(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    named = [vocabulary.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     control = {vocabulary.tokens[index]: index for index in vocabulary.of_type(TokenType.CONTROL)}
     ends = _END_OF_TURN - {"<|end|>"} if control.keys() >= _HARMONY_ENDS else _END_OF_TURN
     ids = [token_id for token_id in named if token_id is not None]

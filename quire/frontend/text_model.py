@@ -15,6 +15,7 @@ from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.template_process import TemplateProcesses
 from quire.frontend.template_sandbox import BudgetError, QuickBudget
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.loader.config_schema import TokenId
 from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.model_config import load_generation_config
 from quire.types.errors import CheckpointError, ConfigError, RequestError
@@ -35,7 +36,7 @@ class GenerationConfig(msgspec.Struct):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 _MAX_COMPILED = 16  # a server's clients may each send their own template

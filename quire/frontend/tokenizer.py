@@ -6,8 +6,9 @@ Reads a Hugging Face folder or a GGUF file. Knows nothing of requests, and needs
 from __future__ import annotations
 
 import functools
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +20,16 @@ from quire.frontend.gguf_tokenizer import build_gguf_tokenizer
 from quire.frontend.long_text import LongText
 from quire.frontend.token_bound import TokenBound
 from quire.frontend.token_pieces import PieceTable, TokenPieces
+from quire.loader.config_schema import MAX_TOKENS, TokenId
 from quire.loader.gguf_file import read_metadata
 from quire.types.errors import RequestError, TokenizerError
-from quire.utils.schema import check_values
+from quire.utils.schema import check_values, decode_json
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 20_000
 """Characters above which a caller on an event loop should leave the encoding to a thread, which holds nobody up."""
 _DOUBT = 64  # tokens that a cut may have added, where it is not known to change nothing
+_LONG_NUMBER = re.compile(rb":\s*\d{8}")  # a value that may be MAX_TOKENS or more
 _CONVERT_HINT = (
     'create it once where transformers and sentencepiece are installed: python -c "from transformers import '
     "AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
@@ -63,7 +66,7 @@ class _TokenizerSchema(msgspec.Struct):
     additional_special_tokens: list[Any] | dict[str, Any] | None = None
     extra_special_tokens: list[Any] | dict[str, Any] | None = None
     chat_template: str | list[_TemplateSchema] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 class Tokenizer:
@@ -260,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = decode_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise TokenizerError(f"cannot read {path}: {error}; download the file again") from error
     if not isinstance(value, dict):
@@ -277,9 +280,13 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
             raise TokenizerError(f"{folder} has only a SentencePiece tokenizer.model and no tokenizer.json; {hint}")
         raise TokenizerError(f"{folder} has no tokenizer.json; download it with the model, or {hint}")
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        content = file.read_bytes()
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any content it cannot read
         raise TokenizerError(f"cannot read {file}: {error}; download the file again") from error
+    if _LONG_NUMBER.search(content):  # to list a large vocabulary takes a quarter of a second: only where it may matter
+        _check_ids(backend, file)
+    return backend
 
 
 def _token_content(value: Any) -> str | None:
@@ -303,6 +310,16 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any
             )
 
 
+def _check_ids(backend: tokenizers.Tokenizer, file: Path) -> None:
+    """Ids may have holes, but one that no model has a row for would only be noticed in some request."""
+    token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
+    if largest >= MAX_TOKENS:
+        raise TokenizerError(
+            f"{file} gives token {token!r} the id {largest}, but ids must be below {MAX_TOKENS}; "
+            "download the file again"
+        )
+
+
 def _mark_special(backend: tokenizers.Tokenizer, contents: Iterable[str | None]) -> None:
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = dict.fromkeys(content for content in contents if content and content not in special)
@@ -321,7 +338,7 @@ def _configured_eos(folder: Path) -> list[int]:
     for source in sources:
         value = source.get("eos_token_id")
         ids += value if isinstance(value, list) else [value] if value is not None else []
-    return ids
+    return [token_id for token_id in ids if token_id >= 0]
 
 
 def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

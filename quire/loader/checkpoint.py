@@ -14,9 +14,15 @@ from torch import Tensor
 from quire.layers.weights import Format, Weight, float_format
 
 
-def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key for tensor names by which layers.2 comes before layers.10."""
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
+    return tuple(_part_key(part) for part in re.split(r"(\d+)", name))
+
+
+def _part_key(part: str) -> tuple[int, int, str]:
+    """Numbers by length and digits: int() refuses one of thousands of digits, which a damaged file may hold."""
+    digits = part.lstrip("0")
+    return (0, len(digits), digits) if part.isdecimal() else (1, 0, part)
 
 
 @dataclass(frozen=True)

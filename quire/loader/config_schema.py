@@ -12,7 +12,9 @@ from msgspec import Meta
 
 MAX_LAYERS = 10_000  # a damaged file may say billions, and lists are made that long before a tensor is missed
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+MAX_TOKENS = 1 << 24
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, Meta(ge=-1, lt=MAX_TOKENS)]  # -1: none, as some files say
 HeadDim = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e30)]
 Part = Annotated[float, Meta(gt=0.0, le=1.0)]

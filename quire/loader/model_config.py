@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
 from quire.loader.hub import ModelSource
 from quire.types.errors import CheckpointError
-from quire.utils.schema import check_values
+from quire.utils.schema import check_values, decode_json
 
 
 def load_config(source: ModelSource) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def load_generation_config(source: ModelSource) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file that must exist."""
     try:
-        value = json.loads(path.read_bytes())
+        value = decode_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; download the model again with this file") from error
     except OSError as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.mapped import MappedFile
 from quire.loader.model_config import read_config_file, read_json
 from quire.types.errors import CheckpointError
+from quire.utils.schema import decode_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,6 +34,19 @@ _DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+_MAX_HEADER = 100_000_000  # bytes, the limit of the format's own library
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -99,6 +113,11 @@ class SafetensorsCheckpoint(Checkpoint):
             raise CheckpointError(f"{index_path} has no weight_map; download it again")
         shards: dict[Path, set[str]] = {}
         for name, file_name in weight_map.items():
+            if not _is_inside(file_name):
+                raise CheckpointError(
+                    f"{index_path}: weight_map has {name!r} in {_short(file_name)}; it must name a file in the model's"
+                    " folder; download the file again"
+                )
             shards.setdefault(self.folder / file_name, set()).add(name)
         missing = [path.name for path in shards if not path.is_file()]
         if missing:
@@ -107,6 +126,14 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"{', '.join(sorted(missing))}; download them"
             )
         return {path: shards[path] for path in sorted(shards)}
+
+
+def _is_inside(file_name: Any) -> bool:
+    """Whether it names a file below the folder that it is relative to. Links are followed: the hub's cache has them."""
+    if not isinstance(file_name, str):
+        return False
+    parts = Path(file_name).parts
+    return bool(parts) and ".." not in parts and not Path(file_name).is_absolute()
 
 
 def _check_names(path: Path, expected: set[str] | None, found: set[str]) -> None:
@@ -131,36 +158,65 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
                     f"{path} is truncated or not a safetensors file: its header needs {8 + length} bytes but the "
                     f"file has {size}; download it again"
                 )
-            header = json.loads(file.read(length))
+            if length > _MAX_HEADER:
+                raise CheckpointError(
+                    f"{path} has a header of {length} bytes but the format allows {_MAX_HEADER}; download it again"
+                )
+            header = decode_json(file.read(length))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check the file") from error
     except ValueError as error:
         raise CheckpointError(f"{path} has a corrupt header ({error}); download it again") from error
-    try:
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        infos = {name: _tensor_info(path, name, entry) for name, entry in entries.items()}
-        starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a corrupt header ({error!r}); download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has a corrupt header (a {type(header).__name__}); download it again")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, value) for name, value in header.items()}
+    infos = {name: _tensor_info(path, name, entry) for name, entry in entries.items()}
+    end = 8 + length + _check_packed(path, entries)
     if end != size:
         raise CheckpointError(
             f"{path} is truncated or damaged: its header describes {end} bytes but the file has {size}; "
             f"download it again"
         )
-    return infos, starts
+    return infos, {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
 
 
-def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
-    if entry["dtype"] not in _DTYPES:
+def _entry(path: Path, name: str, value: Any) -> _Entry:
+    try:
+        return msgspec.convert(value, _Entry)
+    except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has type {entry['dtype']}; supported types: {', '.join(_DTYPES)}"
+            f"{path}: tensor {name!r} is {_short(value)} in the header ({error}); download the file again"
+        ) from error
+
+
+def _tensor_info(path: Path, name: str, entry: _Entry) -> TensorInfo:
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has type {entry.dtype}; supported types: {', '.join(_DTYPES)}"
         )
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+    dtype, shape = _DTYPES[entry.dtype], tuple(entry.shape)
+    begin, end = entry.data_offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {list(shape)} and type {entry['dtype']} needs "
+            f"{path}: tensor {name!r} of shape {list(shape)} and type {entry.dtype} needs "
             f"{math.prod(shape) * dtype.itemsize} bytes but has {begin} to {end}; download the file again"
         )
     return TensorInfo(shape, dtype, end - begin)
+
+
+def _check_packed(path: Path, entries: Mapping[str, _Entry]) -> int:
+    """The format allows neither overlaps nor holes: each tensor begins where the one before it ends. Returns the end."""
+    end, before = 0, "the data begins at"
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.data_offsets[0] != end:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at {entry.data_offsets[0]} but {before} {end}; download the file again"
+            )
+        end, before = entry.data_offsets[1], f"{name!r} ends at"
+    return end
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:120]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,14 @@ from typing import Any
 import msgspec
 
 from quire.types.errors import QuireError
+
+
+def decode_json(content: bytes) -> Any:
+    """Whatever JSON the content is; ValueError for what is none, too deep nesting included."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def check_values(

@@ -199,6 +199,21 @@ def test_harmony_does_not_end_with_a_message() -> None:
     assert tokenizer_from_gguf(metadata).eos_token_ids == (size - 2, size - 1)
 
 
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"])
+@pytest.mark.parametrize("value", [4_000_000_000, -2, "</s>", 1.5])
+def test_a_token_that_the_file_lacks_is_named(key: str, value: Any) -> None:
+    metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2") | {f"tokenizer.ggml.{key}": value}
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.ggml\.{key} is {value!r} but the file's tokens go from 0 to"):
+        tokenizer_from_gguf(metadata)
+
+
+def test_a_token_may_be_absent_and_padding_is_not_looked_at() -> None:
+    metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2")
+    before = tokenizer_from_gguf(metadata)
+    more = {"tokenizer.ggml.eot_token_id": 2**32 - 1, "tokenizer.ggml.padding_token_id": 4_000_000_000}
+    assert tokenizer_from_gguf(metadata | more).eos_token_ids == before.eos_token_ids
+
+
 def test_phi3_control_tokens_swallow_space() -> None:
     metadata = sentencepiece_metadata(sentencepiece_model()) | {"general.architecture": "phi3"}
     ours = tokenizer_from_gguf(metadata)

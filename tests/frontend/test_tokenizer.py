@@ -207,6 +207,8 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         ("chat_template", 7),
         ("eos_token_id", "</s>"),
         ("eos_token_id", [1, "</s>"]),
+        ("eos_token_id", 4_000_000_000),
+        ("eos_token_id", [1, -7]),
     ],
 )
 def test_values_of_another_type_are_named(tmp_path: Path, key: str, value: Any) -> None:
@@ -219,6 +221,36 @@ def test_end_tokens_of_another_type_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     write_json(folder / "config.json", {"text_config": {"eos_token_id": "</s>"}})
     with pytest.raises(TokenizerError, match=r"config\.json: eos_token_id is '</s>'"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("where", ["vocabulary", "config.json", "generation_config.json"])
+def test_an_id_that_no_model_has_is_named(tmp_path: Path, where: str) -> None:
+    folder = write_folder(tmp_path)
+    if where == "vocabulary":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"]["vocab"]["x"] = 4_000_000_000
+        write_json(folder / "tokenizer.json", content)
+        message = r"tokenizer\.json gives token 'x' the id 4000000000, but ids must be below 16777216"
+    else:
+        write_json(folder / where, {"eos_token_id": [4_000_000_000]})
+        message = rf"{where}: eos_token_id is \[4000000000\]"
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(folder)
+
+
+def test_minus_one_is_no_end_token(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    write_json(folder / "config.json", {"eos_token_id": -1})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_ids == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_nested_too_deeply_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path)
+    (folder / name).write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(TokenizerError, match=rf"cannot read .*{name}: it is nested too deeply"):
         load_tokenizer(folder)
 
 

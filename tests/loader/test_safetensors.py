@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +58,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("safetensors")) / "model.safetensors"
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch") / "any.safetensors"
+
+
 @settings(max_examples=80)
 @given(st.data())
 def test_a_file_cut_anywhere_is_refused(whole: Path, data: st.DataObject) -> None:
@@ -78,6 +86,147 @@ def test_a_damaged_header_never_gives_another_error(whole: Path, data: st.DataOb
     except CheckpointError:
         return
     assert all(0 <= starts[name] <= starts[name] + info.num_bytes <= len(content) for name, info in infos.items())
+
+
+def file_with(path: Path, header: object, num_bytes: int) -> Path:
+    """A file with any header, before so many bytes of data."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(num_bytes))
+    return path
+
+
+def entry(shape: object, begin: object, end: object, dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"t": entry([2.0], 0, 8)}, "tensor 't' is .*Expected `int`, got `float` - at `\\$.shape"),
+        ({"t": entry([1.5], 0, 6)}, "tensor 't' is .*shape"),
+        ({"t": entry([-1, -2], 0, 8)}, "tensor 't' is .*>= 0.*shape"),
+        ({"t": entry([True, 2], 0, 8)}, "tensor 't' is .*shape"),
+        ({"t": entry(["2"], 0, 8)}, "tensor 't' is .*shape"),
+        ({"t": entry([2], 0.0, 8.0)}, "tensor 't' is .*data_offsets"),
+        ({"t": entry([2], -8, 0)}, "tensor 't' is .*data_offsets"),
+        ({"t": {**entry([2], 0, 8), "data_offsets": [0, 4, 8]}}, "tensor 't' is .*data_offsets"),
+        ({"t": entry([2], 0, 8, dtype=["F32"])}, "tensor 't' is .*dtype"),
+        ({"t": entry([2], 0, 8, dtype="F3")}, "tensor 't' has type F3"),
+        ({"t": [0, 8]}, "tensor 't' is"),
+        ({"t": None}, "tensor 't' is"),
+        ({"t": entry([2**70], 0, 8)}, "tensor 't' of shape .* needs 4722366482869645213696"),
+        ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "tensor 'b' begins at 4 .* 'a' ends at 8"),
+        ({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}, "tensor 'b' begins at 0 .* 'a' ends at 8"),
+        ({"a": entry([1], 0, 4), "b": entry([1], 4, 8), "c": entry([0], 2, 2)}, "tensor 'c' begins at 2"),
+        ({"a": entry([1], 4, 8)}, "tensor 'a' begins at 4 .* at 0"),
+        (b"[]", "corrupt header"),
+        (b"7", "corrupt header"),
+        (b'{"t": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "corrupt header .*nested too deeply"),
+        (b'{"t": ' + b'{"t": ' * 100_000 + b"1" + b"}" * 100_001, "corrupt header .*nested too deeply"),
+        (b'{"\xff": 1}', "corrupt header"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_name(tmp_path: Path, header: object, message: str) -> None:
+    path = file_with(tmp_path / "lying.safetensors", header, 8)
+    with pytest.raises(CheckpointError, match=rf"lying\.safetensors.*{message}.*(download|BOOL$)"):
+        read_header(path)
+
+
+def test_a_header_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write((10**9).to_bytes(8, "little"))
+        file.truncate(2 * 10**9)  # a sparse file: nothing is written
+    with pytest.raises(CheckpointError, match=r"header of 1000000000 bytes.* 100000000"):
+        read_header(path)
+
+
+SMALL = st.integers(-2, 12)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | SMALL | st.floats() | st.sampled_from([2**31, 2**63, 2**64, 10**30]) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+ENTRIES = st.builds(
+    entry,
+    st.lists(SMALL, max_size=3) | ANYTHING,
+    SMALL | ANYTHING,
+    SMALL | ANYTHING,
+    st.sampled_from(["F32", "BF16", "U8", "BOOL", "F64"]) | ANYTHING,
+)
+
+
+@st.composite
+def packed_headers(draw: st.DrawFn) -> dict[str, Any]:
+    """Tensors side by side, as they should be, of which some entry may then be changed."""
+    header: dict[str, Any] = {}
+    begin = 0
+    for name in draw(st.lists(st.text(max_size=3), max_size=4, unique=True)):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        dtype, size = draw(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1), ("F8_E5M2", 1)]))
+        end = begin + math.prod(shape) * size
+        header[name] = entry(shape, begin, end, dtype)
+        begin = end
+    if header and draw(st.booleans()):
+        changed = draw(st.sampled_from(sorted(header)))
+        header[changed] = draw(ENTRIES | ANYTHING)
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(), st.text(), max_size=2))
+    return header
+
+
+@settings(max_examples=300, deadline=None)
+@given(packed_headers() | st.dictionaries(st.text(max_size=3), ENTRIES | ANYTHING, max_size=3), st.integers(0, 40))
+def test_any_header_is_read_as_the_format_defines_or_refused(
+    scratch: Path, header: dict[str, Any], spare: int
+) -> None:
+    """safetensors' own reader is the judge, except that Quire knows fewer types."""
+    ends = [e["data_offsets"][1] for e in header.values() if isinstance(e, dict) and "data_offsets" in e]
+    sizes = [end for end in ends if isinstance(end, int) and 0 <= end < 1000]
+    path = file_with(scratch, header, max(sizes, default=0) + max(0, spare - 30))
+    content = path.read_bytes()
+    try:
+        theirs = dict(safetensors.deserialize(content))
+    except (safetensors.SafetensorError, OverflowError):
+        theirs = None
+    try:
+        infos, starts = read_header(path)
+    except CheckpointError as error:
+        assert theirs is None or "supported types" in str(error)
+        return
+    assert theirs is not None
+    assert infos.keys() == theirs.keys()
+    for name, info in infos.items():
+        assert list(info.shape) == theirs[name]["shape"]
+        assert content[starts[name] : starts[name] + info.num_bytes] == bytes(theirs[name]["data"])
+
+
+@pytest.mark.parametrize(
+    "file_name", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "", ".", 7, None, ["x"], {"a": 1}]
+)
+def test_an_index_that_points_outside_the_folder_is_refused(tmp_path: Path, file_name: object) -> None:
+    folder = write_folder(tmp_path / "model", 3)
+    save_file({"stolen": torch.zeros(2)}, tmp_path / "secret.safetensors")
+    index = folder / "model.safetensors.index.json"
+    weight_map = {**json.loads(index.read_text())["weight_map"], "stolen": file_name}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map has 'stolen' in .*; it must name a file in"):
+        SafetensorsCheckpoint(folder)
+
+
+def test_files_of_the_hub_cache_are_links_and_are_followed(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", 3)
+    for file in folder.glob("*.safetensors"):
+        blob = file.rename(tmp_path / f"blob-{file.name}")
+        file.symlink_to(blob)
+    assert set(SafetensorsCheckpoint(folder).tensors()) == set(TENSORS)
+
+
+def test_a_number_of_any_length_may_be_part_of_a_name(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    names = ["a.2", "a.10", f"a.{'9' * 5000}"]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert list(SafetensorsCheckpoint(tmp_path).tensors()) == names
 
 
 def test_a_truncated_file_error_names_both_sizes(tmp_path: Path) -> None:
