@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -40,6 +40,11 @@ class EngineConfig:
         config = cls(**groups)
         check(config)
         return config
+
+    def reserving(self, num_bytes: int) -> EngineConfig:
+        """The same with more of the machine's memory left to others."""
+        device = replace(self.device, reserved_memory=self.device.reserved_memory + num_bytes)
+        return replace(self, device=device)
 
 
 GROUP_TYPES: dict[str, type[Any]] = {
@@ -89,6 +94,8 @@ def check(config: EngineConfig) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value} but must be at least 1")
+    if config.device.reserved_memory < 0:
+        raise ConfigError(f"reserved_memory is {config.device.reserved_memory} but must be at least 0")
     threads = config.device.num_threads
     if threads is not None and threads > MAX_THREADS:
         raise ConfigError(f"num_threads is {threads} but must be at most {MAX_THREADS}; as many as cores is usual")

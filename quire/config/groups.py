@@ -107,6 +107,12 @@ class DeviceConfig:
 
     device: DeviceName = setting("auto", "The device to run on.")
     num_threads: int | None = setting(None, "CPU threads for tensor work. Unset: one per physical core.")
+    reserved_memory: int = setting(
+        0,
+        "Bytes of free memory that the engine leaves to others, where it runs on a CPU; `quire serve` adds its spare"
+        " process to it.",
+        unit="bytes",
+    )
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
     deterministic: bool = setting(
         False,
@@ -165,6 +171,11 @@ class ServerConfig:
     )
     stall_timeout: float = setting(
         120.0, "Seconds without a finished step, while requests wait, after which /health fails."
+    )
+    spare_engine: bool = setting(
+        True,
+        "Keep a process that has imported all that an engine needs, and no model, so that a server whose engine died"
+        " is back sooner. It takes up to 300 MiB of the machine's memory.",
     )
     max_restarts: int = setting(3, "Restarts of a dying engine in a row before the server gives up and exits.")
     tool_call_parser: str = setting(

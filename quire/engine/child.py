@@ -37,10 +37,8 @@ def print_line(line: str) -> None:
 class EngineChild:
     """One engine process. `exit_fd` becomes readable when it is dead and its log has been read."""
 
-    def __init__(
-        self, order: bytes, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line
-    ) -> None:
-        """`order` is the one line that the process reads from stdin, which stays open as long as this one lives."""
+    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line) -> None:
+        """Launch it; it waits for its order. Its stdin stays open as long as this process lives."""
         self._take_line = take_line
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._exited = threading.Event()
@@ -55,7 +53,6 @@ class EngineChild:
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
         self._log_reader.start()
         threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True).start()
-        self._give_order(order)
 
     @property
     def pid(self) -> int:
@@ -65,6 +62,15 @@ class EngineChild:
     def returncode(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""
         return self._process.returncode if self._exited.is_set() else None
+
+    def give_order(self, order: bytes) -> None:
+        """Hand it the one line that it reads from its stdin."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(order + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("the engine process %d died before it read its order", self.pid)
 
     def cause_of_death(self) -> str:
         """How it ended, and the last thing it said."""
@@ -89,20 +95,19 @@ class EngineChild:
             self._process.kill()
             self._exited.wait()
 
+    def kill(self) -> None:
+        """End it at once. Blocks until it is gone; may be called twice."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._exited.wait()
+        self._process.stdin.close()
+
     def close(self) -> None:
         """Give back exit_fd, once nobody waits on it."""
         assert self._exited.is_set()
         if self.exit_fd >= 0:
             os.close(self.exit_fd)
             self.exit_fd = -1
-
-    def _give_order(self, order: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(order + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            logger.debug("the engine process %d died before it read its order", self.pid)
 
     def _read_log(self) -> None:
         assert self._process.stdout is not None

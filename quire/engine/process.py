@@ -2,7 +2,7 @@
 
 The main thread waits for messages, signals and the end of its parent; a second thread loads the model, runs the
 steps and sends their outputs. The launch order comes as one line of JSON on stdin, and stdin
-closes when the parent is gone.
+closes when the parent is gone. With --spare the process imports everything first and then waits for its order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from quire.utils.phases import ReportPhase
 if TYPE_CHECKING:
     from quire.engine.loop import EngineLoop
 
-logger = get_logger(__name__)
+logger = get_logger("quire.engine.process")  # not __main__, which it is in a process of its own
 
 EXIT_FAILED = 70
+SPARE_FLAG = "--spare"
 _STOP_GRACE = 1.0  # seconds for a step in flight to end; nobody waits for what it would say
 _LINGER = 2.0  # seconds for the last messages to leave
 _PHASE_INTERVAL = 0.2  # seconds between two words about the progress of one phase
@@ -61,6 +62,15 @@ def build_loop(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, E
 
         core, info, debug_checks = build_engine(config, report)
     return EngineLoop(core, debug_checks=debug_checks), info
+
+
+def import_engine() -> None:
+    """All that an engine needs of code; the same modules are then there for `build_loop`."""
+    with paused_collector():
+        import quire.engine.build
+        import quire.engine.loop  # noqa: F401
+        from quire.platform.host import return_free_memory
+    return_free_memory()
 
 
 class EngineProcess:
@@ -188,12 +198,18 @@ class EngineProcess:
         return time.time() - self._order.launched_at
 
 
-def serve(build: BuildLoop) -> int:
-    """Read the launch order and serve the engine that `build` makes."""
+def serve(build: BuildLoop, preload: Callable[[], None] = lambda: None) -> int:
+    """Read the launch order and serve the engine that `build` makes. A spare process runs `preload` before that."""
     setup_logging(log_level())
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchOrder)
-    return EngineProcess(order, build).run()
+    if SPARE_FLAG in sys.argv[1:]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, here as in an engine
+        preload()
+        logger.info("engine process %d stands by, should the engine die", os.getpid())
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent is gone, and needs no engine
+        return 0
+    return EngineProcess(msgspec.json.decode(line, type=LaunchOrder), build).run()
 
 
 if __name__ == "__main__":
-    sys.exit(serve(build_loop))
+    sys.exit(serve(build_loop, import_engine))

@@ -62,10 +62,14 @@ class ZmqClient(EngineClient):
         config: EngineConfig,
         *,
         command: Sequence[str] = ENGINE_COMMAND,
+        child: EngineChild | None = None,
         on_phase: OnPhase = ignore_phases,
         take_line: TakeLine = print_line,
     ) -> None:
-        """`on_phase` hears what the start is busy with, `take_line` gets each line of the engine's log."""
+        """`child` is a process that waits for its order, if there is one already; else `command` launches one.
+
+        `on_phase` hears what the start is busy with, `take_line` gets each line of the engine's log.
+        """
         self.stats = EngineStats()
         self.start_phases: list[PhaseTime] = []
         """Once it is ready: where the time went, from the launch on."""
@@ -88,10 +92,11 @@ class ZmqClient(EngineClient):
         meeting = msgspec.structs.replace(self._meeting, client=self._receiver.endpoint)
         order = LaunchOrder(config, meeting, time.time())
         try:
-            self._child = EngineChild(msgspec.json.encode(order), command, take_line)
+            self._child = child or EngineChild(command, take_line)
         except OSError:
             self._close_transport()
             raise
+        self._child.give_order(msgspec.json.encode(order))
         self._poller = zmq.Poller()
         self._poller.register(self._receiver.socket, zmq.POLLIN)
         self._poller.register(self._child.exit_fd, zmq.POLLIN | zmq.POLLERR)

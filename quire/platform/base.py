@@ -39,6 +39,7 @@ class Platform(ABC):
     default_steps_in_flight: int
     attention_backends: tuple[str, ...]  # in order of preference
     deterministic_backend: str  # the one for --deterministic; "": all are
+    uses_host_memory: bool  # whether the engine's memory is the machine's own, which other processes take from too
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch
     graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed

@@ -26,6 +26,7 @@ class CpuPlatform(Platform):
     default_steps_in_flight = 1
     attention_backends = ("cpu_native", "torch_ref")
     deterministic_backend = ""
+    uses_host_memory = True
     asynchronous = False
     batch_invariant = True
     graph_sizes = ()

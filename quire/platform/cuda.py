@@ -39,6 +39,7 @@ class CudaPlatform(Platform):
     default_steps_in_flight = 2
     attention_backends = ("triton",)
     deterministic_backend = "triton_fixed"
+    uses_host_memory = False
     asynchronous = True
     batch_invariant = False
     graph_sizes = (1, 2, 4, 8, *range(16, 257, 16), 320, 384, 448, 512)

@@ -28,6 +28,7 @@ from quire.config.groups import ServerConfig
 from quire.config.server import collect_api_keys
 from quire.engine.child import print_line
 from quire.engine.settings import check_settings
+from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
 from quire.server.app import build_app
@@ -65,9 +66,13 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     `launch` starts the engine process; tests and benchmarks give others.
     """
     setup_server_logging(settings.log_format)
+    spare: Spare = NO_SPARE
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else print_line
-        launch = partial(launch_client, take_line=take_line)
+        if settings.spare_engine:
+            spare = SpareEngine(take_line=take_line)
+            config = config.reserving(SPARE_MEMORY)
+        launch = partial(launch_client, take_line=take_line, spare=spare)
     check_settings(config)
     api_keys = collect_api_keys(settings)
     check_tls(settings)
@@ -89,7 +94,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
         async def main() -> None:
             supervisor = EngineSupervisor(
-                config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer, launch=launch
+                config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer, launch=launch, spare=spare
             )
             app = build_app(
                 supervisor,

@@ -15,6 +15,7 @@ from typing import Literal
 
 from quire.config.engine import EngineConfig
 from quire.engine.child import TakeLine, print_line
+from quire.engine.spare import NO_SPARE, Spare
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
@@ -29,6 +30,7 @@ logger = get_logger(__name__)
 Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped"]
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
+_SPARE_LOOKS = 12  # after so many looks at an engine that was never idle, a spare is launched all the same
 _RETRY_AFTER = 2.0  # seconds, where nothing better is known
 
 
@@ -44,6 +46,8 @@ class SupervisorOptions:
     max_backoff: float = 30.0
     drain_timeout: float = 30.0
     """Seconds that open streams get to end."""
+    spare_delay: float = 5.0
+    """Seconds between two looks whether a ready engine is idle, so that a spare can be launched."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,11 @@ def backoff(options: SupervisorOptions, num_deaths: int) -> float:
 LaunchClient = Callable[[EngineConfig, OnPhase], ZmqClient]
 
 
-def launch_client(config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line) -> ZmqClient:
-    return ZmqClient(config, on_phase=on_phase, take_line=take_line)
+def launch_client(
+    config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line, spare: Spare = NO_SPARE
+) -> ZmqClient:
+    """An engine in the spare process, if there is one, else in a new one."""
+    return ZmqClient(config, child=spare.take(), on_phase=on_phase, take_line=take_line)
 
 
 class EngineSupervisor:
@@ -80,14 +87,19 @@ class EngineSupervisor:
         on_phase: OnPhase = ignore_phases,
         observer: Observer = NULL_OBSERVER,
         launch: LaunchClient = launch_client,
+        spare: Spare = NO_SPARE,
     ) -> None:
-        """`on_phase` hears what each start is busy with; `observer` is handed to each AsyncEngine."""
+        """`on_phase` hears what each start is busy with; `observer` is handed to each AsyncEngine.
+
+        `spare` is launched when an engine is ready and idle, for `launch` to take; it is stopped with the rest.
+        """
         self._config = config
         self._text = text
         self._options = options or SupervisorOptions()
         self._on_phase = on_phase
         self._observer = observer
         self._launch = launch
+        self._spare = spare
         self._client: ZmqClient | None = None
         self._engine: AsyncEngine | None = None
         self._status: Status = "starting"
@@ -170,6 +182,7 @@ class EngineSupervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        await asyncio.to_thread(self._spare.stop)
         await self._retire()
         self._settled.set()
 
@@ -201,10 +214,14 @@ class EngineSupervisor:
         logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
         self._engine = AsyncEngine(client, self._text, observer=self._observer)
         preparing = asyncio.create_task(self._prepare(self._engine))
+        sparing = asyncio.create_task(self._start_spare(self._engine))
         if self._status in ("starting", "restarting"):
             self._status, self._detail = "ready", "it takes requests"
         self._settled.set()
-        death = await self._watch(client)
+        try:
+            death = await self._watch(client)
+        finally:
+            sparing.cancel()
         await preparing
         if self._status == "ready":
             self._status, self._detail = "restarting", str(death)
@@ -216,6 +233,14 @@ class EngineSupervisor:
             await engine.prepare_structured_outputs()
         except EngineError as error:
             logger.debug("the engine died before it knew its vocabulary: %s", error)
+
+    async def _start_spare(self, engine: AsyncEngine) -> None:
+        """Launch the next spare once nobody waits for the cores that its imports take; under endless load, at last."""
+        for _ in range(_SPARE_LOOKS):
+            await asyncio.sleep(self._options.spare_delay)
+            if engine.num_requests == 0:
+                break
+        self._spare.start()
 
     async def _watch(self, client: ZmqClient) -> EngineError:
         """Look after a serving engine until it dies."""

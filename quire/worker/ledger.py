@@ -56,10 +56,11 @@ class MemoryDemand:
     trained_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    reserved: int = 0  # for others
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.rows + self.workspace
+        return self.weights + self.rows + self.workspace + self.reserved
 
     def kv_bytes(self, num_tokens: int) -> int:
         """KV memory in which one request of this many tokens can run, the null block included."""
@@ -92,12 +93,14 @@ def make_ledger(
     if kv_memory is None:  # more blocks than all rows can fill at once would never be used
         num_blocks = min(num_blocks, demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes))
     tokens = num_blocks * demand.layout.block_size // len(demand.layout.groups)
+    others = (LedgerEntry("reserved", demand.reserved, "left to other processes"),) if demand.reserved else ()
     return MemoryLedger(
         entries=(
             LedgerEntry("weights", demand.weights, demand.weights_note),
             LedgerEntry("KV blocks", num_blocks * demand.layout.page_bytes, f"{num_blocks} blocks, {tokens} tokens"),
             LedgerEntry("rows", demand.rows, f"{demand.max_num_seqs} requests at once"),
             LedgerEntry("workspace", demand.workspace, f"steps of {demand.max_num_batched_tokens} tokens"),
+            *others,
         ),
         supply=supply,
         max_model_len=length,
@@ -141,13 +144,16 @@ def _does_not_fit(
         given = rounded if demand.longest(rounded) > 0 else left
         lower_kv = "" if kv_memory is None else f"--kv-cache-memory {exact_bytes(given)} "
         fix = f"set {lower_kv}--max-model-len {demand.longest(given)}"
+    elif left + demand.reserved >= needed:
+        fix = "lower --reserved-memory, and set --no-spare-engine if it serves"
     elif demand.weights < supply:
         fix = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or free some memory"
     else:
         fix = "use a smaller model, keep its weights smaller with --quantization, or use a machine with more memory"
+    reserved = f", reserved {format_bytes(demand.reserved)}" if demand.reserved else ""
     return MemoryPlanError(
         f"not enough memory: needed {format_bytes(demand.fixed + wanted)} (weights {format_bytes(demand.weights)}, "
-        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}); "
+        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}{reserved}); "
         f"available {format_bytes(supply)}; {fix}"
     )
 

@@ -242,6 +242,7 @@ def _demand(
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
+        reserved=config.device.reserved_memory if platform.uses_host_memory else 0,
     )
 
 

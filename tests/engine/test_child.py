@@ -6,16 +6,23 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Sequence
 
 import pytest
 
-from quire.engine.child import ENGINE_COMMAND, EngineChild
+from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
 
 STUBBORN = "import signal, sys, time\nprint('up', flush=True)\nwhile True: signal.pause()"
 
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
+
+
+def launch(order: bytes, command: Sequence[str], take_line: TakeLine = print_line) -> EngineChild:
+    child = EngineChild(command, take_line)
+    child.give_order(order)
+    return child
 
 
 def wait_exit(child: EngineChild) -> None:
@@ -25,7 +32,7 @@ def wait_exit(child: EngineChild) -> None:
 def test_it_gets_its_order_and_its_lines_are_passed_on() -> None:
     lines: list[str] = []
     code = "import sys; print(sys.stdin.readline().strip().upper()); sys.stderr.write('\\n'); sys.exit(5)"
-    child = EngineChild(b"order", python(code), lines.append)
+    child = launch(b"order", python(code), lines.append)
     wait_exit(child)
     assert "".join(lines) == "ORDER\n\n"
     assert child.returncode == 5
@@ -35,7 +42,7 @@ def test_it_gets_its_order_and_its_lines_are_passed_on() -> None:
 
 
 def test_closing_its_stdin_asks_it_to_leave() -> None:
-    child = EngineChild(b"", python("import sys; sys.stdin.read()"))
+    child = launch(b"", python("import sys; sys.stdin.read()"))
     assert child.returncode is None
     child.stop(20.0)
     assert child.returncode == 0
@@ -44,7 +51,7 @@ def test_closing_its_stdin_asks_it_to_leave() -> None:
 
 
 def test_one_that_does_not_leave_is_killed(caplog: pytest.LogCaptureFixture) -> None:
-    child = EngineChild(b"", python(STUBBORN), lambda line: None)
+    child = launch(b"", python(STUBBORN), lambda line: None)
     child.stop(0.05)
     assert child.returncode == -signal.SIGKILL
     assert "did not leave" in caplog.text
@@ -53,7 +60,7 @@ def test_one_that_does_not_leave_is_killed(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_one_that_dies_before_it_reads_its_order_is_a_death_like_any_other() -> None:
-    child = EngineChild(b"x" * 1_000_000, python("import sys; sys.exit('no')"), lambda line: None)
+    child = launch(b"x" * 1_000_000, python("import sys; sys.exit('no')"), lambda line: None)
     wait_exit(child)
     assert child.cause_of_death().endswith("exited with status 1; its last line was: no")
     child.stop(1.0)
@@ -62,7 +69,7 @@ def test_one_that_dies_before_it_reads_its_order_is_a_death_like_any_other() -> 
 
 def test_the_end_is_noticed_though_others_hold_its_output_open() -> None:
     code = "import os, sys, time\nif os.fork() == 0: sys.stdin.read()\nelse: os.kill(os.getpid(), 9)"
-    child = EngineChild(b"", python(code), lambda line: None)
+    child = launch(b"", python(code), lambda line: None)
     wait_exit(child)
     assert child.returncode == -signal.SIGKILL
     child.stop(1.0)  # closes the stdin that the other one waits for
@@ -77,7 +84,7 @@ def test_the_engine_finds_this_quire_and_imports_nothing_from_the_current_folder
         file.write("raise SystemExit('imported from the current folder')")
     lines: list[str] = []
     command = (*ENGINE_COMMAND[:-2], "-c", "import msgspec, quire; print(quire.__file__)")
-    child = EngineChild(b"", command, lines.append)
+    child = launch(b"", command, lines.append)
     wait_exit(child)
     import quire
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.engine.spare import NO_SPARE, SpareEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
 from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError
@@ -28,17 +29,20 @@ QUICK = {"restart_backoff": 0.001}
 class Keeper:
     """A supervisor of fake engines, with their log."""
 
-    def __init__(self, words: str, **options: Any) -> None:
+    def __init__(self, words: str, with_spare: bool = False, **options: Any) -> None:
         self.lines: list[str] = []
         self.clients: list[ZmqClient] = []
         self.words = words
         config = EngineConfig.from_flat(model="fake")
         settings = SupervisorOptions(**{**QUICK, **options})
-        self.supervisor = EngineSupervisor(config, text_model(), settings, launch=self._launch)
+        self.spare = SpareEngine(COMMAND, self.lines.append)
+        spare = self.spare if with_spare else NO_SPARE
+        self.supervisor = EngineSupervisor(config, text_model(), settings, launch=self._launch, spare=spare)
 
     def _launch(self, config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
         config = EngineConfig.from_flat(model=self.words)
-        client = ZmqClient(config, command=COMMAND, on_phase=on_phase, take_line=self.lines.append)
+        child = self.spare.take()
+        client = ZmqClient(config, command=COMMAND, child=child, on_phase=on_phase, take_line=self.lines.append)
         self.clients.append(client)
         return client
 
@@ -269,3 +273,48 @@ async def test_an_engine_that_dies_while_draining_is_not_replaced() -> None:
 def test_backoff_doubles_up_to_its_limit() -> None:
     options = SupervisorOptions(restart_backoff=0.5, max_backoff=3.0)
     assert [backoff(options, deaths) for deaths in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+async def test_a_spare_takes_over_and_the_next_is_launched_when_its_engine_is_idle() -> None:
+    async with keeper("long,slow", with_spare=True, spare_delay=0.01) as kept:
+        supervisor, spare = kept.supervisor, kept.spare
+        await kept.until(lambda: spare.pid is not None)
+        first = spare.pid
+        stream = asyncio.create_task(complete(supervisor, [5, 6], 4000))
+        await kept.until(lambda: supervisor.stats.num_running == 1)
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await stream
+        await kept.until_status("ready")
+        assert supervisor.engine_pid == first
+        assert await complete(supervisor, [1, 2]) == expected([1, 2])
+        await kept.until(lambda: spare.pid is not None)
+        assert spare.pid != first
+
+
+async def test_no_spare_is_launched_while_requests_run_but_at_last_under_endless_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    wait = asyncio.sleep
+
+    async def look(seconds: float) -> None:
+        nonlocal looks
+        looks += seconds == 0.123
+        await wait(0.001)
+
+    monkeypatch.setattr("quire.server.supervisor.asyncio.sleep", look)
+    async with keeper("long,slow", with_spare=True, spare_delay=0.123) as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [5, 6], 4000))
+        await kept.until(lambda: kept.spare.pid is not None)
+        assert looks == 12
+        stream.cancel()
+
+
+async def test_the_spare_ends_with_the_supervisor() -> None:
+    async with keeper(with_spare=True, spare_delay=0.001) as kept:
+        await kept.until(lambda: kept.spare.pid is not None)
+        assert kept.spare.pid is not None
+        watch = Watch(kept.spare.pid)
+    watch.wait()
+    assert kept.spare.pid is None

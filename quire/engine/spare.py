@@ -1,0 +1,90 @@
+"""A spare engine process: it has imported what an engine needs, holds no model, and waits for its order.
+
+When an engine dies, its successor then need not wait for imports, which take longer than loading a small model.
+The spare's stdin is its life: it ends when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
+from quire.engine.process import SPARE_FLAG
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+# What the ledger counts for one, in bytes; tests/engine/test_spare.py holds it to that.
+SPARE_MEMORY = 300 << 20
+
+
+class Spare(Protocol):
+    def start(self) -> None:
+        """Launch one, unless there is one. Does not wait for its imports."""
+        ...
+
+    def take(self) -> EngineChild | None:
+        """Hand over the one there is, if it lives; it may still be importing."""
+        ...
+
+    def stop(self) -> None:
+        """End the one there is. May be called twice."""
+        ...
+
+
+class SpareEngine:
+    """At most one spare at a time."""
+
+    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line) -> None:
+        self._command = (*command, SPARE_FLAG)
+        self._take_line = take_line
+        self._child: EngineChild | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        if self._child is not None and self._child.returncode is None:
+            return
+        self.stop()
+        try:
+            self._child = EngineChild(self._command, self._take_line)
+        except OSError as error:
+            logger.warning("no spare engine process can be launched: %s; a restart will take longer", error)
+
+    def take(self) -> EngineChild | None:
+        child, self._child = self._child, None
+        if child is None or child.returncode is None:
+            return child
+        logger.warning("the spare was of no use: %s", child.cause_of_death())
+        _end(child)
+        return None
+
+    def stop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            _end(child)
+
+
+def _end(child: EngineChild) -> None:
+    """At once: it has nothing to finish, and would see that its stdin is closed only after its imports."""
+    child.kill()
+    child.close()
+
+
+class NoSpare:
+    """Every engine process is launched when it is needed."""
+
+    def start(self) -> None:
+        return None
+
+    def take(self) -> EngineChild | None:
+        return None
+
+    def stop(self) -> None:
+        return None
+
+
+NO_SPARE = NoSpare()
