@@ -125,7 +125,7 @@ def command(peer: str, python: Path, model: str, port: int) -> list[str]:
     """What starts the peer's server, with room for 64 requests at once of up to 512 tokens each."""
     common = ["--host", "127.0.0.1", "--port", str(port)]
     if peer == "quire":
-        return [str(python), "-m", "quire", "serve", model, *common, "--max-num-seqs", "64"]
+        return [str(python), "-m", "quire", "serve", model, *common, "--max-num-seqs", "64", "--no-spare-engine"]
     if peer == "llama.cpp":
         return [str(python), str(HERE / "llama_server.py"), model, str(port), "64", "512"]
     if peer == "vllm":

@@ -18,11 +18,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
+from quire.engine.spare import SPARE_MEMORY, SpareEngine
 from quire.frontend.async_engine import AsyncEngine
+from quire.server import launch
 from quire.server.app import build_app
 from quire.server.launch import Server, address_of, check_tls, listening_socket, serve, uvicorn_config
 from quire.types.errors import ConfigError, EngineError
+from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.frontend.fake_client import FakeClient, text_model
 from tests.server.helpers import MODEL, FakeHealth, long_client
 
@@ -192,6 +196,28 @@ async def test_a_path_prefix_of_a_proxy() -> None:
         assert (await client.get("/v1/models")).status_code == 200
         assert "/llm/openapi.json" in (await client.get("/docs")).text
         await ended(task, supervisor)
+
+
+@pytest.mark.parametrize("spare_engine", [True, False])
+def test_a_spare_process_is_kept_and_counted_unless_told_otherwise(
+    spare_engine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def look(config: EngineConfig, *more: object, spare: object, **others: object) -> None:
+        reserved = SPARE_MEMORY if spare_engine else 0
+        assert config.device.reserved_memory == reserved + 5
+        assert isinstance(spare, SpareEngine) == spare_engine
+        raise Seen
+
+    (tmp_path / "config.json").write_text("{}")
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(launch, "EngineSupervisor", look)
+    monkeypatch.setattr(launch, "setup_server_logging", lambda log_format: None)
+    config = EngineConfig.from_flat(model=tmp_path, reserved_memory=5)
+    with pytest.raises(Seen):
+        launch.run_server(config, ServerConfig(port=0, spare_engine=spare_engine))
 
 
 def test_a_taken_port_is_said_with_the_fix() -> None:

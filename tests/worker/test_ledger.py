@@ -102,6 +102,16 @@ def test_too_long_a_context_for_the_memory() -> None:
         plan(make_demand(), 114 * MIB, length=2048)
 
 
+def test_memory_for_others_is_counted_and_named() -> None:
+    ledger = plan(make_demand(reserved=300 * MIB), 1000 * MIB)
+    assert ledger.entries[-1].name == "reserved"
+    assert ledger.entries[-1].num_bytes == 300 * MIB
+    assert ledger.total <= 1000 * MIB
+    expected = r"reserved 300MiB\); available 400MiB; lower --reserved-memory, and set --no-spare-engine if it serves"
+    with pytest.raises(MemoryPlanError, match=expected):
+        plan(make_demand(reserved=300 * MIB), 400 * MIB)
+
+
 @pytest.mark.parametrize(
     ("supply", "fix"),
     [(105, "--max-num-batched-tokens"), (99, "a smaller model, keep its weights smaller with --quantization")],
