@@ -56,8 +56,8 @@ def wait_line(process: subprocess.Popen[str], pattern: str) -> str:
 async def ask(port: int, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + content)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return reader, writer
 
 

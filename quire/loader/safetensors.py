@@ -115,8 +115,8 @@ class SafetensorsCheckpoint(Checkpoint):
         for name, file_name in weight_map.items():
             if not _is_inside(file_name):
                 raise CheckpointError(
-                    f"{index_path}: weight_map has {name!r} in {_short(file_name)}; it must name a file in the model's"
-                    " folder; download the file again"
+                    f"{index_path}: weight_map has {name!r} in {_short(file_name)}; it must name a file in the"
+                    " model's folder; download the file again"
                 )
             shards.setdefault(self.folder / file_name, set()).add(name)
         missing = [path.name for path in shards if not path.is_file()]
@@ -129,7 +129,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def _is_inside(file_name: Any) -> bool:
-    """Whether it names a file below the folder that it is relative to. Links are followed: the hub's cache has them."""
+    """Whether it names a file below the folder that it is relative to. It may be a link, as in the hub's cache."""
     if not isinstance(file_name, str):
         return False
     parts = Path(file_name).parts
@@ -206,12 +206,13 @@ def _tensor_info(path: Path, name: str, entry: _Entry) -> TensorInfo:
 
 
 def _check_packed(path: Path, entries: Mapping[str, _Entry]) -> int:
-    """The format allows neither overlaps nor holes: each tensor begins where the one before it ends. Returns the end."""
+    """Return where the data ends. There are no overlaps and no holes: a tensor begins where another one ends."""
     end, before = 0, "the data begins at"
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.data_offsets[0] != end:
+            begin = entry.data_offsets[0]
             raise CheckpointError(
-                f"{path}: tensor {name!r} begins at {entry.data_offsets[0]} but {before} {end}; download the file again"
+                f"{path}: tensor {name!r} begins at {begin} but {before} {end}; download the file again"
             )
         end, before = entry.data_offsets[1], f"{name!r} ends at"
     return end

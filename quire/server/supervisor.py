@@ -235,7 +235,7 @@ class EngineSupervisor:
             logger.debug("the engine died before it knew its vocabulary: %s", error)
 
     async def _start_spare(self, engine: AsyncEngine) -> None:
-        """Launch the next spare once nobody waits for the cores that its imports take; under endless load, at last."""
+        """Launch the next spare while nobody needs the cores that its imports take; under endless load, late."""
         for _ in range(_SPARE_LOOKS):
             await asyncio.sleep(self._options.spare_delay)
             if engine.num_requests == 0:

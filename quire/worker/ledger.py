@@ -153,8 +153,8 @@ def _does_not_fit(
     reserved = f", reserved {format_bytes(demand.reserved)}" if demand.reserved else ""
     return MemoryPlanError(
         f"not enough memory: needed {format_bytes(demand.fixed + wanted)} (weights {format_bytes(demand.weights)}, "
-        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}{reserved}); "
-        f"available {format_bytes(supply)}; {fix}"
+        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}"
+        f"{reserved}); available {format_bytes(supply)}; {fix}"
     )
 
 
