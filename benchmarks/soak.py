@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -369,6 +370,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=24, help="clients at once")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the server is stopped too
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("scripted", args.scripted), ("real", args.real)):
