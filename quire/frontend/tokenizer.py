@@ -284,7 +284,9 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any content it cannot read
         raise TokenizerError(f"cannot read {file}: {error}; download the file again") from error
-    if _LONG_NUMBER.search(content):  # a large vocabulary takes a quarter of a second to list
+    if _LONG_NUMBER.search(
+        content
+    ):  # listing a large vocabulary takes a quarter of a second: only where it may matter
         _check_ids(backend, file)
     return backend
 
