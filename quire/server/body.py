@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -34,6 +35,16 @@ _DEPTHS[[ord("["), ord("{")]] = 1
 _DEPTHS[[ord("]"), ord("}")]] = -1
 _BEGINS = np.zeros(256, np.bool_)
 _BEGINS[[ord("["), ord("{"), ord(",")]] = True
+
+_LONGEST_NAME = 200
+
+
+class BodyError(HTTPException):
+    """A body that no endpoint can take; `field` names the part that is wrong."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(400, message)
+        self.field = field
 
 
 class JsonRequest(Request):
@@ -78,9 +89,9 @@ def _read(body: bytes) -> Any:
         check_size(body)
         return _decode(body)
     except UnicodeDecodeError as error:
-        raise HTTPException(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from error
+        raise BodyError(f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from error
     except RecursionError as error:
-        raise HTTPException(400, _TOO_DEEP) from error
+        raise BodyError(_TOO_DEEP) from error
     except ValueError as error:
         return error
 
@@ -109,18 +120,67 @@ def check_size(body: bytes) -> None:
         num_values += int(np.count_nonzero(_BEGINS[structure]))
         num_containers += int(np.count_nonzero(steps > 0))
         if int(depths.max()) > MAX_DEPTH:
-            raise HTTPException(400, _TOO_DEEP)
+            raise BodyError(_TOO_DEEP)
         if num_values > MAX_VALUES:
-            raise HTTPException(400, f"the body holds more than {MAX_VALUES} values; send fewer")
+            raise BodyError(f"the body holds more than {MAX_VALUES} values; send fewer")
         if num_containers > MAX_CONTAINERS:
-            raise HTTPException(400, f"the body holds more than {MAX_CONTAINERS} lists and objects; send fewer")
+            raise BodyError(f"the body holds more than {MAX_CONTAINERS} lists and objects; send fewer")
 
 
 def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return json.loads(body)  # takes a little more, and says better where it went wrong
+        # The standard library says better where it went wrong, and takes what msgspec refuses: numbers that are not
+        # finite and text that is not Unicode, which nothing behind this can hold.
+        value = _standard_decode(body)
+        _check(value)
+        return value
+
+
+def _standard_decode(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise BodyError("the body holds a number of too many digits; send a smaller one") from error
+
+
+def _check(value: Any) -> None:
+    """Refuse lone surrogates and numbers that are not finite, by the name of the first field that holds one."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        name, part = waiting.pop()
+        if isinstance(part, dict):
+            for key, inner in reversed(part.items()):
+                inner_name = f"{name}.{key}" if name else key
+                if _has_surrogate(key):
+                    raise _surrogate(inner_name)
+                waiting.append((inner_name, inner))
+        elif isinstance(part, list):
+            waiting += [(f"{name}[{index}]", inner) for index, inner in reversed([*enumerate(part)])]
+        elif isinstance(part, str) and _has_surrogate(part):
+            raise _surrogate(name)
+        elif isinstance(part, float) and not math.isfinite(part):
+            name = name[:_LONGEST_NAME]
+            raise BodyError(f"{name or 'the body'} is {part}, which is no JSON number; send a finite one", name)
+
+
+def _has_surrogate(text: str) -> bool:
+    """Half of a pair of UTF-16 is no character: no encoding of Unicode holds it."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _surrogate(name: str) -> BodyError:
+    name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+    return BodyError(f"{name or 'the body'} has a lone surrogate; send valid Unicode", name)
 
 
 class JsonRoute(APIRoute):

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from quire.server.body import BodyError
 from quire.server.validation import explain_validation
 from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
 
@@ -169,7 +170,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
     elif error.status_code == 405:
         message = f"{request.url.path[:200]} does not answer to {request.method}"
-    return plain_error_response(request.scope, error.status_code, message, error.headers)
+    field = error.field if isinstance(error, BodyError) else None
+    return plain_error_response(request.scope, error.status_code, message, error.headers, field)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -25,9 +25,7 @@ async def read(data: bytes) -> object:
     return await JsonRequest({"type": "http", "headers": []}, receive).json()
 
 
-@pytest.mark.parametrize(
-    "data", [b'{"a": [1, 2.5, null]}', b'"\\ud800"', b"[NaN]", b"123456789012345678901234567890"]
-)
+@pytest.mark.parametrize("data", [b'{"a": [1, 2.5, null]}', b'"\\ud83d\\ude00"', b"123456789012345678901234567890"])
 async def test_reads_what_the_standard_library_reads(data: bytes) -> None:
     assert repr(await read(data)) == repr(json.loads(data))
 
@@ -43,6 +41,7 @@ async def test_says_where_a_body_is_no_json() -> None:
     ("data", "message"),
     [
         (b'{"prompt": "\xff"}', "the body is not UTF-8 at byte 12; send JSON in UTF-8"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "the body holds a number of too many digits; send a smaller one"),
         (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "the body is nested too deeply; send flatter JSON"),
     ],
 )
@@ -175,3 +174,21 @@ async def test_a_large_body_is_read_on_a_thread(monkeypatch: pytest.MonkeyPatch)
     assert await read(b'"' + b"x" * 100_000 + b'"') == "x" * 100_000
     assert threads[0] == threading.get_ident()
     assert threads[1] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b'{"prompt": "a", "user": "\\ud800"}', "user"),
+        (b'{"prompt": "a", "user": "\xed\xa0\x80"}', "user"),  # the same, as bytes that are not quite UTF-8
+        (b'{"prompt": "a", "metadata": {"b": [1, {"\\udc00": 1}]}}', "metadata.b[1].?"),
+        (b'{"prompt": "a", "x": [0, NaN], "y": NaN}', "x[1]"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    ],
+)
+async def test_names_what_no_json_may_hold(data: bytes, param: str) -> None:
+    async with serving(FakeClient("x")) as session:
+        response = await session.post("/v1/completions", content=data, headers=HEADERS)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert response.json()["error"]["message"].startswith(param)
