@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ResourceError,
     )
     from quire.types.outputs import CompletionOutput, Logprob, RequestOutput
-    from quire.types.sampling import PoolingParams, SamplingParams
+    from quire.types.sampling import PoolingParams, RepetitionDetectionParams, SamplingParams
     from quire.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ __all__ = [
     "ModelError",
     "PoolingParams",
     "QuireError",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestOutput",
     "ResourceError",
@@ -53,6 +54,7 @@ _HOMES = {
     "ModelError": "quire.types.errors",
     "PoolingParams": "quire.types.sampling",
     "QuireError": "quire.types.errors",
+    "RepetitionDetectionParams": "quire.types.sampling",
     "RequestError": "quire.types.errors",
     "RequestOutput": "quire.types.outputs",
     "ResourceError": "quire.types.errors",

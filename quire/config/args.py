@@ -30,6 +30,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
         "prompt_logprobs",
         "detokenize",
         "output_kind",
+        "stream_interval",
         "bad_words_token_ids",
         "extra_args",
     }

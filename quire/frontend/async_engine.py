@@ -296,7 +296,8 @@ class AsyncEngine:
 
 def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether preparing a request would keep an event loop from its streams for milliseconds."""
-    parts = (prompt.get("prompt"), prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else (prompt,)
+    names = ("prompt", "prompt_token_ids", "suffix")
+    parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
     if any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts):
         return True
     grammar = params.structured_outputs

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.frontend.infill import find_infill
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import RequestError
@@ -23,9 +24,12 @@ from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarSource, Vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt"."""
+"""Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt" and "suffix".
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+With a suffix, the model fills in what stands between the prompt and the suffix.
+"""
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "suffix"})
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, the increment of SplitMix64
 
@@ -125,6 +129,10 @@ class InputProcessor:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
         text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
+        eos_token_ids = self._eos_token_ids
+        if (suffix := _suffix(prompt)) is not None:
+            token_ids, ends = self._fill_in(token_ids, suffix, params, add_special_tokens)
+            eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *ends)))
         token_ids = self._fit(token_ids, params)
         self._check_params(params)
         grammar = self._make_grammar(params)
@@ -132,7 +140,9 @@ class InputProcessor:
             request_id=request_id,
             prompt=text,
             params=params,
-            children=self._fan_out(request_id, token_ids, params, priority, cache_salt, grammar, arrival_time),
+            children=self._fan_out(
+                request_id, token_ids, params, priority, cache_salt, grammar, arrival_time, eos_token_ids
+            ),
             trace_headers=trace_headers,
         )
 
@@ -155,6 +165,7 @@ class InputProcessor:
         cache_salt: str | None,
         grammar: GrammarSource | None,
         arrival_time: float,
+        eos_token_ids: tuple[int, ...],
     ) -> tuple[EngineRequest, ...]:
         max_tokens = self._info.max_model_len - len(token_ids)
         if params.max_tokens is not None:
@@ -174,7 +185,7 @@ class InputProcessor:
                 request_id=child_id(request_id, index, params.n),
                 token_ids=token_ids,
                 params=rest if index else first,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 seed=child_seed(seed, index),
                 max_tokens=max_tokens,
                 priority=priority,
@@ -219,7 +230,32 @@ class InputProcessor:
             return text, self._read_token_ids(token_ids, params), cache_salt
         if text is None:
             raise RequestError('the prompt is a dict without "prompt" or "prompt_token_ids"; give one', "prompt")
+        if _suffix(prompt) is not None:  # what is filled in may begin the text; the tokenizer adds nothing inside it
+            return text, self._encode(text, params, False) if text else [], cache_salt
         return text, self._encode(text, params, add_special_tokens), cache_salt
+
+    def _fill_in(
+        self, prefix: list[int], suffix: Any, params: SamplingParams, add_special_tokens: bool
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """A prompt that asks for what is between the two, and the tokens that end it."""
+        if not isinstance(suffix, str):
+            raise RequestError(f"suffix is {_short(suffix)} but must be text", "suffix")
+        if params.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "suffix is given with truncate_prompt_tokens, which would cut off what it needs; leave one out",
+                "suffix",
+            )
+        if self._tokenizer is None:
+            raise RequestError("suffix needs a tokenizer, and there is none", "suffix")
+        infill = find_infill(self._tokenizer)
+        try:
+            ids = infill.token_ids(
+                self._tokenizer, prefix, suffix, add_special_tokens, self._info.max_model_len - 1
+            )
+        except TooManyTokensError as error:
+            raise self._too_long(error.num_tokens, error.exact) from error
+        self._check_token_ids("suffix", (min(ids), max(ids), *infill.end_ids))
+        return ids, infill.end_ids
 
     def _read_token_ids(self, token_ids: Any, params: SamplingParams) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes, bytearray)):
@@ -246,7 +282,9 @@ class InputProcessor:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
         limit, keep = self._info.max_model_len - 1, params.truncate_prompt_tokens
         try:
-            if keep is None:
+            if keep is not None and params.truncation_side == "right":
+                ids = self._tokenizer.encode_first(text, add_special_tokens, limit if keep == -1 else keep)
+            elif keep is None:
                 ids = self._tokenizer.encode(text, add_special_tokens, max_tokens=limit)
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens, keep_last=limit if keep == -1 else keep)
@@ -261,7 +299,8 @@ class InputProcessor:
         limit = self._info.max_model_len
         keep = params.truncate_prompt_tokens
         if keep is not None:
-            token_ids = token_ids[-(limit - 1 if keep == -1 else keep) :]
+            kept = limit - 1 if keep == -1 else keep
+            token_ids = token_ids[:kept] if params.truncation_side == "right" else token_ids[-kept:]
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
         if len(token_ids) >= limit:
@@ -316,6 +355,10 @@ class InputProcessor:
             if spaced[-len(plain) :] != plain:
                 found[spaced] = None
         return tuple(ids for ids in found if ids)
+
+
+def _suffix(prompt: Prompt) -> Any:
+    return prompt.get("suffix") if isinstance(prompt, Mapping) else None
 
 
 def _short(value: object) -> str:

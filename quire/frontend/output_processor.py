@@ -29,6 +29,8 @@ from quire.types.request import FinishReason
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
 
+REPETITION_DETECTED = "repetition_detected"  # vLLM's stop_reason for it
+
 
 @dataclass(slots=True)
 class ProcessedOutputs:
@@ -46,8 +48,10 @@ class CompletionState:
     __slots__ = (
         "_decoder",
         "_detokenizer",
+        "_interval",
         "_logprobs",
         "_matcher",
+        "_num_taken",
         "_pieces",
         "_reader",
         "_show_stop_token",
@@ -80,7 +84,9 @@ class CompletionState:
         self.num_tokens = 0
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
-        self.changed = False
+        self.changed = False  # there is something to hand out
+        self._interval = params.stream_interval
+        self._num_taken = 0
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._logprobs: list[LogprobsAtPosition] | None = None if params.logprobs is None else []
         self._decoder = decoder
@@ -104,7 +110,6 @@ class CompletionState:
     def add(self, output: EngineOutput) -> None:
         """Take in what one step added. A stop string met ends the completion, whatever the engine said."""
         token_ids = output.token_ids
-        self.changed = self.changed or bool(token_ids) or output.finish_reason is not None
         if self._detokenizer is not None:
             # The token that ended the output is one of its tokens, but is not part of its text.
             hidden = output.finish_reason == "stop" and bool(token_ids) and not self._show_stop_token
@@ -115,15 +120,21 @@ class CompletionState:
                 token_ids = token_ids[:taken]
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
+        if token_ids and (not self._num_taken or self.num_tokens >= self._num_taken + self._interval):
+            self.changed = True
         if self._logprobs is not None and output.logprobs is not None:
             self._add_logprobs(self._logprobs, output, len(token_ids))
-        if output.finish_reason is not None and self.finish_reason is None:
+        if self.finish_reason is not None:
+            self.changed = True
+        elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
 
     def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
         """End the completion and let out the text that was held back."""
         self.changed = True
         self.finish_reason, self.stop_reason = reason, stop_reason
+        if reason == "repetition":
+            self.stop_reason = REPETITION_DETECTED
         if self._detokenizer is None:
             return
         said = len(self._pieces)
@@ -148,6 +159,7 @@ class CompletionState:
                 token_ids = token_ids.copy()
                 logprobs = None if logprobs is None else logprobs.copy()
         self.changed = False
+        self._num_taken = self.num_tokens
         output = CompletionOutput(
             self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
         )

@@ -135,6 +135,15 @@ class Tokenizer:
             raise TooManyTokensError(len(ids), exact=True)
         return ids
 
+    def encode_first(self, text: str, add_special_tokens: bool, count: int) -> list[int]:
+        """The token ids of a text's beginning: the first `count` of them, and perhaps more."""
+        # No token spells more characters than the longest; what a cut changes is near the cut.
+        return self.encode(text[: (count + _DOUBT) * self._longest_token], add_special_tokens)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.backend.get_vocab()), default=1)
+
     def _encode_long(
         self, text: str, add_special_tokens: bool, max_tokens: int | None, keep_last: int | None
     ) -> list[int]:

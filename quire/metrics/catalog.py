@@ -59,7 +59,8 @@ PREEMPTIONS = Metric(
 SUCCESS = Metric(
     "request_success_total",
     "counter",
-    "Completions that ended, by reason: stop, length, abort (the client left or aborted) or error. A request has n.",
+    "Completions that ended, by reason: stop, length, repetition (repetition_detection), abort (the client left or"
+    " aborted) or error. A request has n.",
     ("finished_reason",),
 )
 ENGINE_RESTARTS = Metric("engine_restarts_total", "counter", "Engines started in place of one that died.")

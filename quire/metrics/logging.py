@@ -98,7 +98,7 @@ class StatsLog(Observer):
         self._num_generation_tokens = 0
         self._num_first_tokens = 0
         self._first_token_seconds = 0.0
-        self._ends = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._ends = {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0}
         self._queries_before = self._counters.prefix_queries
         self._hits_before = self._counters.prefix_hits
         self._preemptions_before = self._counters.num_preemptions
@@ -113,7 +113,7 @@ class StatsLog(Observer):
             "kv_usage": 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
             "prompt_tokens_per_second": self._num_prompt_tokens / seconds,
             "generation_tokens_per_second": self._num_generation_tokens / seconds,
-            "finished": ends["stop"] + ends["length"],
+            "finished": ends["stop"] + ends["length"] + ends["repetition"],
             "aborted": ends["abort"],
             "failed": ends["error"],
             "preempted": self._counters.num_preemptions - self._preemptions_before,

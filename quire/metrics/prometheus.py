@@ -18,7 +18,7 @@ from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineStats
 from quire.types.request import FinishReason
 
-_DONE = ("stop", "length")
+_DONE = ("stop", "length", "repetition")
 
 
 class PrometheusObserver(Observer, Collector):

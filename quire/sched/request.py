@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from quire.kv.manager import KVSequence
+from quire.sched.repetition import RepetitionDetector
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
 
@@ -38,6 +39,7 @@ class Request:
         "num_tokens",
         "pools",
         "queue_time",
+        "repetition",
         "reported",
         "request_id",
         "retry_until",
@@ -70,6 +72,7 @@ class Request:
 
         self.constrained = engine_request.grammar is not None
         self.pools = isinstance(params, PoolingParams)
+        self.repetition: RepetitionDetector | None = None
         if isinstance(params, PoolingParams):
             self.max_tokens_total = num_prompt_tokens + 1
             self.min_tokens_total = 0
@@ -83,6 +86,9 @@ class Request:
             self.stop_token_ids = params.stop_token_ids
             self.stop_tokens = frozenset(params.stop_token_ids).union(eos)  # whatever ends it
             self.wants_prompt_logprobs = params.prompt_logprobs is not None
+            detection = params.repetition_detection
+            if detection is not None and detection.max_pattern_size > 0:
+                self.repetition = RepetitionDetector(detection)
 
         # True when a result row needs nothing but: append one token, check for the end.
         self.steady = False

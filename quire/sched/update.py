@@ -83,7 +83,7 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     tokens, reason, stop_reason = _append(request, tokens)
     if request.status is Status.RUNNING:
         request.store_above = state.kv.store(request.kv, request.token_ids, end)
-        request.steady = len(request.token_ids) >= request.min_tokens_total
+        request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
         _end_retry(state, request, end)
     logprobs = result.logprobs.get(index)
     output = first_output(request, tokens, reason, prompt_logprobs=prompt_logprobs)
@@ -118,7 +118,10 @@ def _append(request: Request, tokens: list[int]) -> tuple[list[int], FinishReaso
     request.num_tokens += len(tokens) - 1  # one of them was counted when the step was planned
     for count, token in enumerate(tokens, 1):
         known.append(token)
+        repeats = request.repetition is not None and request.repetition.add(token)
         reason, stop_reason = _why_finished(request, token, len(known))
+        if reason is None and repeats and len(known) >= request.min_tokens_total:
+            reason = "repetition"
         if reason is not None:
             return tokens[:count], reason, stop_reason
     return tokens, None, None

@@ -6,7 +6,7 @@ keywords, without what says nothing about the output (titles, descriptions, keyw
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +165,8 @@ class SchemaCheck:
         elif keyword in _NUMBERS:
             if keyword in _OLD_BOUNDS and isinstance(value, bool):
                 return
-            is_number = type(value) in (int, float) and math.isfinite(value)
+            # Beyond the range of float64 a number is none to any backend, and no integer can be compared with one.
+            is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
             if not is_number or (keyword == "multipleOf" and value <= 0):
                 raise self._wrong(keyword, path, value, "a number above 0" if keyword == "multipleOf" else "a number")
         elif keyword == "type":

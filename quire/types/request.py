@@ -9,7 +9,7 @@ import msgspec
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.structured import GrammarSource
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):

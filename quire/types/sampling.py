@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -12,14 +11,19 @@ from quire.types.structured import StructuredOutputsParams
 
 # Below this, dividing logits by the temperature overflows float32; it is treated as greedy.
 MIN_TEMPERATURE = 1e-5
+# Far beyond these a logit, multiplied and divided by all of them, would no longer be a finite float32.
+MAX_TEMPERATURE = 1e6
+MAX_REPETITION_PENALTY = 1e6
+MAX_LOGIT_BIAS = 1e12
 MAX_LOGPROBS = 1 << 20
+MAX_PATTERN_SIZE = 2048  # every distance up to it may be looked at after each token
 MAX_STOP_STRINGS = 1024  # each is looked for after every token
 MAX_BAD_WORDS = 1024  # each is tokenized twice and compared with the last tokens in every step
 MAX_BAD_WORD_LENGTH = 1024  # characters
 
 _INTEGERS = (
     *("n", "top_k", "seed", "max_tokens", "min_tokens"),
-    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "stream_interval"),
 )
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -30,6 +34,41 @@ _BOOLEANS = (
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
+Side = Literal["left", "right"]
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """When an output that repeats itself ends. Names and meanings follow vLLM's class of this name."""
+
+    max_pattern_size: int = 0
+    """The longest pattern of tokens that is looked for; 0 looks for none."""
+    min_pattern_size: int = 0
+    """The shortest one; 0 is 1."""
+    min_count: int = 0
+    """End the output when its last tokens are a pattern this many times in a row; at least 2."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            value, field = getattr(self, name), f"repetition_detection.{name}"
+            _require(type(value) is int and value >= 0, field, value, "an integer, 0 or more")
+        _require(
+            self.max_pattern_size <= MAX_PATTERN_SIZE,
+            "repetition_detection.max_pattern_size",
+            self.max_pattern_size,
+            f"at most {MAX_PATTERN_SIZE}",
+        )
+        _require(
+            self.min_pattern_size <= self.max_pattern_size,
+            "repetition_detection.min_pattern_size",
+            self.min_pattern_size,
+            f"at most max_pattern_size ({self.max_pattern_size})",
+        )
+        _require(
+            self.min_count >= 2 or self.max_pattern_size == 0,
+            "repetition_detection.min_count",
+            self.min_count,
+            "at least 2",
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -76,9 +115,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the last prompt tokens; -1 keeps as many as the model takes."""
+    """Keep only this many of the prompt's tokens; -1 keeps as many as the model takes."""
+    truncation_side: Side = "left"
+    """Where tokens are cut off a prompt that is truncated: left keeps the last ones, right the first."""
     output_kind: OutputKind = "cumulative"
     """What each streamed output holds: everything so far, what is new, or one output at the end."""
+    stream_interval: int = 1
+    """Tokens in each streamed output; the first and the last output of a completion come at once."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -89,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """bad_words as token ids. The frontend fills this in: the engine knows no text."""
     structured_outputs: StructuredOutputsParams | None = None
     """A schema, a regular expression, choices or a grammar that the output obeys."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End an output that repeats itself, with the finish reason "repetition"."""
     extra_args: dict[str, Any] | None = None
     """Values for plug-ins; Quire itself reads none."""
 
@@ -133,6 +178,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             structured,
             "StructuredOutputsParams(...)",
         )
+        detection = self.repetition_detection
+        _require(
+            detection is None or isinstance(detection, RepetitionDetectionParams),
+            "repetition_detection",
+            detection,
+            "RepetitionDetectionParams(...)",
+        )
+        _require(self.truncation_side in get_args(Side), "truncation_side", self.truncation_side, "left or right")
         _require(
             self.output_kind in get_args(OutputKind),
             "output_kind",
@@ -144,8 +197,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(self.n >= 1, "n", self.n, "at least 1")
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require(0.0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
-        _require(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
+        _in_range("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        _in_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1, 0 (both: keep all) or positive")
         _in_range("min_p", self.min_p, 0.0, 1.0)
@@ -169,6 +222,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.truncate_prompt_tokens,
             "-1 (the model's limit) or positive",
         )
+        _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")
         _require(all(self.stop), "stop", self.stop, "strings that are not empty")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop holds {len(self.stop)} strings; give at most {MAX_STOP_STRINGS}", "stop")
@@ -193,7 +247,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "None or a list with at least one token id",
         )
         for token, bias in (self.logit_bias or {}).items():
-            _require(math.isfinite(bias), "logit_bias", f"{token}: {bias}", "finite")
+            allowed = f"between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+            _require(abs(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{token}: {bias}", allowed)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

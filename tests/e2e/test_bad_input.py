@@ -18,6 +18,7 @@ from quire.cli.main import main
 from quire.loader import fetch
 from quire.types import errors
 from quire.types.errors import BatchError, GenerationError, QuireError, RequestError
+from quire.types.sampling import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.e2e.tiny import VOCAB, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.loader.gguf_tiny import write_tiny_gguf
@@ -199,6 +200,28 @@ def test_sampling_values_that_the_model_does_not_have(llm: LLM, params: dict[str
     assert info.value.field == field
 
 
+LIMITS: list[dict[str, Any]] = [
+    {"temperature": MAX_TEMPERATURE},
+    {"temperature": 1.001 * MIN_TEMPERATURE, "logit_bias": {5: MAX_LOGIT_BIAS, 6: -MAX_LOGIT_BIAS}},
+    {"repetition_penalty": MAX_REPETITION_PENALTY, "logit_bias": {5: MAX_LOGIT_BIAS}, "temperature": 1e-4},
+    {"repetition_penalty": 1 / MAX_REPETITION_PENALTY, "logit_bias": {5: -MAX_LOGIT_BIAS}, "temperature": 1e-4},
+    {"top_p": 5e-324},
+    {"top_p": 1e-38, "top_k": 3},
+    {"min_p": 5e-324},
+    {"min_p": 1.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {"seed": (1 << 64) - 1},
+    {"seed": -(1 << 63)},
+]
+
+
+def test_every_limit_of_the_sampling_values_can_be_computed(llm: LLM) -> None:
+    """Alone and together: what is allowed never overflows."""
+    params = [SamplingParams(**{"seed": 1, "max_tokens": 4, "ignore_eos": True} | values) for values in LIMITS]
+    together = [output.outputs[0].token_ids for output in llm.generate(["Hello"] * len(params), params)]
+    assert [len(token_ids) for token_ids in together] == [4] * len(params)
+    assert [llm.generate("Hello", one)[0].outputs[0].token_ids for one in params] == together
+
+
 def test_contradictory_sampling_values_fail_the_request_alone(llm: LLM) -> None:
     impossible = SamplingParams(allowed_token_ids=[2], min_tokens=2, max_tokens=4)  # 2 is the end of the text
     with pytest.raises(BatchError, match=r"1 of 3 requests failed.*request 1: .*no token may be chosen") as info:
@@ -231,7 +254,7 @@ def test_nan_weights_fail_their_requests_and_not_the_engine(broken: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "temperature is -1.0 but must be 0 or more"),
+        (["--temperature", "-1"], "temperature is -1.0 but must be between 0 and 1e+06"),
         (["--min-tokens", "5", "--max-tokens", "4"], "min_tokens is 5 but must be at most max_tokens (4)"),
         (["--model", "/no/such"], "no model '/no/such'"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0 but must be at least 1"),

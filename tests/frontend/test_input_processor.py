@@ -94,11 +94,15 @@ def test_max_tokens_never_exceeds_the_context(num_tokens: int, max_tokens: int |
     assert child.max_tokens >= 1
 
 
-def test_truncation_keeps_the_end() -> None:
+def test_truncation_keeps_the_end_or_the_beginning() -> None:
     assert ids("abcdef", SamplingParams(truncate_prompt_tokens=2)) == list(b"ef")
     assert ids("ab", SamplingParams(truncate_prompt_tokens=5)) == list(b"ab")
+    assert ids("abcdef", SamplingParams(truncate_prompt_tokens=2, truncation_side="right")) == list(b"ab")
+    assert ids("ab", SamplingParams(truncate_prompt_tokens=5, truncation_side="right")) == list(b"ab")
     long = list(range(250)) * 4
     assert ids(long, SamplingParams(truncate_prompt_tokens=-1)) == long[-(MAX_MODEL_LEN - 1) :]
+    right = SamplingParams(truncate_prompt_tokens=-1, truncation_side="right")
+    assert ids(long, right) == long[: MAX_MODEL_LEN - 1]
 
 
 def test_n_fans_out_into_children() -> None:

@@ -70,6 +70,37 @@ def test_deltas_hold_what_is_new() -> None:
     ]
 
 
+@given(
+    st.integers(1, 6), st.lists(st.integers(1, 4), min_size=1, max_size=12), st.sampled_from(["cumulative", "delta"])
+)
+def test_outputs_wait_for_the_interval(interval: int, sizes: list[int], kind: OutputKind) -> None:
+    processor = start(output_kind=kind, stream_interval=interval)
+    *steps, last = [said("x" * size) for size in sizes]
+    last.finish_reason = "length"
+    outputs = feed(processor, *steps, last)
+    counts = [len(completion(output).token_ids) for output in outputs]
+    if kind == "cumulative":
+        counts = [after - before for before, after in itertools.pairwise([0, *counts])]
+    assert sum(counts) == sum(sizes)
+    assert counts[0] == sizes[0], "the first comes at once"
+    assert all(count >= interval for count in counts[1:-1])
+    assert all(count < interval + 4 for count in counts[1:])
+    assert outputs[-1].finished
+
+
+def test_a_stop_string_ends_the_wait_for_the_interval() -> None:
+    processor = start(output_kind="delta", stream_interval=100, stop=["!"])
+    outputs = feed(processor, said("a"), said("b"), said("c!"))
+    assert [completion(output).text for output in outputs] == ["a", "bc"]
+    assert outputs[-1].finished
+
+
+def test_a_repetition_says_what_it_is() -> None:
+    (output,) = feed(start(), said("abab", finish_reason="repetition"))
+    assert completion(output).text == "abab"
+    assert (completion(output).finish_reason, completion(output).stop_reason) == ("repetition", "repetition_detected")
+
+
 def test_final_only_says_nothing_before_the_end() -> None:
     (output,) = feed(start(output_kind="final_only"), said("Hel"), said("lo", finish_reason="length"))
     assert (completion(output).text, output.finished) == ("Hello", True)

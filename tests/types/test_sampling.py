@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.types.errors import RequestError
-from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.sampling import PoolingParams, RepetitionDetectionParams, SamplingParams
 
 
 def test_lists_and_single_strings_become_tuples() -> None:
@@ -23,6 +23,23 @@ def test_greedy_is_temperature_zero_or_nearly_so() -> None:
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams(temperature=1e-9).greedy
     assert not SamplingParams(temperature=1e-3).greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_pattern_size", {"max_pattern_size": -1, "min_count": 2}),
+        ("max_pattern_size", {"max_pattern_size": 2049, "min_count": 2}),
+        ("max_pattern_size", {"max_pattern_size": 2.5, "min_count": 2}),
+        ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}),
+        ("min_count", {"max_pattern_size": 3, "min_count": 1}),
+        ("min_count", {"max_pattern_size": 3}),
+    ],
+)
+def test_a_repetition_that_cannot_be_looked_for_is_named(field: str, values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^repetition_detection.{field} is .* but must be ") as info:
+        RepetitionDetectionParams(**values)
+    assert info.value.field == f"repetition_detection.{field}"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +76,15 @@ def test_greedy_is_temperature_zero_or_nearly_so() -> None:
         ("frequency_penalty", float("nan")),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 3.5e38),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("logit_bias", {3: -1e39}),
+        ("truncation_side", "middle"),
+        ("stream_interval", 0),
+        ("stream_interval", None),
+        ("repetition_detection", {"max_pattern_size": 3}),
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("logprobs", -2),

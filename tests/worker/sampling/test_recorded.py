@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_left_to_the_host() -> None:
     ("params", "value", "code"),
     [
         ({"allowed_token_ids": [3], "bad_words_token_ids": ((3,),)}, 0.0, 2),
-        ({"logit_bias": {3: 3e38}}, 3e38, 3),
+        ({"repetition_penalty": 1e-6, "outputs": [3]}, 3e38, 3),
         ({"logit_bias": {3: 1.0}}, float("nan"), 1),
         ({"logit_bias": {3: 1.0}}, float("inf"), 1),
     ],

@@ -145,8 +145,10 @@ def test_contradictory_masks_are_an_error_of_that_row(params: dict[str, float]) 
 
 
 def test_overflow_by_parameters_is_an_error_of_that_row() -> None:
-    rows = [make_row(), make_row(logit_bias={4: 3.4e38, 5: 3.4e38}, repetition_penalty=1e-30, outputs=[4, 5])]
-    output = run(make_logits(2, 2, 50), rows)
+    rows = [make_row(), make_row(repetition_penalty=1e-6, outputs=[4, 5])]
+    logits = make_logits(2, 2, 50)
+    logits[1, 4] = 3e38
+    output = run(logits, rows)
     assert list(output.errors()) == [1]
     assert "overflow" in output.errors()[1]
 
