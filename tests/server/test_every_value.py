@@ -1,0 +1,108 @@
+"""Every string of every body with a lone surrogate, and every number with extremes: a 400 that names the field.
+
+The bodies come from the published schemas, so a new field is tried without a line here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from quire.structured.guidance import GuidanceBackend
+from quire.types.sampling import SamplingParams
+from quire.types.structured import GrammarError, GrammarSource
+from tests.server.body_holes import Hole, holes
+from tests.server.helpers import http, long_client, make_app
+from tests.structured.words import VOCABULARY
+from tests.worker.sampling.helpers import MAX_ROWS, make_logits, run
+from tests.worker.sampling.reference import Row
+
+EXTREMES = (1e-38, -1e-45, 3.5e38, -1e39, 1e308, 1 << 31, -(1 << 63) - 1, 1 << 64, 10**30, 10**400)
+NAN = ("NaN", "Infinity", "1e999")
+APP = make_app()
+HOLES = list(holes(APP))
+PATHS = sorted({hole.path for hole in HOLES})
+
+
+def test_the_schemas_are_looked_into() -> None:
+    found = {(hole.path, hole.field, hole.kind) for hole in HOLES}
+    assert PATHS == [
+        "/detokenize",
+        "/tokenize",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+    ]
+    for path in PATHS[2:5]:
+        assert (path, "repetition_penalty", "number") in found
+        assert (path, "logit_bias", "number") in found
+    for field in ("user", "metadata", "safety_identifier", "prompt_cache_key", "reasoning", "text", "tools"):
+        assert ("/v1/responses", field, "string") in found
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_string_with_a_lone_surrogate(path: str) -> None:
+    client = long_client("x")
+    async with http(make_app(client)) as session:
+        for hole in holes_of(path, "string"):
+            for value in ("\ud800", "a\udc00b"):
+                answer = await post(session, path, json.dumps(hole.body(value)))
+                assert_names(answer, hole)
+    assert client.added == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_number_with_extremes(path: str) -> None:
+    client = long_client("x")
+    async with http(make_app(client)) as session:
+        for hole in holes_of(path, "number"):
+            for value in EXTREMES:
+                answer = await post(session, path, json.dumps(hole.body(value)))
+                if answer.status_code != 200:
+                    assert_names(answer, hole, value)
+            for word in NAN:
+                body = json.dumps(hole.body("a hole")).replace('"a hole"', word)
+                assert_names(await post(session, path, body), hole, word)
+    # Sampling parameters are no keys of a set where one of them is a dict.
+    asked = {msgspec.msgpack.encode(request.params): request for request in client.added}
+    assert_sampled([request.params for request in asked.values() if isinstance(request.params, SamplingParams)])
+    assert_compiled({request.grammar for request in client.added if request.grammar is not None})
+
+
+def holes_of(path: str, kind: str) -> list[Hole]:
+    return [hole for hole in HOLES if hole.path == path and hole.kind == kind]
+
+
+async def post(session: httpx.AsyncClient, path: str, body: str) -> httpx.Response:
+    return await session.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def assert_names(answer: httpx.Response, hole: Hole, value: Any = None) -> None:
+    assert answer.status_code == 400, (hole, value, answer.text)
+    error = answer.json()["error"]
+    named = error["message"] if "param" not in error else error["param"] or ""
+    assert hole.field in named, (hole, value, answer.text)
+
+
+def assert_compiled(sources: set[GrammarSource]) -> None:
+    """What the API accepts as a grammar compiles, or is refused as a grammar."""
+    backend = GuidanceBackend(VOCABULARY)
+    for source in sources:
+        with contextlib.suppress(GrammarError):
+            backend.compile(source).matcher()
+
+
+def assert_sampled(accepted: list[SamplingParams]) -> None:
+    """What the API accepts, the sampler can do: no parameter makes it fail, or a logit overflow."""
+    rows = [Row(params, [1, 2, 3], [4, 5, 5], 7, (9,)) for params in accepted]
+    for begin in range(0, len(rows), MAX_ROWS):
+        batch = rows[begin : begin + MAX_ROWS]
+        output = run(make_logits(begin, len(batch), 258), batch)
+        assert output.errors() == {}, [batch[index].params for index in output.errors()]
