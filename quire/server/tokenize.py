@@ -16,8 +16,8 @@ from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.errors import json_response
 from quire.server.openai.chat.messages import template_conversation
-from quire.server.openai.chat.protocol import TemplateFields
-from quire.server.openai.fields import check_extra_fields
+from quire.server.openai.chat.protocol import ConversationFields
+from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
 from quire.server.openai.sampling import TokenIds
 from quire.server.openapi import answers
 
@@ -31,13 +31,10 @@ class TokenizeText(BaseModel):
     return_token_strs: bool | None = None
 
 
-class TokenizeChat(TemplateFields):
+class TokenizeChat(ConversationFields):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="Let the tokenizer add its own to what the template wrote; off."
-    )
     return_token_strs: bool | None = None
 
 
@@ -66,7 +63,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
     async def tokenize(body: TokenizeText | TokenizeChat) -> Response:
         """The token ids of a text, or of the prompt that a conversation becomes."""
         context.check_model(body.model)
-        check_extra_fields(body.model_extra or {}, context, "/tokenize")
+        check_extra_fields(body.model_extra or {}, context, "/tokenize", NO_EFFECT_ON_PROMPTS)
         tokenizer = context.tokenizer()
         if isinstance(body, TokenizeText):
             text, add_special_tokens = body.prompt, body.add_special_tokens is not False
@@ -84,7 +81,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens spelled out; ids outside the vocabulary stand for nothing."""
         context.check_model(body.model)
-        check_extra_fields(body.model_extra or {}, context, "/detokenize")
+        check_extra_fields(body.model_extra or {}, context, "/detokenize", NO_EFFECT_ON_PROMPTS)
         decode = partial(context.tokenizer().decode, body.tokens, skip_special_tokens=False)
         text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()
         return json_response(msgspec.json.encode(Text(text)))

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.anthropic.protocol import FormatField, InputBlock, InputMessage, PromptFields, ToolDefinition
+from quire.server.anthropic.protocol import (
+    FormatField,
+    InputBlock,
+    InputMessage,
+    MessagesRequest,
+    PromptFields,
+    ToolDefinition,
+)
+from quire.server.context import ServerContext
 from quire.server.conversation.request import (
     AUTO,
     NONE,
     REQUIRED,
     Conversation,
     OutputFormat,
-    TemplateOptions,
     Tool,
     ToolChoice,
     check_tools,
 )
+from quire.server.openai.structured import one_format
+from quire.server.openai.template import template_options
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
@@ -25,7 +35,7 @@ _THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 _ROLES = ("user", "assistant", "system")
 
 
-def conversation_of(body: PromptFields) -> Conversation:
+def conversation_of(context: ServerContext, body: PromptFields) -> Conversation:
     messages = _system(body.system)
     for index, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages[{index}]")
@@ -38,11 +48,13 @@ def conversation_of(body: PromptFields) -> Conversation:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        output_format=_output_format(body),
+        output_format=_one_format(body),
         thinking=_thinking(body),
         reasoning_effort=None if config is None else config.effort,
         # An assistant's message at the end is the beginning of the answer.
-        template=TemplateOptions(continue_final_message=messages[-1]["role"] == "assistant"),
+        template=dataclasses.replace(
+            template_options(context.settings, body), continue_final_message=messages[-1]["role"] == "assistant"
+        ),
     )
 
 
@@ -183,6 +195,11 @@ def _thinking(body: PromptFields) -> bool | None:
             f"thinking.type is {body.thinking.type[:40]!r} but must be one of {', '.join(_THINKING)}", "thinking.type"
         )
     return _THINKING[body.thinking.type]
+
+
+def _one_format(body: PromptFields) -> OutputFormat | None:
+    structured = body.structured_outputs if isinstance(body, MessagesRequest) else None
+    return one_format(_output_format(body), "output_config.format", structured)
 
 
 def _output_format(body: PromptFields) -> OutputFormat | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
 import msgspec
@@ -30,7 +30,9 @@ from quire.server.conversation.blocks import BlockReader, blocks_of
 from quire.server.conversation.prepare import prepare_conversation, render_conversation
 from quire.server.errors import encode_anthropic_error, json_response, status_of
 from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
-from quire.server.openai.generation import Generation, engine_id_of, finished_outputs, run
+from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
+from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
+from quire.server.openai.sampling import engine_prompt
 from quire.server.sse import EventStream, named_event, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.types.outputs import RequestOutput
@@ -46,8 +48,7 @@ HINTS = frozenset(
         "context_management",
         "diagnostics",
         "inference_geo",
-        "metadata",
-        "service_tier",
+        "mcp_servers",
         "speed",
         "user_profile_id",
     }
@@ -56,23 +57,23 @@ HINTS = frozenset(
 
 async def create_message(context: ServerContext, body: MessagesRequest, request: Request) -> Response:
     model = context.check_model(body.model)
-    note_extra_fields(context, body)
-    conversation = conversation_of(body)
+    check_fields(context, body)
+    conversation = conversation_of(context, body)
     request_id = request_id_of(request.scope)
-    message_id = f"msg_{request_id}"
+    message_id, engine_id = response_ids("msg_", body, request)
     prepared = await while_connected(
         request.receive, prepare_conversation(context, conversation, _params(context, body))
     )
     generation = Generation(
         response_id=message_id,
-        engine_id=engine_id_of(message_id, request),
+        engine_id=engine_id,
         model=model,
-        prompts=[{"prompt": prepared.prompt}],
+        prompts=[engine_prompt(body, prepared.prompt)],
         prompt_field="messages",
         format_field=prepared.format_field,
         params=prepared.params,
         reading=prepared.reading,
-        priority=0,
+        priority=body.priority or 0,
         add_special_tokens=False,
         trace_headers=trace_headers_of(request.scope),
         arrival_time=arrival_time_of(request.scope),
@@ -98,19 +99,19 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
     """How long the prompt of a conversation is."""
     context.check_model(body.model)
-    note_extra_fields(context, body)
-    prompt = await render_conversation(context, conversation_of(body))
+    check_fields(context, body, NO_EFFECT_ON_PROMPTS)
+    prompt = await render_conversation(context, conversation_of(context, body))
     return TokenCount(len(await context.encode(prompt, False, "messages")))
 
 
-def note_extra_fields(context: ServerContext, body: PromptFields) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name == "mcp_servers" and value:
-            raise RequestError(
-                "mcp_servers is not taken: in this server tool servers are called by the Responses API", name
-            )
-        if name not in HINTS and name != "mcp_servers":
-            context.note_ignored_field(ROUTE, name)
+def check_fields(context: ServerContext, body: PromptFields, no_effect: Collection[str] = ()) -> None:
+    """Refuse, of fields outside the model, those that would be misunderstood."""
+    extra = body.model_extra or {}
+    if extra.get("mcp_servers"):
+        raise RequestError(
+            "mcp_servers is not taken: in this server tool servers are called by the Responses API", "mcp_servers"
+        )
+    check_extra_fields(extra, context, ROUTE, HINTS.union(no_effect))
 
 
 def encoded(events: Iterable[StreamEvent]) -> bytes:
@@ -121,15 +122,14 @@ def encoded(events: Iterable[StreamEvent]) -> bytes:
 
 def _params(context: ServerContext, body: MessagesRequest) -> SamplingParams:
     given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
+        **body.sampling_fields(),
         "max_tokens": min(body.max_tokens, context.provider.engine.info.max_model_len),
         "output_kind": "delta" if body.stream else "final_only",
     }
-    named = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(context.text.chat_params(), **named)
+    if body.stop_sequences:
+        stop = given.get("stop", ())
+        given["stop"] = [*((stop,) if isinstance(stop, str) else stop), *body.stop_sequences]
+    return msgspec.structs.replace(context.text.chat_params(), **given)
 
 
 class MessageAnswer:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.server.openai.sampling import SmallInt
+from quire.server.openai.sampling import GenerationFields, SmallInt
+from quire.server.openai.template import TemplateFields
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -66,7 +67,7 @@ class OutputConfig(BaseModel):
     format: FormatField | None = None
 
 
-class PromptFields(BaseModel):
+class PromptFields(TemplateFields):
     """What the prompt is made of; shared with /v1/messages/count_tokens."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -81,7 +82,7 @@ class PromptFields(BaseModel):
     output_format: FormatField | None = Field(None, description="The older place of output_config.format.")
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(GenerationFields, PromptFields):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
@@ -92,10 +93,6 @@ class MessagesRequest(PromptFields):
 
     max_tokens: Annotated[SmallInt, Field(ge=1, description="Clamped to what the context leaves.")]
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: SmallInt | None = None
-    top_p: float | None = None
 
 
 class CountTokensRequest(PromptFields):

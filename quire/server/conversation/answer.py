@@ -13,7 +13,7 @@ from quire.parsers.events import CallEnd, CallStart, Event, ReasoningDelta, Text
 from quire.server.conversation.schema_check import SchemaCheck, SchemaReport
 from quire.types.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "repetition", "abort", "error"]
 
 MakeCallId = Callable[[str, int], str]
 

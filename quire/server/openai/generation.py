@@ -16,7 +16,7 @@ from quire.frontend.reading import Reading
 from quire.server.context import ServerContext
 from quire.server.conversation.grammar import renamed
 from quire.server.middleware import is_request_id, request_id_of
-from quire.server.openai.sampling import SamplingFields
+from quire.server.openai.sampling import GenerationFields
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
@@ -48,18 +48,20 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def response_ids(prefix: str, body: SamplingFields, request: Request) -> tuple[str, str]:
-    """The answer's id and the engine's. Clients may use an id twice at a time; the engine may not."""
-    if body.request_id is not None and not is_request_id(body.request_id):
+def request_name(body: GenerationFields, request: Request) -> tuple[str, bool]:
+    """What the answer's id is made of, and whether the server chose it: it is then the only one of its name."""
+    if body.request_id is None:
+        return request_id_of(request.scope), bool(request.state.own_request_id)
+    if not is_request_id(body.request_id):
         raise RequestError("request_id must be 1 to 128 letters, digits or any of . : / @ + = _ -", "request_id")
-    response_id = f"{prefix}-{body.request_id or request_id_of(request.scope)}"
-    own = body.request_id is None and request.state.own_request_id
+    return body.request_id, False
+
+
+def response_ids(prefix: str, body: GenerationFields, request: Request) -> tuple[str, str]:
+    """The answer's id and the engine's. Clients may use an id twice at a time; the engine may not."""
+    name, own = request_name(body, request)
+    response_id = f"{prefix}{name}"
     return response_id, response_id if own else unique_id(response_id)
-
-
-def engine_id_of(response_id: str, request: Request) -> str:
-    """The engine's id for an answer that is named after the HTTP request."""
-    return response_id if request.state.own_request_id else unique_id(response_id)
 
 
 def unique_id(response_id: str) -> str:

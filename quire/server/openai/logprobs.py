@@ -55,12 +55,14 @@ class LogprobsFormatter:
         self._as_token_ids = as_token_ids
 
     def chat(self, positions: Iterable[LogprobsAtPosition], num_top: int) -> ChatLogprobs:
+        """With the `num_top` likeliest tokens of each position; -1 for all."""
         content = []
         for position in positions:
             # The chosen token comes first, then the likeliest by rank; it may be one of them.
             (chosen, chosen_logprob), *_ = position.items()
             ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-            top = [self._top(token, logprob) for token, logprob in ranked[:num_top]]
+            shown = ranked if num_top < 0 else ranked[:num_top]
+            top = [self._top(token, logprob) for token, logprob in shown]
             entry = self._top(chosen, chosen_logprob)
             content.append(ChatLogprob(entry.token, entry.logprob, entry.bytes, top))
         return ChatLogprobs(content)
@@ -80,7 +82,7 @@ class LogprobsFormatter:
                 continue
             result.token_logprobs.append(_finite(position[token].logprob))
             top: dict[str, float] = {}
-            for other, logprob in sorted(position.items(), key=lambda item: item[1].rank or 0):
+            for other, logprob in position.items():  # the chosen token first, as in vLLM, then by rank
                 top.setdefault(self._name(other), _finite(logprob.logprob))
             result.top_logprobs.append(top)
         return result, offset

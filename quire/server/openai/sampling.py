@@ -1,4 +1,4 @@
-"""The sampling fields that both generating endpoints share, and how they become SamplingParams.
+"""The sampling fields that the generating endpoints share, and how they become SamplingParams.
 
 Names and meanings are OpenAI's and, for the extra ones, vLLM's. A null is the same as leaving a field out;
 what is left out comes from the model's own generation_config.json.
@@ -6,15 +6,15 @@ what is left out comes from the model's own generation_config.json.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from quire.config.groups import ServerConfig
-from quire.server.openai.structured import StructuredFields
+from quire.server.openai.structured import ResponseFormat, StructuredOutputs
 from quire.types.errors import RequestError
-from quire.types.sampling import OutputKind, SamplingParams
+from quire.types.sampling import OutputKind, RepetitionDetectionParams, SamplingParams
 
 INT32 = (1 << 31) - 1
 
@@ -27,13 +27,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(StructuredFields):
-    """What may be asked of generation, on any endpoint."""
+class RepetitionDetection(BaseModel):
+    """End an output whose last tokens are one pattern, several times in a row."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: SmallInt | None = Field(None, description="Tokens of the longest pattern; 0 looks for none.")
+    min_pattern_size: SmallInt | None = Field(None, description="Tokens of the shortest one; 1.")
+    min_count: SmallInt | None = Field(None, description="How often the pattern has to come in a row; at least 2.")
+
+
+class GenerationFields(BaseModel):
+    """What may be asked of generation on every endpoint that generates."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(None, description="One of GET /v1/models; without it, whatever is served.")
-    n: SmallInt | None = Field(None, description="How many completions to make of each prompt.")
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -42,11 +51,11 @@ class SamplingFields(StructuredFields):
     stop: str | list[str] | None = None
     logit_bias: dict[int, float] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     top_k: SmallInt | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_detection: RepetitionDetection | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -54,16 +63,43 @@ class SamplingFields(StructuredFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: SmallInt | None = None
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where a prompt is truncated: left keeps its last tokens, right its first; left."
+    )
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: SmallInt | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream_interval: SmallInt | None = Field(
+        None, description="Tokens in each streamed piece; the first and the last piece come at once."
+    )
     priority: SmallInt | None = Field(None, description="Smaller runs earlier, under --policy priority.")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached prefix.")
     request_id: str | None = Field(None, description="Part of the answer's id, instead of the x-request-id header.")
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields that are sampling parameters of the same name, without those that are not given."""
+        given: dict[str, Any] = self.model_dump(include=set(_PARAMS), exclude_none=True)
+        if self.repetition_detection is not None:
+            sizes = self.repetition_detection.model_dump(exclude_none=True)
+            given["repetition_detection"] = RepetitionDetectionParams(**sizes)
+        return given
+
+
+class SamplingFields(GenerationFields):
+    """What completions and chat completions may be asked besides."""
+
+    n: SmallInt | None = Field(None, description="How many completions to make of each prompt.")
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: SmallInt | None = None
     return_token_ids: bool | None = Field(None, description="Add the token ids of prompt and completion.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
     )
+
+    def names(self, field: str) -> bool:
+        """Whether the client gave the field, with whatever value: answers then have what belongs to it, or a null."""
+        return field in self.model_fields_set
 
     def wants_usage(self) -> tuple[bool, bool]:
         """Whether a stream tells the usage at its end, and with every chunk."""
@@ -92,9 +128,11 @@ _PARAMS = frozenset(
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "truncate_prompt_tokens",
+        "truncation_side",
         "allowed_token_ids",
         "bad_words",
         "prompt_logprobs",
+        "stream_interval",
     }
 )
 
@@ -109,18 +147,22 @@ def sampling_params(
     logprobs: int | None,
 ) -> SamplingParams:
     """SamplingParams of a request over `base`. A max_tokens that no context could hold is clamped."""
-    given: dict[str, Any] = body.model_dump(include=set(_PARAMS), exclude_none=True)
+    given = body.sampling_fields()
     if max_tokens is not None:
         given["max_tokens"] = min(max_tokens, max_model_len)
     kind: OutputKind = "delta" if body.stream else "final_only"
     params = msgspec.structs.replace(base, **given, logprobs=logprobs, output_kind=kind)
-    if params.n > settings.max_n:
-        raise RequestError(f"n is {params.n} but this server makes at most {settings.max_n} (--max-n)", "n")
+    check_n("n", params.n, settings)
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         check_logprobs(name, count, settings.max_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not supported with stream; leave one of them out", "prompt_logprobs")
     return params
+
+
+def check_n(field: str, count: int, settings: ServerConfig) -> None:
+    if count > settings.max_n:
+        raise RequestError(f"{field} is {count} but this server makes at most {settings.max_n} (--max-n)", field)
 
 
 def check_logprobs(field: str, count: int | None, limit: int) -> None:
@@ -131,7 +173,7 @@ def check_logprobs(field: str, count: int | None, limit: int) -> None:
         )
 
 
-def engine_prompt(body: SamplingFields, prompt: str | list[int]) -> dict[str, Any]:
+def engine_prompt(body: GenerationFields, prompt: str | list[int]) -> dict[str, Any]:
     """A prompt in the engine's form, with the request's salt."""
     named: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     if body.cache_salt is not None:

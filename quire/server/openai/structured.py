@@ -44,23 +44,31 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = None
 
 
-class StructuredFields(BaseModel):
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-
-def output_format(body: StructuredFields) -> OutputFormat | None:
+def output_format(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> OutputFormat | None:
     """What the two fields come to; None leaves the text free. Schemas are looked at later, off the event loop."""
-    from_format = None if body.response_format is None else _of_response_format(body.response_format)
-    if body.structured_outputs is None or not body.structured_outputs.model_fields_set:
-        return from_format
-    if from_format is not None:
+    own = None if response_format is None else _of_response_format(response_format)
+    return one_format(own, "response_format", structured_outputs)
+
+
+def one_format(
+    own: OutputFormat | None, field: str, structured_outputs: StructuredOutputs | None
+) -> OutputFormat | None:
+    """The format that an API asks for by a `field` of its own, or the one of `structured_outputs`; not both."""
+    constraint = _constraint(structured_outputs)
+    if own is not None and constraint is not None:
         raise RequestError(
-            "response_format and structured_outputs both constrain the text; leave one of them out",
-            "structured_outputs",
+            f"{field} and structured_outputs both constrain the text; leave one of them out", "structured_outputs"
         )
+    return own or constraint
+
+
+def _constraint(wanted: StructuredOutputs | None) -> OutputFormat | None:
+    if wanted is None or not wanted.model_fields_set:
+        return None
     # Not by model_dump, which would copy every part of a schema.
-    given = {name.rstrip("_"): value for name, value in body.structured_outputs if value is not None}
+    given = {name.rstrip("_"): value for name, value in wanted if value is not None}
     if isinstance(given.get("structural_tag"), dict):
         given["structural_tag"] = _json(given["structural_tag"])
     constraint = StructuredOutputsParams(**given)

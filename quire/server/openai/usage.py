@@ -34,10 +34,14 @@ class UsageCounter:
         self._reasoning: dict[tuple[str, int], int] = {}
         self.completion_tokens = 0
 
-    def add(self, output: RequestOutput) -> None:
-        """Take in a delta, or a whole output."""
+    def add_prompt(self, output: RequestOutput) -> None:
+        """Take in the prompt of a delta, and nothing that was generated."""
         self._prompts[output.request_id] = len(output.prompt_token_ids)
         self._cached[output.request_id] = output.num_cached_tokens or 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in a delta, or a whole output."""
+        self.add_prompt(output)
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
             if completion.num_reasoning_tokens:

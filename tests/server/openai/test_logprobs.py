@@ -30,9 +30,15 @@ def test_a_chosen_token_outside_the_top_is_not_among_them() -> None:
     assert [top.token for top in entry.top_logprobs] == ["A", "C"]
 
 
+def test_all_of_them_are_all_of_them() -> None:
+    entry = LogprobsFormatter(TOKENIZER, as_token_ids=False).chat([POSITION], -1).content[0]
+    assert [top.token for top in entry.top_logprobs] == ["A", "C", "B"]
+
+
 def test_the_completion_shape_has_the_chosen_token_always() -> None:
     completion, offset = LogprobsFormatter(TOKENIZER, as_token_ids=False).completion([66], [POSITION], 5)
     assert completion.top_logprobs == [{"A": -0.5, "C": -1.5, "B": -9999.0}]
+    assert list(completion.top_logprobs[0] or ()) == ["B", "A", "C"], "the chosen token comes first, as in vLLM"
     assert (completion.text_offset, offset) == ([5], 6)
 
 

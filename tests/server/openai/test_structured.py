@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.openai.structured import StructuredFields, output_format
+from quire.server.openai.sampling import SamplingFields
+from quire.server.openai.structured import output_format
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
@@ -15,7 +16,8 @@ SCHEMA: dict[str, Any] = {"type": "object"}
 
 
 def wanted(**fields: Any) -> tuple[StructuredOutputsParams, str] | None:
-    found = output_format(StructuredFields.model_validate(fields))
+    body = SamplingFields.model_validate(fields)
+    found = output_format(body.response_format, body.structured_outputs)
     return None if found is None else (found.constraint, found.where)
 
 
@@ -63,8 +65,8 @@ def test_a_structural_tag_may_be_an_object() -> None:
 
 def test_a_schema_is_handed_over_as_it_is() -> None:
     """Copying a megabyte of it would hold up the event loop."""
-    body = StructuredFields.model_validate({"structured_outputs": {"json": SCHEMA}})
+    body = SamplingFields.model_validate({"structured_outputs": {"json": SCHEMA}})
     assert body.structured_outputs is not None
-    found = output_format(body)
+    found = output_format(body.response_format, body.structured_outputs)
     assert found is not None
     assert found.constraint.json is body.structured_outputs.json_

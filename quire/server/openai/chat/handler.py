@@ -53,7 +53,7 @@ async def prepare(
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
-    response_id, engine_id = response_ids("chatcmpl", body, request)
+    response_id, engine_id = response_ids("chatcmpl-", body, request)
     engine = context.provider.engine
     params = sampling_params(
         body,
@@ -107,6 +107,8 @@ class ChatAnswer:
         self._prefix = last_text(body) if body.echo else ""
         self._include_reasoning = body.include_reasoning is not False
         self._return_token_ids = bool(body.return_token_ids)
+        self._names_token_ids = body.names("return_token_ids")
+        self._names_prompt_logprobs = body.names("prompt_logprobs")
         self._include_usage, self._continuous_usage = body.wants_usage()
         self._num_top = generation.params.logprobs or 0
         self._formatter: LogprobsFormatter | None = None
@@ -123,10 +125,9 @@ class ChatAnswer:
             [self._choice(piece) for piece in self._reader.read(output)],
             self._usage.usage(),
         )
-        if self._generation.params.prompt_logprobs is not None:
+        if self._names_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self._return_token_ids:
-            answer.prompt_token_ids = output.prompt_token_ids
+        answer.prompt_token_ids = self._shown(output.prompt_token_ids)
         return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -147,32 +148,44 @@ class ChatAnswer:
             self._logprobs(piece),
             piece.finish_reason,
             piece.stop_reason,
-            piece.token_ids if self._return_token_ids else UNSET,
+            self._shown(piece.token_ids),
             piece.schema_report or UNSET,
         )
 
+    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
+        """Token ids for a client that asked for them; null for one that named the field otherwise."""
+        if not self._names_token_ids:
+            return UNSET
+        return token_ids if self._return_token_ids else None
+
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
+        self._usage.add_prompt(output)
+        before: Usage | UnsetType | None = None if self._include_usage else UNSET
+        usage = before
+        if self._continuous_usage:
+            before = self._usage.usage()  # a choice's first chunk tells its role, and no token yet
         self._usage.add(output)
-        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
         if self._continuous_usage:
             usage = self._usage.usage()
-        chunks: list[ChatCompletionChunk] = []
-        for piece in self._reader.read(output):
-            index = piece.index
-            if index not in begun:
-                begun.add(index)
-                # An answer that is only calls has no content, not an empty one.
-                content = self._prefix if self._prefix or not self._may_call else None
-                first = self._chunk(ChunkChoice(index, Delta("assistant", content)), usage)
-                if self._return_token_ids:
-                    first.prompt_token_ids = output.prompt_token_ids
-                chunks.append(first)
+        pieces = self._reader.read(output)
+        new = [piece.index for piece in pieces if piece.index not in begun]
+        begun.update(new)
+        chunks = [self._first_chunk(index, output, before) for index in new]
+        for piece in pieces:
             chunks += [self._chunk(choice, usage) for choice in self._choices(piece)]
             if piece.finish_reason is not None:
-                last = ChunkChoice(index, Delta(), None, piece.finish_reason, piece.stop_reason)
+                last = self._chunk_choice(piece.index, Delta())
+                last.finish_reason, last.stop_reason = piece.finish_reason, piece.stop_reason
                 last.schema_check = piece.schema_report or UNSET
                 chunks.append(self._chunk(last, usage))
         return chunks
+
+    def _first_chunk(self, index: int, output: RequestOutput, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
+        """Whose answer begins. One that is only calls has no content, not an empty one."""
+        content = self._prefix if self._prefix or not self._may_call else None
+        first = self._chunk(self._chunk_choice(index, Delta("assistant", content)), usage)
+        first.prompt_token_ids = self._shown(output.prompt_token_ids)
+        return first
 
     def _choices(self, piece: ChoicePiece) -> list[ChunkChoice]:
         """What a piece says, a choice for each event; the first one has the piece's tokens with it."""
@@ -180,12 +193,14 @@ class ChatAnswer:
         # A token may have nothing to say by itself, such as the first half of a character.
         if not deltas and piece.token_ids and (self._formatter is not None or self._return_token_ids):
             deltas = [Delta()]
-        choices = [ChunkChoice(piece.index, delta) for delta in deltas]
+        choices = [self._chunk_choice(piece.index, delta) for delta in deltas]
         if choices:
             choices[0].logprobs = self._logprobs(piece)
-            if self._return_token_ids:
-                choices[0].token_ids = piece.token_ids
+            choices[0].token_ids = self._shown(piece.token_ids)
         return choices
+
+    def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
+        return ChunkChoice(index, delta, token_ids=self._shown(None))
 
     def _is_shown(self, said: Event) -> bool:
         return not isinstance(said, CallEnd) and (self._include_reasoning or not isinstance(said, ReasoningDelta))
@@ -198,6 +213,7 @@ class ChatAnswer:
             generation.model,
             [] if choice is None else [choice],
             usage,
+            self._shown(None),
         )
 
     def _logprobs(self, piece: ChoicePiece) -> ChatLogprobs | None:

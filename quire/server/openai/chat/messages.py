@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.conversation.render import check_template_option
 from quire.server.conversation.request import (
     AUTO,
     Conversation,
-    TemplateOptions,
     Tool,
     ToolChoice,
     check_tools,
@@ -21,10 +19,11 @@ from quire.server.openai.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
-    TemplateFields,
+    ConversationFields,
     ToolDefinition,
 )
 from quire.server.openai.structured import output_format
+from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 
@@ -33,31 +32,28 @@ _TEXT_TYPES = ("text", "input_text", "output_text")
 
 def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
     """What a chat request asks. Copies no schema: however large it is, this is quick."""
-    tools = [tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
-    choice, tools = tool_choice_of(body.tool_choice, tools)
-    check_tools(tools, choice)
     return dataclasses.replace(
         template_conversation(context, body),
-        tools=tuple(tools),
-        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        output_format=output_format(body),
-        reasoning_effort=body.reasoning_effort,
+        output_format=output_format(body.response_format, body.structured_outputs),
     )
 
 
-def template_conversation(context: ServerContext, body: TemplateFields) -> Conversation:
+def template_conversation(context: ServerContext, body: ConversationFields) -> Conversation:
     """The part of a conversation that its prompt depends on."""
-    check_template_option(context.settings, body.chat_template)
+    tools = [tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    choice, tools = tool_choice_of(body.tool_choice, tools)
+    check_tools(tools, choice)
+    options = template_options(context.settings, body)
     return Conversation(
         messages=[template_message(message, index) for index, message in enumerate(body.messages)],
-        tools=tuple(tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())),
-        template=TemplateOptions(
-            body.add_generation_prompt,
-            bool(body.continue_final_message),
-            body.chat_template,
-            body.chat_template_kwargs or {},
-            body.documents,
+        tools=tuple(tools),
+        tool_choice=choice,
+        reasoning_effort=body.reasoning_effort,
+        template=dataclasses.replace(
+            options,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
         ),
     )
 
@@ -132,7 +128,7 @@ def template_message(message: ChatMessage, index: int) -> dict[str, Any]:
     return result
 
 
-def last_text(body: TemplateFields) -> str:
+def last_text(body: ConversationFields) -> str:
     """The text of the last message, if it is the assistant's."""
     last = body.messages[-1]
     if last.role != "assistant":

@@ -12,6 +12,7 @@ from quire.server.conversation.answer import FinishReason
 from quire.server.conversation.schema_check import SchemaReport
 from quire.server.openai.logprobs import ChatLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
+from quire.server.openai.template import TemplateFields
 from quire.server.openai.usage import Usage
 
 
@@ -54,19 +55,23 @@ class ToolDefinition(BaseModel):
     function: FunctionDefinition | None = None
 
 
-class TemplateFields(BaseModel):
-    """How a conversation becomes a prompt; shared with /tokenize."""
+class ConversationFields(TemplateFields):
+    """What the prompt of a conversation depends on; shared with /tokenize."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolDefinition] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, none, required, or {type: function, function: {name}}; auto."
+    )
+    reasoning_effort: str | None = Field(None, description="For templates that know it; none turns thinking off.")
     add_generation_prompt: bool | None = Field(None, description="End the prompt where the answer begins; on.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message; off.")
-    chat_template: str | None = Field(None, description="Refused unless --allow-request-chat-template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
-    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Let the tokenizer add its own to what the template wrote; off."
+    )
 
 
-class ChatCompletionRequest(SamplingFields, TemplateFields):
+class ChatCompletionRequest(SamplingFields, ConversationFields):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
@@ -80,14 +85,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="How many candidates per token; needs logprobs.")
     echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
-    add_special_tokens: bool | None = Field(
-        None, description="Let the tokenizer add its own to what the template wrote; off."
-    )
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description="auto, none, required, or {type: function, function: {name}}; auto."
-    )
     parallel_tool_calls: bool | None = Field(None, description="Allow more than one call in an answer; on.")
-    reasoning_effort: str | None = Field(None, description="For templates that know it; none turns thinking off.")
     include_reasoning: bool | None = Field(None, description="Show the model's thinking; on.")
 
 
@@ -117,7 +115,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
     schema_check: SchemaReport | UnsetType = UNSET
 
 
@@ -128,7 +126,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -157,7 +155,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
     schema_check: SchemaReport | UnsetType = UNSET
 
 
@@ -167,4 +165,4 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,7 +21,7 @@ from quire.server.openai.completions.protocol import Completion, CompletionChoic
 from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
-from quire.server.openai.sampling import check_stream_options, engine_prompt, sampling_params
+from quire.server.openai.sampling import check_n, check_stream_options, engine_prompt, sampling_params
 from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, UsageCounter
 from quire.server.sse import EventStream, event, while_connected
@@ -44,17 +45,18 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError("best_of is not supported unless it equals n; leave it out", "best_of")
+    check_best_of(body)
+    if body.suffix and body.echo:
+        raise RequestError("suffix is given with echo; leave one of them out", "suffix")
     prompts = prompts_of(body)
-    response_id, engine_id = response_ids("cmpl", body, request)
+    response_id, engine_id = response_ids("cmpl-", body, request)
     engine = context.provider.engine
-    wanted = output_format(body)
+    wanted = output_format(body.response_format, body.structured_outputs)
     return Generation(
         response_id=response_id,
         engine_id=engine_id,
         model=model,
-        prompts=[engine_prompt(body, prompt) for prompt in prompts],
+        prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
         prompt_field="prompt",
         format_field=None if wanted is None else wanted.where,
         params=_params(context, body, engine.info.max_model_len, wanted),
@@ -63,6 +65,20 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
         trace_headers=trace_headers_of(request.scope),
         arrival_time=arrival_time_of(request.scope),
     )
+
+
+def check_best_of(body: CompletionRequest) -> None:
+    if body.best_of is None:
+        return
+    n = 1 if body.n is None else body.n
+    if body.best_of < n:
+        raise RequestError(f"best_of is {body.best_of} but must be at least n ({n})", "best_of")
+    if body.stream and body.best_of > n:
+        raise RequestError("best_of cannot be streamed: the best is known at the end; leave stream out", "best_of")
+
+
+def _with_suffix(prompt: dict[str, Any], suffix: str | None) -> dict[str, Any]:
+    return {**prompt, "suffix": suffix} if suffix else prompt
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
@@ -82,19 +98,35 @@ def _params(
 ) -> SamplingParams:
     # The engine always makes a token; when none is wanted it is not shown.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+    compares = body.best_of is not None and body.best_of > (body.n or 1)
     params = sampling_params(
         body,
         context.text.defaults.params,
         context.settings,
         max_tokens=max_tokens,
         max_model_len=max_model_len,
-        logprobs=body.logprobs,
+        logprobs=0 if compares and body.logprobs is None else body.logprobs,
     )
+    if body.best_of is not None:
+        check_n("best_of", body.best_of, context.settings)
+        params = msgspec.structs.replace(params, n=body.best_of)
     if wanted is not None:
         params = msgspec.structs.replace(params, structured_outputs=wanted.constraint)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     return params
+
+
+def best_of(completions: Sequence[CompletionOutput], n: int) -> Sequence[CompletionOutput]:
+    """The n completions with the highest log-probability per token, the best first, numbered anew."""
+    if len(completions) <= n:
+        return completions
+    best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
+    return [dataclasses.replace(completion, index=index) for index, completion in enumerate(best)]
+
+
+def _mean_logprob(completion: CompletionOutput) -> float:
+    return (completion.cumulative_logprob or 0.0) / max(1, len(completion.token_ids))
 
 
 class CompletionAnswer:
@@ -104,10 +136,13 @@ class CompletionAnswer:
         self._context = context
         self._generation = generation
         self._usage = UsageCounter()
+        self._n = generation.params.n if body.best_of is None else body.n or 1
         self._echo = bool(body.echo)
         self._no_tokens = body.max_tokens == 0
-        self._asked_prompt_logprobs = body.prompt_logprobs is not None
+        self._names_prompt_logprobs = body.names("prompt_logprobs")
+        self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._return_token_ids = bool(body.return_token_ids)
+        self._names_token_ids = body.names("return_token_ids")
         self._include_usage, self._continuous_usage = body.wants_usage()
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
         self._formatter: LogprobsFormatter | None = None
@@ -119,11 +154,12 @@ class CompletionAnswer:
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._count(output)
-            for completion in output.outputs:
+            for completion in best_of(output.outputs, self._n):
                 choice = self._choice(prompt_index, output, completion)
                 choice.finish_reason, choice.stop_reason = self._ending(completion)
-                if self._asked_prompt_logprobs:
-                    choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+                if self._names_prompt_logprobs:
+                    shown = output.prompt_logprobs if self._shows_prompt_logprobs else None
+                    choice.prompt_logprobs = prompt_logprobs(shown)
                 choices.append(choice)
         return msgspec.json.encode(self._completion(choices, self._usage.usage()))
 
@@ -159,12 +195,13 @@ class CompletionAnswer:
                 chunks.append(self._completion([choice], usage))
             if completion.finish_reason is not None:
                 last = CompletionChoice(choice.index, "", None, *self._ending(completion))
+                last.token_ids = last.prompt_token_ids = self._shown(None)
                 chunks.append(self._completion([last], usage))
         return chunks
 
     def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """What is new of a completion; the first time, with the prompt if it is to be echoed."""
-        index = prompt_index * self._generation.params.n + completion.index
+        index = prompt_index * self._n + completion.index
         first = index not in self._offsets
         self._offsets.setdefault(index, 0)
         token_ids = [] if self._no_tokens else completion.token_ids
@@ -173,11 +210,15 @@ class CompletionAnswer:
             choice.text = self._prompt_text(output) + choice.text
         if self._formatter is not None:
             choice.logprobs = self._logprobs(self._formatter, index, output, completion, first)
-        if self._return_token_ids:
-            choice.token_ids = token_ids
-            if first:
-                choice.prompt_token_ids = output.prompt_token_ids
+        choice.token_ids = self._shown(token_ids)
+        choice.prompt_token_ids = self._shown(output.prompt_token_ids if first else None)
         return choice
+
+    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
+        """Token ids for a client that asked for them; null for one that named the field otherwise."""
+        if not self._names_token_ids:
+            return UNSET
+        return token_ids if self._return_token_ids else None
 
     def _logprobs(
         self,

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
 from quire.server.openai.logprobs import CompletionLogprobs, PromptLogprob
-from quire.server.openai.sampling import SamplingFields, TokenIds
+from quire.server.openai.sampling import SamplingFields, SmallInt, TokenIds
 from quire.server.openai.usage import Usage
 from quire.types.request import FinishReason
 
@@ -26,7 +26,12 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(None, description="Clamped to what the context leaves; 0 with echo only echoes.")
     logprobs: int | None = Field(None, description="How many candidates per token.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
-    best_of: int | None = Field(None, description="Not supported unless it equals n.")
+    best_of: SmallInt | None = Field(
+        None, description="Make this many completions and return the n with the highest log-probability per token."
+    )
+    suffix: str | None = Field(
+        None, description="What comes after the completion, for models with tokens for fill-in-the-middle."
+    )
     add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own to a text; on.")
 
 
@@ -36,8 +41,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
 
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
+from quire.server.context import ServerContext
 from quire.server.conversation.request import (
     AUTO,
     REQUIRED,
     Conversation,
     OutputFormat,
-    TemplateOptions,
     Tool,
     ToolChoice,
     check_tools,
@@ -19,6 +21,8 @@ from quire.server.conversation.request import (
 from quire.server.openai.responses.items import Item, flat_name, messages_of
 from quire.server.openai.responses.mcp import Listing
 from quire.server.openai.responses.protocol import Response, ResponsesRequest
+from quire.server.openai.structured import one_format
+from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
@@ -81,7 +85,9 @@ def is_optional(definition: Mapping[str, Any]) -> bool:
     return definition.get("optional") is True or definition.get("external_web_access") is False
 
 
-def conversation_of(body: ResponsesRequest, items: Sequence[Item], toolbox: Toolbox) -> Conversation:
+def conversation_of(
+    context: ServerContext, body: ResponsesRequest, items: Sequence[Item], toolbox: Toolbox
+) -> Conversation:
     choice, tools = tool_choice_of(body.tool_choice, toolbox)
     check_tools(tools, choice)
     return Conversation(
@@ -89,9 +95,9 @@ def conversation_of(body: ResponsesRequest, items: Sequence[Item], toolbox: Tool
         tools=tuple(tools),
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        output_format=_output_format(body),
+        output_format=one_format(_output_format(body), "text.format", body.structured_outputs),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        template=TemplateOptions(chat_template_kwargs=body.chat_template_kwargs or {}),
+        template=template_options(context.settings, body),
     )
 
 
@@ -170,7 +176,7 @@ def response_of(body: ResponsesRequest, response_id: str, created: int, model: s
         temperature=body.temperature,
         top_p=body.top_p,
         top_logprobs=body.top_logprobs or 0,
-        user=body.user,
+        user=UNSET if body.user is None else body.user,
         safety_identifier=body.safety_identifier,
         prompt_cache_key=body.prompt_cache_key,
     )

@@ -13,14 +13,14 @@ from starlette.responses import Response as HttpResponse
 
 from quire.server.context import ServerContext
 from quire.server.errors import NotFoundError, json_response
-from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
-from quire.server.openai.generation import unique_id
+from quire.server.middleware import arrival_time_of, trace_headers_of
+from quire.server.openai.generation import request_name, unique_id
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item, items_of, response_id_of
 from quire.server.openai.responses.mcp import list_remote_tools
-from quire.server.openai.responses.prepare import TurnMaker, check_extra_fields, max_tokens_of, params_of
+from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.run import Plan, error_of, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
@@ -90,11 +90,11 @@ class Responses:
     async def _prepare(self, body: ResponsesRequest, request: Request) -> Plan:
         context = self._context
         model = context.check_model(body.model)
-        check_extra_fields(context, body)
+        check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        response_id = f"resp_{request_id_of(request.scope)}"
-        if not request.state.own_request_id:
-            response_id = unique_id(response_id)
+        # One that a client chose may come twice, and stored responses are found by it.
+        name, own = request_name(body, request)
+        response_id = f"resp_{name}" if own else unique_id(f"resp_{name}")
         response = response_of(body, response_id, int(time.time()), model)
         previous = self._previous(body.previous_response_id)
         items = [self._resolved(item, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
@@ -125,7 +125,9 @@ class Responses:
             ),
             previous=previous,
             items=items,
-            formatter=None if params.logprobs is None else LogprobsFormatter(context.tokenizer(), False),
+            formatter=None
+            if params.logprobs is None
+            else LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids)),
             max_tokens=max_tokens,
         )
 

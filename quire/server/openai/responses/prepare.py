@@ -12,17 +12,19 @@ import msgspec
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.conversation.request import AUTO, NONE
+from quire.server.openai.fields import check_extra_fields
 from quire.server.openai.generation import Generation
 from quire.server.openai.responses.convert import Toolbox, conversation_of
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.protocol import ResponsesRequest
 from quire.server.openai.responses.truncation import fitted
+from quire.server.openai.sampling import engine_prompt
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
 ROUTE = "/v1/responses"
 # What is understood and has no meaning here, or is only a hint.
-HINTS = frozenset({"stream_options", "prompt_cache_retention", "prompt_cache_options", "client_metadata"})
+HINTS = frozenset({"prompt_cache_options", "client_metadata"})
 UNSUPPORTED = {
     "conversation": "send previous_response_id, or all items as input",
     "prompt": "send the prompt's text as instructions and input",
@@ -56,7 +58,7 @@ class TurnMaker:
     ) -> Turn:
         """Turn `number`, after the items that were `said` in the turns before it."""
         context, body = self.context, self.body
-        conversation = conversation_of(body, [*self.items, *said], self.toolbox)
+        conversation = conversation_of(context, body, [*self.items, *said], self.toolbox)
         if number > 0:  # what the client asked to be called has been called
             conversation = dataclasses.replace(conversation, tool_choice=AUTO if may_call else NONE)
         if body.truncation == "auto":
@@ -64,19 +66,16 @@ class TurnMaker:
             conversation = await fitted(context, conversation, max(1, room))
         params = self.params if max_tokens is None else msgspec.structs.replace(self.params, max_tokens=max_tokens)
         prepared = await prepare_conversation(context, conversation, params)
-        prompt: dict[str, Any] = {"prompt": prepared.prompt}
-        if body.cache_salt is not None:
-            prompt["cache_salt"] = body.cache_salt
         generation = Generation(
             response_id=self.response_id,
             engine_id=self.response_id if number == 0 else f"{self.response_id}-turn{number}",
             model=self.model,
-            prompts=[prompt],
+            prompts=[engine_prompt(body, prepared.prompt)],
             prompt_field="input",
             format_field=prepared.format_field,
             params=prepared.params,
             reading=prepared.reading,
-            priority=0,
+            priority=body.priority or 0,
             add_special_tokens=False,
             trace_headers=None if self.trace_headers is None else dict(self.trace_headers),
             arrival_time=self.arrival_time,
@@ -85,11 +84,10 @@ class TurnMaker:
 
 
 def params_of(context: ServerContext, body: ResponsesRequest) -> SamplingParams:
-    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "output_kind": "delta"}
+    given: dict[str, Any] = {**body.sampling_fields(), "output_kind": "delta"}
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         given["logprobs"] = body.top_logprobs or 0
-    named = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(context.text.chat_params(), **named)
+    return msgspec.structs.replace(context.text.chat_params(), **given)
 
 
 def max_tokens_of(context: ServerContext, body: ResponsesRequest) -> int | None:
@@ -99,9 +97,10 @@ def max_tokens_of(context: ServerContext, body: ResponsesRequest) -> int | None:
     return min(body.max_output_tokens, context.provider.engine.info.max_model_len)
 
 
-def check_extra_fields(context: ServerContext, body: ResponsesRequest) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED and value is not None:
-            raise RequestError(f"{name} is not supported by this server; {UNSUPPORTED[name]}", name)
-        if name not in HINTS and name not in UNSUPPORTED:
-            context.note_ignored_field(ROUTE, name)
+def check_fields(context: ServerContext, body: ResponsesRequest) -> None:
+    """Refuse what cannot be honoured: of fields outside the model, those that would be misunderstood."""
+    extra = body.model_extra or {}
+    for name, instead in UNSUPPORTED.items():
+        if extra.get(name) is not None:
+            raise RequestError(f"{name} is not supported by this server; {instead}", name)
+    check_extra_fields(extra, context, ROUTE, HINTS)

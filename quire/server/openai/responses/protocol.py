@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.schema_check import SchemaReport
 from quire.server.openai.logprobs import ChatLogprob
-from quire.server.openai.sampling import SmallInt
+from quire.server.openai.sampling import GenerationFields, SmallInt
+from quire.server.openai.template import TemplateFields
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -40,15 +41,11 @@ class TextField(BaseModel):
     verbosity: str | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(GenerationFields, TemplateFields):
     model_config = ConfigDict(
-        extra="allow",
-        allow_inf_nan=False,
-        protected_namespaces=(),
         json_schema_extra={"examples": [{"input": "What is the capital of France?", "max_output_tokens": 32}]},
     )
 
-    model: str | None = Field(None, description="One of GET /v1/models; without it, whatever is served.")
     input: str | list[dict[str, Any]]
     instructions: str | None = Field(None, description="The system message; not carried over to later responses.")
     tools: list[dict[str, Any]] | None = None
@@ -63,17 +60,18 @@ class ResponsesRequest(BaseModel):
     truncation: str | None = Field(None, description="auto leaves out the oldest items that do not fit.")
     metadata: dict[str, str] | None = None
     background: bool | None = None
-    stream: bool | None = None
     max_output_tokens: SmallInt | None = Field(None, ge=1, description="Clamped to what the context leaves.")
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: SmallInt | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
+    )
+    enable_response_messages: bool | None = Field(
+        None, description="Add the prompt and the model's own output, as text and as token ids."
+    )
     service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = Field(None, description="A hint for routing; never part of what is cached.")
-    cache_salt: str | None = Field(None, description="Requests with different salts share no cached prefix.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -186,6 +184,13 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens", "content_filter"]
 
 
+class RawMessage(msgspec.Struct, tag_field="type", tag="raw_message_tokens"):
+    """What the model read or wrote in one turn."""
+
+    message: str
+    tokens: list[int]
+
+
 class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True):
     """The response; what the client asked for is told back in it."""
 
@@ -215,10 +220,12 @@ class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True)
     top_p: float | None = None
     top_logprobs: int = 0
     service_tier: str = "default"
-    user: str | None = None
+    user: str | UnsetType = UNSET
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     schema_check: SchemaReport | UnsetType = UNSET
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class Deleted(msgspec.Struct, tag_field="object", tag="response"):

@@ -23,11 +23,13 @@ from quire.server.openai.responses.protocol import (
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
+    RawMessage,
     Response,
     ResponseError,
     ResponseUsage,
 )
 from quire.types.errors import QuireError, RequestError
+from quire.types.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +122,12 @@ async def _run_turn(
     context: ServerContext, plan: Plan, turn: Turn, tally: Tally
 ) -> AsyncGenerator[list[Event], None]:
     reader, blocks = turn.prepared.reader(), BlockReader()
+    raw = RawTurn(context, plan.response) if plan.maker.body.enable_response_messages else None
     async with aclosing(run(context, turn.generation)) as outputs:
         async for _, output in outputs:
             events = [] if plan.events.has_begun else _begin(plan)
+            if raw is not None:
+                raw.add(output)
             for piece in reader.read(output):
                 tally.output_tokens += len(piece.token_ids)
                 found = blocks.read(piece.events)
@@ -136,6 +141,27 @@ async def _run_turn(
                 events += plan.events.blocks(found, _logprobs(plan, turn, piece))
             if events:
                 yield events
+
+
+class RawTurn:
+    """What one turn adds to the response as the model read and wrote it, for clients that ask for it."""
+
+    def __init__(self, context: ServerContext, response: Response) -> None:
+        self._tokenizer = context.tokenizer()
+        self._response = response
+        self._token_ids: list[int] = []
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in a delta; the last one completes the turn."""
+        for completion in output.outputs:
+            self._token_ids += completion.token_ids
+        if output.finished:
+            response = self._response
+            response.input_messages = [*(response.input_messages or ()), self._raw(output.prompt_token_ids)]
+            response.output_messages = [*(response.output_messages or ()), self._raw(self._token_ids)]
+
+    def _raw(self, token_ids: list[int]) -> RawMessage:
+        return RawMessage(self._tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
 
 
 def _begin(plan: Plan) -> list[Event]:

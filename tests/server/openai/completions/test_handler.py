@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.frontend.fake_client import BOS, EOS, MAX_MODEL_LEN, FakeClient
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.step import TokenLogprobs
+from tests.frontend.fake_client import BOS, EOS, MAX_MODEL_LEN, FakeClient, Running
 from tests.server.helpers import MODEL, events_of, serving
 
 URL = "/v1/completions"
@@ -120,11 +123,71 @@ async def test_defaults_and_clamping() -> None:
     assert [request.max_tokens for request in client.added] == [64, MAX_MODEL_LEN - 3, 64]
 
 
-@pytest.mark.parametrize(("best_of", "n", "status"), [(1, 1, 200), (2, 2, 200), (2, 1, 400), (1, 2, 400)])
-async def test_best_of_is_refused_unless_it_means_nothing(best_of: int, n: int, status: int) -> None:
-    answer = await complete(FakeClient("x"), status, best_of=best_of, n=n)
+class RankedClient(FakeClient):
+    """The completions of a prompt say other texts each, and a letter is the likelier the earlier in the alphabet."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(lambda request: list(texts[int(request.request_id.split("_")[0])].encode()))
+
+    def _step(self, running: Running) -> EngineOutput:
+        output = super()._step(running)
+        if output.logprobs is not None:
+            output.logprobs = [TokenLogprobs([token], [-float(token % 32)], 1) for token in output.token_ids]
+        return output
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_best_of_returns_the_likeliest_per_token(logprobs: int | None) -> None:
+    client = RankedClient("zz", "c", "ab", "aaaaaa", "d")
+    answer = await complete(client, best_of=5, n=2, logprobs=logprobs)
+    # By the sum, short texts would be the best.
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "aaaaaa"), (1, "ab")]
+    assert answer["usage"]["completion_tokens"] == 3 + 2 + 3 + 7 + 2, "all that were made are counted"
+    assert all((choice["logprobs"] is None) == (logprobs is None) for choice in answer["choices"])
+
+
+async def test_best_of_over_several_prompts_numbers_choices_in_order() -> None:
+    def say(request: EngineRequest) -> list[int]:
+        return [*request.token_ids, ord("b") if request.request_id.startswith("1_") else ord("y")]
+
+    client = RankedClient()
+    client._answer = say
+    answer = await complete(client, prompt=["p", "q"], best_of=2, n=1)
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "pb"), (1, "qb")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"best_of": 1}, 200),
+        ({"best_of": 2, "n": 2}, 200),
+        ({"best_of": 2, "n": 2, "stream": True}, 200),
+        ({"best_of": 1, "n": 2}, 400),
+        ({"best_of": 0}, 400),
+        ({"best_of": -1}, 400),
+        ({"best_of": 65}, 400),
+        ({"best_of": 2, "stream": True}, 400),
+    ],
+)
+async def test_which_best_of_there_can_be(fields: dict[str, Any], status: int) -> None:
+    answer = await complete(FakeClient("x"), status, **fields)
     if status == 400:
         assert answer["error"]["param"] == "best_of"
+
+
+async def test_a_model_without_the_tokens_fills_in_nothing() -> None:
+    answer = await complete(FakeClient("x"), 400, suffix="end")
+    assert answer["error"]["param"] == "suffix"
+    assert "fill-in-the-middle" in answer["error"]["message"]
+    assert (await complete(FakeClient("x"), suffix=""))["choices"][0]["text"] == "x"
+    assert (await complete(FakeClient("x"), 400, suffix="end", echo=True))["error"]["param"] == "suffix"
+
+
+async def test_what_is_named_and_not_there_is_null() -> None:
+    choice = (await complete(FakeClient("A"), prompt_logprobs=None, return_token_ids=False))["choices"][0]
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
+    plain = (await complete(FakeClient("A")))["choices"][0]
+    assert not {"prompt_logprobs", "prompt_token_ids", "token_ids"} & plain.keys()
 
 
 prompts = st.one_of(
@@ -152,7 +215,8 @@ async def test_a_stream_says_what_a_body_says(prompt: Any, chunk: int, **body: A
     for choice in whole["choices"]:
         parts = [c for part in chunks for c in part["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in parts) == choice["text"]
-        assert [t for c in parts for t in c.get("token_ids", [])] == choice["token_ids"]
+        assert [t for c in parts for t in c["token_ids"] or ()] == choice["token_ids"]
+        assert [c["prompt_token_ids"] for c in parts] == [choice["prompt_token_ids"]] + [None] * (len(parts) - 1)
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
         assert parts[-1]["stop_reason"] == choice["stop_reason"]
         if choice["logprobs"] is None:

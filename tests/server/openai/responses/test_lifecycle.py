@@ -41,11 +41,17 @@ def idle_tasks(server: LiveServer) -> set[str]:
     return asyncio.run_coroutine_threadsafe(names(), server.loop).result()
 
 
+def asking(text: str, path: str, max_tokens: int) -> dict[str, Any]:
+    if path == URL:
+        return {"input": text, "max_output_tokens": max_tokens}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+
+
 @pytest.mark.parametrize("path", [URL, "/v1/messages"])
 def test_a_stream_that_its_client_leaves_is_aborted_and_not_stored(path: str) -> None:
     client = long_client(ENDLESS)
     with live_server(client) as server:
-        body = {"input": "Long", "messages": [{"role": "user", "content": "Long"}], "max_tokens": 400_000}
+        body = asking("Long", path, 400_000)
         with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=20) as answer:
             lines = answer.iter_lines()
             assert next(lines) in ("event: response.created", "event: message_start")
@@ -131,11 +137,7 @@ async def test_unknown_ids_are_named(method: str, path: str) -> None:
 @pytest.mark.parametrize("path", [URL, "/v1/messages", "/v1/messages/count_tokens"])
 async def test_bodies_and_prompts_that_are_too_large(path: str) -> None:
     client = FakeClient("x")
-    body: dict[str, Any] = {
-        "max_tokens": 5,
-        "input": "y" * 3000,
-        "messages": [{"role": "user", "content": "y" * 3000}],
-    }
+    body = asking("y" * 3000, path, 5)
     async with serving(client, max_body_bytes=20_000) as session:
         answer = await session.post(path, json=body | {"metadata": {"a": "z" * 30_000}})
         assert answer.status_code == 413
