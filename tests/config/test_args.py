@@ -39,6 +39,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
     kind = setting.type
     if setting.name == "structured_outputs":
         return st.sampled_from([{"regex": "a+"}, {"choice": ["a", "b"]}])
+    if setting.name == "repetition_detection":
+        return st.builds(lambda size: {"max_pattern_size": size, "min_count": 2}, st.integers(1, 9))
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     # A value that begins with a dash needs --flag=value, which is how `as_flags` writes it.
