@@ -249,9 +249,7 @@ class InputProcessor:
             raise RequestError("suffix needs a tokenizer, and there is none", "suffix")
         infill = find_infill(self._tokenizer)
         try:
-            ids = infill.token_ids(
-                self._tokenizer, prefix, suffix, add_special_tokens, self._info.max_model_len - 1
-            )
+            ids = infill.token_ids(self._tokenizer, prefix, suffix, add_special_tokens, self._info.max_model_len - 1)
         except TooManyTokensError as error:
             raise self._too_long(error.num_tokens, error.exact) from error
         self._check_token_ids("suffix", (min(ids), max(ids), *infill.end_ids))

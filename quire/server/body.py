@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from quire.server.errors import ClientDisconnectedError
+from quire.server.errors import BodyError, ClientDisconnectedError
 from quire.types.errors import RequestError
 
 MAX_DEPTH = 256  # of lists and objects; a schema needs two levels for each of its own
@@ -37,14 +37,6 @@ _BEGINS = np.zeros(256, np.bool_)
 _BEGINS[[ord("["), ord("{"), ord(",")]] = True
 
 _LONGEST_NAME = 200
-
-
-class BodyError(HTTPException):
-    """A body that no endpoint can take; `field` names the part that is wrong."""
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(400, message)
-        self.field = field
 
 
 class JsonRequest(Request):

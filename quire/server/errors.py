@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.server.body import BodyError
 from quire.server.validation import explain_validation
 from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
 
@@ -26,6 +25,14 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
+
+
+class BodyError(HTTPException):
+    """A body that no endpoint can take; `field` names the part that is wrong."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(400, message)
+        self.field = field
 
 
 class ErrorInfo(msgspec.Struct):

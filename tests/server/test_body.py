@@ -6,12 +6,12 @@ import json
 import threading
 
 import pytest
-from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server import body
 from quire.server.body import MAX_VALUES, JsonRequest
+from quire.server.errors import BodyError
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import long_client, serving
 
@@ -162,7 +162,7 @@ def test_depth_and_values_are_counted_outside_of_texts(value: object) -> None:
         body.check_size(data)
         if depth(value):
             patch.setattr(body, "MAX_DEPTH", depth(value) - 1)
-            with pytest.raises(HTTPException, match="nested too deeply"):
+            with pytest.raises(BodyError, match="nested too deeply"):
                 body.check_size(data)
 
 
