@@ -17,7 +17,7 @@ import msgspec
 from quire.frontend.infill import find_infill
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
-from quire.types.errors import RequestError
+from quire.types.errors import ContextLengthError, RequestError
 from quire.types.messages import EngineInfo
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -251,7 +251,7 @@ class InputProcessor:
         try:
             ids = infill.token_ids(self._tokenizer, prefix, suffix, add_special_tokens, self._info.max_model_len - 1)
         except TooManyTokensError as error:
-            raise self._too_long(error.num_tokens, error.exact) from error
+            raise ContextLengthError(error.num_tokens, self._info.max_model_len, exact=error.exact) from error
         self._check_token_ids("suffix", (min(ids), max(ids), *infill.end_ids))
         return ids, infill.end_ids
 
@@ -261,7 +261,7 @@ class InputProcessor:
                 f"prompt_token_ids is {_short(token_ids)} but must be a list of token ids", "prompt_token_ids"
             )
         if params.truncate_prompt_tokens is None and len(token_ids) >= self._info.max_model_len:
-            raise self._too_long(len(token_ids), exact=True)
+            raise ContextLengthError(len(token_ids), self._info.max_model_len)
         ids = list(token_ids)
         if not set(map(type, ids)) <= {int}:
             wrong = next(token for token in ids if type(token) is not int)
@@ -287,7 +287,7 @@ class InputProcessor:
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens, keep_last=limit if keep == -1 else keep)
         except TooManyTokensError as error:
-            raise self._too_long(error.num_tokens, error.exact) from error
+            raise ContextLengthError(error.num_tokens, self._info.max_model_len, exact=error.exact) from error
         if ids:  # a tokenizer may have tokens that were added after the model was trained
             self._check_token_ids("prompt", (min(ids), max(ids)))
         return ids
@@ -302,16 +302,8 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
         if len(token_ids) >= limit:
-            raise self._too_long(len(token_ids), exact=True)
+            raise ContextLengthError(len(token_ids), limit)
         return token_ids
-
-    def _too_long(self, num_tokens: int, exact: bool) -> RequestError:
-        return RequestError(
-            f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens but the model takes"
-            f" {self._info.max_model_len}, prompt and output together;"
-            " shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger max_model_len",
-            "prompt",
-        )
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self._info.vocab_size

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from quire.server.validation import explain_validation
-from quire.types.errors import EngineUnavailableError, QueueFullError, QuireError, RequestError
+from quire.types.errors import ContextLengthError, EngineUnavailableError, QueueFullError, QuireError, RequestError
 
 STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
 
@@ -101,12 +101,18 @@ def status_of(error: QuireError) -> int:
 def encode_error(error: QuireError) -> bytes:
     """The body for an error, as a response or as the last event of a stream."""
     if isinstance(error, RequestError):
-        code = "model_not_found" if isinstance(error, UnknownModelError) else None
-        return error_body(str(error), "invalid_request_error", error.field, code)
+        return error_body(str(error), "invalid_request_error", error.field, request_error_code(error))
     if isinstance(error, QueueFullError):
         return error_body(str(error), "server_error", code="queue_full")
     code = "engine_unavailable" if isinstance(error, EngineUnavailableError) else None
     return error_body(str(error), "server_error", code=code)
+
+
+def request_error_code(error: RequestError) -> str | None:
+    """What programs tell errors apart by that have the same status."""
+    if isinstance(error, ContextLengthError):
+        return "context_length_exceeded"
+    return "model_not_found" if isinstance(error, UnknownModelError) else None
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
@@ -117,6 +123,14 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request speaks Anthropic's API: by its route, or by the header that its clients send."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+
+
+def anthropic_error(error: QuireError, request_id: str | None) -> bytes:
+    """`encode_error` in the form of Anthropic's API."""
+    message = str(error)
+    if isinstance(error, ContextLengthError):  # these are the words that its clients look for
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
+    return encode_anthropic_error(status_of(error), message, request_id)
 
 
 def encode_anthropic_error(status: int, message: str, request_id: str | None) -> bytes:
@@ -130,7 +144,7 @@ def error_response(scope: Scope, error: QuireError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     status = status_of(error)
     if is_anthropic(scope):
-        return json_response(encode_anthropic_error(status, str(error), _request_id(scope)), status, headers)
+        return json_response(anthropic_error(error, _request_id(scope)), status, headers)
     return json_response(encode_error(error), status, headers)
 
 

@@ -72,6 +72,26 @@ class RequestError(QuireError, ValueError):
         self.field = field
 
 
+class ContextLengthError(RequestError):
+    """The prompt leaves no room for an output in the model's context. Clients shorten the conversation when they see it.
+
+    `num_tokens` is the length of the prompt, or what is known to be less than it.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_model_len: int, field: str | None = "prompt", *, exact: bool = True
+    ) -> None:
+        # Clients look for the words up to the first number: they are OpenAI's.
+        super().__init__(
+            f"this model's maximum context length is {max_model_len} tokens, prompt and output together, but the"
+            f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger"
+            " max_model_len",
+            field,
+        )
+        self.num_tokens = num_tokens
+        self.max_prompt_tokens = max_model_len - 1
+
+
 class RefusedRequestError(RequestError):
     """The engine found out what is wrong with a request, such as a grammar that does not compile."""
 

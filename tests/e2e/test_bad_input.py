@@ -164,7 +164,7 @@ def test_wrong_settings(model: Path, settings: dict[str, Any], kind: type[QuireE
         ([], "prompt", "the prompt is empty"),
         ([3, VOCAB], "prompt_token_ids", f"prompt_token_ids holds {VOCAB} .* from 0 to {VOCAB - 1}"),
         ([-1], "prompt_token_ids", "prompt_token_ids holds -1"),
-        ("a" * 64, "prompt", "the prompt has 64 tokens but the model takes 64.*; shorten the prompt"),
+        ("a" * 64, "prompt", "maximum context length is 64 tokens, .* but the prompt has 64; shorten the prompt"),
         ({"prompt": 3}, "prompt", "prompt is 3 but must be text"),
         ({"text": "a"}, "prompt", "unknown prompt key 'text'; known: "),
     ],

@@ -14,6 +14,7 @@ from quire.server.errors import (
     status_of,
 )
 from quire.types.errors import (
+    ContextLengthError,
     EngineDeadError,
     EngineUnavailableError,
     GenerationError,
@@ -30,6 +31,7 @@ from tests.server.helpers import serving
     [
         (RequestError("no", "top_p"), 400, "invalid_request_error", "top_p", None),
         (UnknownModelError("x", ["a"]), 404, "invalid_request_error", "model", "model_not_found"),
+        (ContextLengthError(9, 8), 400, "invalid_request_error", "prompt", "context_length_exceeded"),
         (QueueFullError("full"), 503, "server_error", None, "queue_full"),
         (EngineUnavailableError("away"), 503, "server_error", None, "engine_unavailable"),
         (EngineDeadError("dead"), 500, "server_error", None, None),

@@ -28,7 +28,7 @@ from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.blocks import BlockReader, blocks_of
 from quire.server.conversation.prepare import prepare_conversation, render_conversation
-from quire.server.errors import encode_anthropic_error, json_response, status_of
+from quire.server.errors import anthropic_error, json_response
 from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
 from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
@@ -91,7 +91,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
                     yield data
 
     def failed(error: QuireError) -> bytes:
-        return named_event("error", encode_anthropic_error(status_of(error), str(error), request_id))
+        return named_event("error", anthropic_error(error, request_id))
 
     return EventStream(events(), end=b"", failed=failed)
 

@@ -98,9 +98,9 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
         except RequestError as error:
             if generation.format_field is not None and (error.field or "").startswith("structured_outputs"):
                 raise renamed(error, generation.format_field) from error
-            if error.field not in ("prompt", "prompt_token_ids"):
-                raise
-            raise RequestError(str(error), generation.prompt_field) from error
+            if error.field in ("prompt", "prompt_token_ids"):
+                error.field = generation.prompt_field
+            raise
 
 
 async def merged(

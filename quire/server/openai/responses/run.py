@@ -13,6 +13,7 @@ from msgspec import UNSET
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece, FinishReason
 from quire.server.conversation.blocks import BlockReader
+from quire.server.errors import request_error_code
 from quire.server.openai.generation import run
 from quire.server.openai.logprobs import ChatLogprob, LogprobsFormatter
 from quire.server.openai.responses.events import Event, ResponseEvents
@@ -81,7 +82,9 @@ async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[lis
 
 
 def error_of(error: QuireError) -> ResponseError:
-    return ResponseError("invalid_prompt" if isinstance(error, RequestError) else "server_error", str(error))
+    if isinstance(error, RequestError):
+        return ResponseError(request_error_code(error) or "invalid_prompt", str(error))
+    return ResponseError("server_error", str(error))
 
 
 async def _answer(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:

@@ -10,13 +10,13 @@ from quire.frontend.tokenizer import TooManyTokensError
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.conversation.request import Conversation
-from quire.types.errors import RequestError
 
 
 async def fitted(context: ServerContext, conversation: Conversation, room: int) -> Conversation:
     """The conversation without as many of its oldest messages as it takes for its prompt to have `room` tokens.
 
-    System messages and the last message stay, and no result stays without its call.
+    System messages and the last message stay, and no result stays without its call. What is too long even then is left
+    to the engine to refuse.
     """
 
     async def fits(candidate: Conversation) -> bool:
@@ -27,20 +27,16 @@ async def fitted(context: ServerContext, conversation: Conversation, room: int) 
             return False
         return True
 
-    if await fits(conversation):
-        return conversation
     cuts = [cut for cut in range(1, len(conversation.messages)) if _may_begin(conversation, cut)]
-    low, high = 0, len(cuts)  # the least cut that fits is at or after low
+    if not cuts or await fits(conversation):
+        return conversation
+    low, high = 0, len(cuts) - 1  # the least cut that fits is at or after low
     while low < high:
         middle = (low + high) // 2
         if await fits(_without(conversation, cuts[middle])):
             high = middle
         else:
             low = middle + 1
-    if low == len(cuts):
-        raise RequestError(
-            f"the last message alone does not fit into the {room} tokens that the model leaves for a prompt", "input"
-        )
     return _without(conversation, cuts[low])
 
 
