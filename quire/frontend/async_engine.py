@@ -19,7 +19,7 @@ from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
-from quire.types.outputs import EngineOutput, RequestOutput
+from quire.types.outputs import EngineOutput, EngineStats, RequestOutput
 from quire.types.sampling import SamplingParams
 from quire.utils.log import get_logger
 
@@ -51,6 +51,7 @@ class AsyncEngine:
         self._drain: asyncio.Task[None] | None = None
         self._dead: str | None = None
         self._vocabulary: asyncio.Task[None] | None = None
+        self._stats = EngineStats()
         self._idle = asyncio.Event()
         self._idle.set()
         observer.on_engine_start(client.info)
@@ -64,6 +65,11 @@ class AsyncEngine:
     @property
     def info(self) -> EngineInfo:
         return self._client.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy the engine was when it last told anything."""
+        return self._stats
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -145,6 +151,13 @@ class AsyncEngine:
             return await self._process(prompt, params, request_id, priority, False, trace_headers, arrived)
 
         return self._stream(prepare)
+
+    async def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
+    ) -> PreparedRequest:
+        """What generate would send to the engine: tokenized and checked, and not sent."""
+        params = sampling_params or self.get_default_sampling_params()
+        return await self._process(prompt, params, None, 0, add_special_tokens, None, time.monotonic())
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish_reason "abort". An unknown or finished one is ignored."""
@@ -257,6 +270,7 @@ class AsyncEngine:
         while True:
             batch = await self._client.get_outputs_async()
             if batch.stats is not None:
+                self._stats = batch.stats
                 self._observer.on_stats(batch.stats)
             outputs = batch.outputs
             for begin in range(0, len(outputs), _SLICE):

@@ -50,7 +50,7 @@ class PrometheusObserver(Observer, Collector):
         self._running.value = stats.num_running
         self._waiting.value = stats.num_waiting
         if stats.num_blocks:
-            self._kv_usage.value = 1.0 - stats.num_free_blocks / stats.num_blocks
+            self._kv_usage.value = stats.kv_cache_usage
         counters = self._counters
         counters.add(stats)
         self._preemptions.value = counters.num_preemptions

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, get_origin, get_type_hints
+
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 import quire
+from quire.config.groups import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
+from quire.server.openapi import answers
+from quire.types.errors import EngineUnavailableError
 
 READY = "ready"
 # A server that finishes its last requests is well, and should not be killed for it; it is only not ready for more.
@@ -22,6 +27,34 @@ class Health(msgspec.Struct):
 
 class Version(msgspec.Struct):
     version: str
+
+
+class EngineSummary(msgspec.Struct):
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    status: str
+    engine: EngineSummary | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    settings: dict[str, bool | int | float | str]
+
+
+def harmless_settings(config: ServerConfig) -> dict[str, Any]:
+    """Those that are numbers, switches or one of a few words: none of them can hold a key, a path or an address."""
+    hints = get_type_hints(type(config))
+    return {
+        name: getattr(config, name)
+        for name, hint in hints.items()
+        if hint in (bool, int, float) or get_origin(hint) is Literal
+    }
 
 
 def admin_router(context: ServerContext) -> APIRouter:
@@ -52,6 +85,18 @@ def admin_router(context: ServerContext) -> APIRouter:
     async def version() -> Response:
         """Quire's version."""
         return json_response(msgspec.json.encode(Version(quire.__version__)))
+
+    @router.get("/server_info", response_class=Response, responses=answers(ServerInfo))
+    async def server_info() -> Response:
+        """What runs here and how it is set up. Keys, paths and the environment are never told."""
+        try:
+            engine = msgspec.convert(context.provider.engine.info, EngineSummary, from_attributes=True)
+        except EngineUnavailableError:
+            engine = None
+        formats = context.formats
+        status, settings = context.provider.health().status, harmless_settings(context.settings)
+        info = ServerInfo(quire.__version__, status, engine, formats.tool, formats.reasoning, settings)
+        return json_response(msgspec.json.encode(info))
 
     @router.head("/", response_class=Response, include_in_schema=False)
     async def head() -> Response:

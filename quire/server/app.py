@@ -18,9 +18,11 @@ from quire.server.context import EngineProvider, ServerContext
 from quire.server.conversation.formats import resolve_formats
 from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
-from quire.server.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.load import REPORT_HEADER, LoadReport, load_router
+from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
+from quire.server.openai.invocations import invocations_router
 from quire.server.openai.models import models_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
@@ -31,8 +33,10 @@ ROUTERS = (
     completions_router,
     responses_router,
     messages_router,
+    invocations_router,
     models_router,
     tokenize_router,
+    load_router,
     admin_router,
 )
 
@@ -72,15 +76,15 @@ def build_app(
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
-    open_paths = frozenset() if settings.protect_health else OPEN_PATHS
-    app.add_middleware(ApiKeys, keys=api_keys, open_paths=open_paths)
+    app.add_middleware(LoadReport, provider=provider)
+    app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER],
+            expose_headers=[REQUEST_ID_HEADER, REPORT_HEADER],
         )
     app.add_middleware(RequestContext, observer=observer)
     return app

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
@@ -176,15 +176,30 @@ def _surrogate(name: str) -> BodyError:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by JsonRequest."""
+    """A route whose body, if it has one, is JSON and read by JsonRequest.
+
+    A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
+    keeps strangers' pages from using a server on this machine.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        has_body = self.body_field is not None
 
         async def handle_json(request: Request) -> Response:
+            if has_body:
+                _check_content_type(request)
             read = JsonRequest(request.scope, request.receive)
-            if request.method == "POST":
+            if has_body:
                 await read.load()
             return await handle(read)
 
         return handle_json
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(
+            415, f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"
+        )

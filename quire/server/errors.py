@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from quire.server.access import route_path
+from quire.server.missing import missing_capability
 from quire.server.validation import explain_validation
 from quire.types.errors import ContextLengthError, EngineUnavailableError, QueueFullError, QuireError, RequestError
 
@@ -122,7 +124,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request speaks Anthropic's API: by its route, or by the header that its clients send."""
-    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+    return route_path(scope).startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def anthropic_error(error: QuireError, request_id: str | None) -> bytes:
@@ -188,7 +190,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
+        path, missing = request.url.path[:200], missing_capability(route_path(request.scope))
+        message = f"there is no {request.method} {path}; /docs lists what there is"
+        if missing is not None:
+            message = f"this server does not have {path}: {missing}"
     elif error.status_code == 405:
         message = f"{request.url.path[:200]} does not answer to {request.method}"
     field = error.field if isinstance(error, BodyError) else None

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.metrics.tracing import TRACE_HEADERS
+from quire.server.access import PROBES, is_open, route_path
 from quire.server.errors import STATUS_CLIENT_GONE, plain_error_response
 from quire.server.metrics_route import http_end
 from quire.utils.log import get_logger
@@ -28,8 +29,6 @@ from quire.utils.log import get_logger
 logger = get_logger("quire.server.access")
 
 REQUEST_ID_HEADER = "x-request-id"
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Routes that need no API key unless protect_health is set: probes usually have none."""
 
 # Nobody waits for the end of a body that is refused, so the connection cannot be used again.
 _CLOSE = {"connection": "close"}
@@ -104,7 +103,7 @@ class RequestContext:
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         method, path, request_id = scope["method"], scope["path"], request_id_of(scope)
         self._observer.on_http_end(http_end(scope, status, seconds))
-        level = logging.DEBUG if path in OPEN_PATHS else logging.INFO  # probes come every few seconds
+        level = logging.DEBUG if route_path(scope) in PROBES else logging.INFO  # probes come every few seconds
         fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
         logger.log(
             level, "%s %r %d in %.3f s, id %s", method, path, status, seconds, request_id, extra={"fields": fields}
@@ -114,10 +113,10 @@ class RequestContext:
 class ApiKeys:
     """Lets in who sends one of the keys. With no keys everybody is let in."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False) -> None:
         self.app = app
         self._digests = [_digest(key) for key in keys]
-        self._open_paths = open_paths
+        self._protect_health = protect_health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
@@ -132,8 +131,7 @@ class ApiKeys:
         await self.app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in self._open_paths or (path == "/" and scope["method"] == "HEAD"):
+        if is_open(scope, self._protect_health):
             return True
         headers = Headers(scope=scope)
         kind, _, key = headers.get("authorization", "").partition(" ")
@@ -146,11 +144,7 @@ class ApiKeys:
 
 
 class BodyLimits:
-    """Refuses bodies that are too large or are not JSON, before they are held in memory.
-
-    A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
-    keeps strangers' pages from using a server on this machine.
-    """
+    """Refuses bodies that are too large, before they are held in memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -161,11 +155,6 @@ class BodyLimits:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            message = f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"
-            await plain_error_response(scope, 415, message)(scope, receive, send)
-            return
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
             await self._refuse(scope, receive, send)

@@ -15,7 +15,7 @@ _ERRORS: dict[int | str, str] = {
 }
 
 
-def answers(body: type[Any], event: Any = None, *, error: type[Any] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+def answers(body: Any, event: Any = None, *, error: type[Any] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that answers with `body`, or with `event`s when it streams."""
     content = {"application/json": {"schema": schema_of(body)}}
     if event is not None:

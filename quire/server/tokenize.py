@@ -1,16 +1,17 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from quire.frontend.tokenizer import LONG_TEXT
+from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
@@ -20,6 +21,7 @@ from quire.server.openai.chat.protocol import ConversationFields
 from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
 from quire.server.openai.sampling import TokenIds
 from quire.server.openapi import answers
+from quire.types.errors import RequestError
 
 
 class TokenizeText(BaseModel):
@@ -79,11 +81,36 @@ def tokenize_router(context: ServerContext) -> APIRouter:
 
     @router.post("/detokenize", response_class=Response, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids, special tokens spelled out; ids outside the vocabulary stand for nothing."""
+        """The text of token ids, special tokens spelled out."""
         context.check_model(body.model)
         check_extra_fields(body.model_extra or {}, context, "/detokenize", NO_EFFECT_ON_PROMPTS)
-        decode = partial(context.tokenizer().decode, body.tokens, skip_special_tokens=False)
+        decode = partial(_decode, context.tokenizer(), body.tokens)
         text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()
         return json_response(msgspec.json.encode(Text(text)))
 
+    @router.get("/tokenizer_info", response_class=Response, responses=answers(dict[str, Any]))
+    async def tokenizer_info() -> Response:
+        """What the tokenizer is: its kind, its size, its special tokens by name, and the chat template."""
+        tokenizer, template = context.tokenizer(), context.text.own_template(with_tools=False)
+        info = {
+            "tokenizer_class": type(tokenizer.backend.model).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": context.max_model_len(),
+            "eos_token_ids": tokenizer.eos_token_ids,
+            **tokenizer.special_tokens,
+            "chat_template": None if template is None else template.source,
+        }
+        return json_response(msgspec.json.encode(info))
+
     return router
+
+
+def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    for token_id in set(token_ids):
+        if tokenizer.convert_id_to_token(token_id) is None:
+            raise RequestError(
+                f"tokens[{token_ids.index(token_id)}] is {token_id}, which is no token of this model; its vocabulary"
+                f" has {tokenizer.vocab_size}",
+                "tokens",
+            )
+    return tokenizer.decode(token_ids, skip_special_tokens=False)

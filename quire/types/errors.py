@@ -73,9 +73,9 @@ class RequestError(QuireError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt leaves no room for an output in the model's context. Clients shorten the conversation when they see it.
+    """The prompt leaves no room for an output in the model's context.
 
-    `num_tokens` is the length of the prompt, or what is known to be less than it.
+    `num_tokens` is the length of the prompt, or a number of tokens that it is known to exceed.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class ContextLengthError(RequestError):
         # Clients look for the words up to the first number: they are OpenAI's.
         super().__init__(
             f"this model's maximum context length is {max_model_len} tokens, prompt and output together, but the"
-            f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set truncate_prompt_tokens=-1, or start with a larger"
-            " max_model_len",
+            f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set"
+            " truncate_prompt_tokens=-1, or start with a larger max_model_len",
             field,
         )
         self.num_tokens = num_tokens

@@ -41,6 +41,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     step_tokens: int = 0  # tokens computed in this step
     step_time: float = 0.0  # seconds this step took; 0 when no step was finished
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks in use; 1 is all of them."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=True):
     outputs: list[EngineOutput]

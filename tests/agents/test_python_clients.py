@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,4 +35,6 @@ def run_python(code: str, package: str, folder: Path) -> subprocess.CompletedPro
         pytest.skip(f"needs {package}; pip install -e '.[agents]'")
     script = folder / "client.py"
     script.write_text(code, encoding="utf-8")
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    # litellm asks the network for a list of prices when it is imported, unless it is told to use its own.
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)

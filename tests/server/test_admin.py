@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import msgspec
 import pytest
 
 import quire
-from tests.frontend.fake_client import FakeClient
+from quire.config.groups import ServerConfig
+from quire.server.admin import harmless_settings
+from tests.frontend.fake_client import MAX_MODEL_LEN, FakeClient
 from tests.server.helpers import FakeProvider, http, make_app, serving
 
 
@@ -47,3 +53,36 @@ async def test_an_engine_that_is_away_is_a_503_with_a_time() -> None:
         tokens = await session.post("/tokenize", json={"prompt": "x"})
     assert models.json()["data"][0]["max_model_len"] is None
     assert tokens.json()["tokens"] == [120]
+
+
+def test_every_text_of_the_settings_is_kept_back() -> None:
+    secrets: dict[str, Any] = {}
+    for field in dataclasses.fields(ServerConfig):
+        if isinstance(field.default, tuple):
+            secrets[field.name] = (f"secret-{field.name}",)
+        elif field.default is None or field.type == "str":
+            secrets[field.name] = f"secret-{field.name}"
+    assert {"api_key", "api_key_file", "ssl_keyfile", "uds", "tool_server"} <= secrets.keys()
+    told = harmless_settings(ServerConfig(**secrets))
+    assert "secret" not in str(told)
+    assert told["max_queue"] == 256
+    assert told["log_format"] == "text"
+
+
+async def test_server_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "key-of-the-environment")
+    client = FakeClient()
+    client.info = msgspec.structs.replace(client.info, model="/home/user/models/secret-path")
+    settings = {"api_keys": ("secret-key",), "ssl_certfile": "/etc/secret-path", "max_queue": 7}
+    async with serving(client, **settings) as session:
+        assert (await session.get("/server_info")).status_code == 401
+        answer = await session.get("/server_info", headers={"authorization": "Bearer secret-key"})
+    assert "secret" not in answer.text
+    assert "environment" not in answer.text
+    info = answer.json()
+    assert (info["version"], info["status"]) == (quire.__version__, "ready")
+    assert info["engine"]["max_model_len"] == MAX_MODEL_LEN
+    assert info["settings"]["max_queue"] == 7
+    provider = FakeProvider(FakeClient(), unavailable="it starts", status="starting")
+    async with http(make_app(provider=provider)) as session:
+        assert (await session.get("/server_info")).json()["engine"] is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.fake_client import BOS, EOS, MAX_MODEL_LEN
+from tests.frontend.fake_client import BOS, CHAT_TEMPLATE, EOS, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.server.helpers import MODEL, serving
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -39,7 +39,24 @@ async def test_a_conversation() -> None:
 async def test_there_and_back() -> None:
     assert (await post("/detokenize", tokens=[BOS, *"Grüße".encode()])).json() == {"prompt": "<s>Grüße"}
     assert (await post("/detokenize", tokens=[])).json() == {"prompt": ""}
-    assert (await post("/detokenize", tokens=[65, 99_999])).json() == {"prompt": "A"}
+    unknown = await post("/detokenize", tokens=[65, 99_999])
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["param"] == "tokens"
+    assert "tokens[1] is 99999" in unknown.json()["error"]["message"]
+
+
+async def test_the_tokenizer_tells_what_it_is() -> None:
+    async with serving() as session:
+        info = (await session.get("/tokenizer_info")).json()
+    assert info == {
+        "tokenizer_class": "BPE",
+        "vocab_size": VOCAB_SIZE,
+        "model_max_length": MAX_MODEL_LEN,
+        "eos_token_ids": [EOS],
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": CHAT_TEMPLATE,
+    }
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from quire.server.anthropic.protocol import (
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.blocks import BlockReader, blocks_of
-from quire.server.conversation.prepare import prepare_conversation, render_conversation
+from quire.server.conversation.prepare import num_tokens, prepare_conversation, render_conversation
 from quire.server.errors import anthropic_error, json_response
 from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
 from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
@@ -101,7 +101,7 @@ async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount
     context.check_model(body.model)
     check_fields(context, body, NO_EFFECT_ON_PROMPTS)
     prompt = await render_conversation(context, conversation_of(context, body))
-    return TokenCount(len(await context.encode(prompt, False, "messages")))
+    return TokenCount(await num_tokens(context, prompt))
 
 
 def check_fields(context: ServerContext, body: PromptFields, no_effect: Collection[str] = ()) -> None:

@@ -101,6 +101,11 @@ async def render_conversation(context: ServerContext, conversation: Conversation
     return await asyncio.to_thread(render_now)
 
 
+async def num_tokens(context: ServerContext, prompt: str) -> int:
+    """How long a rendered prompt is."""
+    return len(await context.encode(prompt, False, "messages"))
+
+
 def _prepare(
     context: ServerContext, conversation: Conversation, params: SamplingParams, may_wait: bool
 ) -> PreparedConversation:

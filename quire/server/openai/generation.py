@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.requests import Request
 
@@ -96,11 +96,17 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
                 async for item in outputs:
                     yield item
         except RequestError as error:
-            if generation.format_field is not None and (error.field or "").startswith("structured_outputs"):
-                raise renamed(error, generation.format_field) from error
-            if error.field in ("prompt", "prompt_token_ids"):
-                error.field = generation.prompt_field
-            raise
+            raise_named(error, generation)
+
+
+def raise_named(error: RequestError, generation: Generation) -> NoReturn:
+    """Raise the error in the words of the request: what the engine calls a prompt has other names in the APIs."""
+    field = error.field or ""
+    if generation.format_field is not None and field.startswith("structured_outputs"):
+        raise renamed(error, generation.format_field) from error
+    if field in ("prompt", "prompt_token_ids"):
+        error.field = generation.prompt_field
+    raise error
 
 
 async def merged(

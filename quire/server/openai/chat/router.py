@@ -1,15 +1,19 @@
-"""The route of chat completions."""
+"""The routes of chat completions."""
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
-from quire.server.openai.chat.handler import ROUTE, create_chat_completion
+from quire.server.errors import json_response
+from quire.server.openai.chat.handler import ROUTE, create_chat_completion, prepare
 from quire.server.openai.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from quire.server.openai.render import Rendered, render
 from quire.server.openapi import answers
+from quire.server.sse import while_connected
 
 
 def chat_router(context: ServerContext) -> APIRouter:
@@ -19,5 +23,12 @@ def chat_router(context: ServerContext) -> APIRouter:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, in one piece or as a stream of server-sent events."""
         return await create_chat_completion(context, body, request)
+
+    @router.post(f"{ROUTE}/render", response_class=Response, responses=answers(Rendered))
+    async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
+        """The prompt that a conversation becomes, as token ids, without answering it."""
+        generation, _ = await prepare(context, body, request)
+        (rendered,) = await while_connected(request.receive, render(context, generation))
+        return json_response(msgspec.json.encode(rendered))
 
     return router

@@ -1,15 +1,19 @@
-"""The route of text completions."""
+"""The routes of text completions."""
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
-from quire.server.openai.completions.handler import ROUTE, create_completion
+from quire.server.errors import json_response
+from quire.server.openai.completions.handler import ROUTE, create_completion, prepare
 from quire.server.openai.completions.protocol import Completion, CompletionRequest
+from quire.server.openai.render import Rendered, render
 from quire.server.openapi import answers
+from quire.server.sse import while_connected
 
 
 def completions_router(context: ServerContext) -> APIRouter:
@@ -19,5 +23,11 @@ def completions_router(context: ServerContext) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a text, in one piece or as a stream of server-sent events."""
         return await create_completion(context, body, request)
+
+    @router.post(f"{ROUTE}/render", response_class=Response, responses=answers(list[Rendered]))
+    async def render_prompts(body: CompletionRequest, request: Request) -> Response:
+        """The token ids of each prompt, without going on with it."""
+        rendered = await while_connected(request.receive, render(context, prepare(context, body, request)))
+        return json_response(msgspec.json.encode(rendered))
 
     return router

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from quire.server.context import ServerContext
+from quire.server.conversation.prepare import num_tokens
 from quire.server.errors import NotFoundError, json_response
 from quire.server.middleware import arrival_time_of, trace_headers_of
 from quire.server.openai.generation import request_name, unique_id
@@ -21,7 +22,7 @@ from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item, items_of, response_id_of
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
-from quire.server.openai.responses.protocol import Deleted, ItemList, Response, ResponsesRequest
+from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.run import Plan, error_of, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
 from quire.server.openai.sampling import check_logprobs
@@ -50,6 +51,11 @@ class Responses:
             return EventStream(self._encoded(plan), end=b"")
         await while_connected(request.receive, self._finish(plan))
         return json_response(msgspec.json.encode(plan.response))
+
+    async def count_tokens(self, body: ResponsesRequest, request: Request) -> InputTokens:
+        """How long the prompt of a response would be, however much the model takes."""
+        plan = await while_connected(request.receive, self._prepare(body, request))
+        return InputTokens(await num_tokens(self._context, plan.first.prepared.prompt))
 
     def get(self, response_id: str) -> Response:
         return self._find(response_id).response

@@ -228,6 +228,10 @@ class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True)
     output_messages: list[RawMessage] | UnsetType = UNSET
 
 
+class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
 class Deleted(msgspec.Struct, tag_field="object", tag="response"):
     id: str
     deleted: bool = True

@@ -13,7 +13,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import json_response
 from quire.server.openai.responses.handler import MOST_ITEMS, Responses
 from quire.server.openai.responses.prepare import ROUTE
-from quire.server.openai.responses.protocol import Deleted, ItemList, Response, ResponsesRequest
+from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.store import MemoryStore
 from quire.server.openapi import answers
 
@@ -29,6 +29,11 @@ def responses_router(context: ServerContext) -> APIRouter:
     async def create(body: ResponsesRequest, request: Request) -> HttpResponse:
         """Answer an input, in one piece, as a stream of server-sent events, or in the background."""
         return await service.create(body, request)
+
+    @router.post(f"{ROUTE}/input_tokens", response_class=HttpResponse, responses=answers(InputTokens))
+    async def input_tokens(body: ResponsesRequest, request: Request) -> HttpResponse:
+        """How many tokens an input is, without answering it."""
+        return json_response(msgspec.json.encode(await service.count_tokens(body, request)))
 
     @router.get(one, response_class=HttpResponse, responses=answers(Response))
     async def get(response_id: str) -> HttpResponse:

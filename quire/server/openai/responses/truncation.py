@@ -15,8 +15,8 @@ from quire.server.conversation.request import Conversation
 async def fitted(context: ServerContext, conversation: Conversation, room: int) -> Conversation:
     """The conversation without as many of its oldest messages as it takes for its prompt to have `room` tokens.
 
-    System messages and the last message stay, and no result stays without its call. What is too long even then is left
-    to the engine to refuse.
+    System messages and the last message stay, and no result stays without its call. The engine refuses what is too
+    long even then.
     """
 
     async def fits(candidate: Conversation) -> bool:

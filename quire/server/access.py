@@ -1,0 +1,78 @@
+"""Who may call each route and what it reads: the one table that the API keys and the body checks go by.
+
+A route that is not here is never open, and tests/server/test_access.py refuses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.types import Scope
+
+Key = Literal["key", "probe", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """`key`: needs the API key; `probe`: only with --protect-health; `open`: never.
+
+    A route with a `body` reads JSON of at most --max-body-bytes; one without reads nothing of what is sent.
+    """
+
+    key: Key
+    body: bool = False
+
+
+_READ = Access("key")
+_JSON = Access("key", body=True)
+_PROBE = Access("probe")
+
+ROUTES: dict[tuple[str, str], Access] = {
+    ("POST", "/v1/chat/completions"): _JSON,
+    ("POST", "/v1/chat/completions/render"): _JSON,
+    ("POST", "/v1/completions"): _JSON,
+    ("POST", "/v1/completions/render"): _JSON,
+    ("POST", "/v1/responses"): _JSON,
+    ("POST", "/v1/responses/input_tokens"): _JSON,
+    ("GET", "/v1/responses/{response_id}"): _READ,
+    ("DELETE", "/v1/responses/{response_id}"): _READ,
+    ("POST", "/v1/responses/{response_id}/cancel"): _READ,
+    ("GET", "/v1/responses/{response_id}/input_items"): _READ,
+    ("POST", "/v1/messages"): _JSON,
+    ("POST", "/v1/messages/count_tokens"): _JSON,
+    ("POST", "/invocations"): _JSON,
+    ("GET", "/v1/models"): _READ,
+    ("GET", "/v1/models/{model_id}"): _READ,
+    ("POST", "/tokenize"): _JSON,
+    ("POST", "/detokenize"): _JSON,
+    ("GET", "/tokenizer_info"): _READ,
+    ("GET", "/server_info"): _READ,
+    ("GET", "/version"): _READ,
+    ("GET", "/docs"): _READ,
+    ("GET", "/openapi.json"): _READ,
+    ("HEAD", "/openapi.json"): _READ,
+    ("GET", "/"): _READ,
+    ("HEAD", "/"): Access("open"),
+    ("GET", "/health"): _PROBE,
+    ("GET", "/ready"): _PROBE,
+    ("GET", "/ping"): _PROBE,
+    ("POST", "/ping"): _PROBE,
+    ("GET", "/load"): _PROBE,
+    ("GET", "/metrics"): _PROBE,
+}
+
+PROBES = frozenset(path for (_, path), access in ROUTES.items() if access.key == "probe")
+"""Paths that need no API key unless protect_health is set: probes usually have none."""
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes name it: without the prefix of a proxy (--root-path)."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def is_open(scope: Scope, protect_health: bool) -> bool:
+    """Whether a request may come without a key."""
+    access = ROUTES.get((scope["method"], route_path(scope)))
+    return access is not None and (access.key == "open" or (access.key == "probe" and not protect_health))

@@ -1,0 +1,42 @@
+"""Routes of other servers that this one does not have: which of its capabilities is missing, for the 404."""
+
+from __future__ import annotations
+
+_NO_SPEECH = "it neither hears nor speaks"
+_NO_VECTORS = "it makes text and no embeddings, scores or classes"
+_NO_FILES = "it keeps no files and runs no batches"
+
+# By the beginning of the path: whole segments.
+MISSING = {
+    "/v1/audio": _NO_SPEECH,
+    "/v1/realtime": _NO_SPEECH,
+    "/v1/images": "it makes no images",
+    "/v1/videos": "it makes no videos",
+    "/v1/embeddings": _NO_VECTORS,
+    "/v1/rerank": _NO_VECTORS,
+    "/v2/rerank": _NO_VECTORS,
+    "/v1/score": _NO_VECTORS,
+    "/v1/classify": _NO_VECTORS,
+    "/v1/moderations": _NO_VECTORS,
+    "/embeddings": _NO_VECTORS,
+    "/pooling": _NO_VECTORS,
+    "/score": _NO_VECTORS,
+    "/rerank": _NO_VECTORS,
+    "/classify": _NO_VECTORS,
+    "/v1/messages/batches": f"{_NO_FILES}; send each message to /v1/messages",
+    "/v1/batches": f"{_NO_FILES}; send each request by itself",
+    "/v1/files": _NO_FILES,
+    "/v1/uploads": _NO_FILES,
+    "/v1/vector_stores": _NO_FILES,
+    "/v1/fine_tuning": "it does not train",
+    "/v1/assistants": "it keeps no assistants; use /v1/responses",
+    "/v1/threads": "it keeps no threads; use /v1/responses with previous_response_id",
+    "/v1/conversations": "it keeps no conversations; use /v1/responses with previous_response_id",
+}
+
+
+def missing_capability(path: str) -> str | None:
+    """What this server cannot do that a path asks for, if that is known of it."""
+    segments = path.split("/")
+    beginnings = ("/".join(segments[:count]) for count in range(len(segments), 1, -1))
+    return next((MISSING[beginning] for beginning in beginnings if beginning in MISSING), None)
