@@ -17,7 +17,7 @@ settings.register_profile("quick", deadline=None, max_examples=4)
 settings.load_profile("quire")
 
 # A user's own settings must not change what the tests see. QUIRE_CACHE stays: it saves a download.
-for name in ("QUIRE_LOG_LEVEL", "QUIRE_DEBUG"):
+for name in ("QUIRE_LOG_LEVEL", "QUIRE_DEBUG", "QUIRE_SYSTEM_DATE"):
     os.environ.pop(name, None)
 
 # Two workers share two cores: a test's own threads would only get in each other's way.

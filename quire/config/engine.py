@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from datetime import date, datetime
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from quire.config import env
 from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.types.errors import ConfigError
 
@@ -78,6 +80,7 @@ def check(config: EngineConfig) -> None:
     """Refuse values that are wrong whatever the model and machine are."""
     if not config.model.model:
         raise ConfigError("model is '' but must be a folder, a .gguf file, a hub id or a built-in alias")
+    pinned_date(config.model)
     positive = {
         "max_model_len": config.model.max_model_len,
         "block_size": config.cache.block_size,
@@ -118,3 +121,16 @@ def check_budget(num_seqs: int, budget: int) -> None:
             f"max_num_seqs is {num_seqs} but max_num_batched_tokens is only {budget}: every running request needs "
             f"a token in each step; set --max-num-batched-tokens to {num_seqs} or more"
         )
+
+
+def pinned_date(config: ModelConfig) -> date | None:
+    """The date that chat templates see instead of today's, if the settings or the environment say one."""
+    name, text = "system_date", config.system_date
+    if text is None:
+        name, text = "QUIRE_SYSTEM_DATE", env.system_date()
+    if text is None:
+        return None
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").date()
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r} but must be a date such as 2026-01-31") from error

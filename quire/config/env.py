@@ -40,6 +40,11 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())
 
 
+def system_date() -> str | None:
+    """QUIRE_SYSTEM_DATE: what --system-date is when it is not set."""
+    return os.environ.get("QUIRE_SYSTEM_DATE") or None
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with some values replaced, for a program that Quire starts."""
     return {**os.environ, **changes}

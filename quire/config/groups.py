@@ -16,6 +16,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 PerformanceMode = Literal["balanced", "interactivity", "throughput"]
+MetricsNames = Literal["quire", "vllm"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2"
@@ -38,6 +39,11 @@ class ModelConfig:
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
     chat_template: str | None = setting(None, "A Jinja file or a template's text, instead of the model's own.")
+    system_date: str | None = setting(
+        None,
+        "The date that chat templates see, as YYYY-MM-DD, so that prompts and their cached prefixes are the same on"
+        " every day. Unset: QUIRE_SYSTEM_DATE of the environment, else today.",
+    )
     dtype: DType = setting(
         "auto",
         "Type of activations, and of weights unless --quantization says otherwise. auto: float32 activations on a"
@@ -148,7 +154,7 @@ class ServerConfig:
         (), "A key that clients must send as `Authorization: Bearer KEY`. Unset: no key is asked for."
     )
     api_key_file: str | None = setting(None, "A file with one API key per line, besides --api-key.")
-    protect_health: bool = setting(False, "Ask for the API key on /health, /ready, /ping and /metrics too.")
+    protect_health: bool = setting(False, "Ask for the API key on /health, /ready, /ping, /load and /metrics too.")
     allowed_origins: tuple[str, ...] = setting(
         (), "A web origin whose pages may call this server (CORS), or * for any. Unset: none."
     )
@@ -207,6 +213,9 @@ class ServerConfig:
     log_format: LogFormat = setting("text", "Form of log lines.")
     stats_interval: float = setting(
         10.0, "Seconds between two log lines that say how the server is doing, while it does anything; 0: none."
+    )
+    metrics_names: MetricsNames = setting(
+        "quire", "Names of the metrics. vllm: under vLLM's names too, for dashboards that were made for it."
     )
     otlp_traces_endpoint: str | None = setting(
         None, "OpenTelemetry collector that gets a span per request, such as http://localhost:4318. Unset: none."

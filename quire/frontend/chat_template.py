@@ -39,11 +39,12 @@ def _environment() -> SandboxEnvironment:
 
 
 class ChatTemplate:
-    """One compiled template. Rendering is a pure function of the arguments (but for strftime_now)."""
+    """One compiled template. Rendering is a pure function of the arguments, but for the date unless it is pinned."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, constants: Mapping[str, str] | None = None) -> None:
+        """`constants` are variables of every rendering: special tokens, and perhaps SYSTEM_DATE."""
         self.source = source
-        self._special_tokens = dict(special_tokens or {})
+        self._constants: dict[str, Any] = dict(constants or {})
         self._takes_parts: dict[str, bool] = {}
         try:
             self._template = _environment().from_string(source)
@@ -95,7 +96,7 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any], budget: Budget) -> str:
         try:
-            return render_within(self._template, {**self._special_tokens, **variables}, budget)
+            return render_within(self._template, {**self._constants, **variables}, budget)
         except RaisedByTemplateError as error:
             raise RequestError(
                 f"the chat template refused the messages: {error.message}", field="messages"

@@ -39,6 +39,8 @@ _WIDE_FIELD = re.compile(r"%[^a-zA-Z%]{0,20}?\d{5,}|\{[^{}]*\d{5,}")
 _WIDTH_FROM_ARGUMENTS = re.compile(r"%[^a-zA-Z%]{0,20}\*|\{[^{}]*\{")
 _MOST_DIGITS = 400  # that a number is rounded to
 _NUMBER_METHODS = frozenset({"bit_length", "bit_count", "conjugate", "is_integer"})
+SYSTEM_DATE = "quire_system_date"
+"""The variable that says what day it is for a template, as YYYY-MM-DD; plain text, so that it can go anywhere."""
 
 
 class RaisedByTemplateError(jinja2.TemplateError):
@@ -352,5 +354,8 @@ def _raise_exception(message: str) -> NoReturn:
     raise RaisedByTemplateError(str(message))
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+@pass_context
+def _strftime_now(context: Context, format: str) -> str:
+    """The time now, or midnight of the date that SYSTEM_DATE pins."""
+    pinned = context.get(SYSTEM_DATE)
+    return (datetime.now() if pinned is None else datetime.fromisoformat(pinned)).strftime(format)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
 import msgspec
 
+from quire.config.engine import pinned_date
 from quire.config.groups import ModelConfig
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.template_process import TemplateProcesses
-from quire.frontend.template_sandbox import BudgetError, QuickBudget
+from quire.frontend.template_sandbox import SYSTEM_DATE, BudgetError, QuickBudget
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.loader.config_schema import TokenId
 from quire.loader.hub import ModelSource, resolve_model
@@ -63,11 +65,19 @@ class TextModel:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults | None = None,
         chat_template: str | None = None,
+        system_date: date | None = None,
     ) -> None:
-        """`chat_template` is a template's text to use instead of the tokenizer's own."""
+        """`chat_template` is a template's text to use instead of the tokenizer's own.
+
+        Templates that ask for the date get `system_date`, or today's if there is none.
+        """
         self.tokenizer = tokenizer
         self.defaults = defaults or GenerationDefaults()
         self._chat_template = chat_template
+        # What every template sees: special tokens, and the date, if it is pinned.
+        self._constants = dict(tokenizer.special_tokens) if tokenizer else {}
+        if system_date is not None:
+            self._constants[SYSTEM_DATE] = system_date.isoformat()
         self._compiled: dict[str, ChatTemplate] = {}
         self._seen_with_tools: WeakSet[ChatTemplate] = WeakSet()
         self._own_processes: TemplateProcesses | None = None
@@ -108,11 +118,11 @@ class TextModel:
             **variables,
         }
         source = self._template_source(chat_template, tools)
-        special_tokens = self.tokenizer.special_tokens if self.tokenizer else {}
+        constants = self._constants
         if chat_template is not None and self._foreign_processes is not None:
             if not may_wait:
                 raise BudgetError("a caller's template is rendered in a process of its own")
-            return self._foreign_processes.render(source, special_tokens, arguments)
+            return self._foreign_processes.render(source, constants, arguments)
         template = self._template(source)
         if tools and template not in self._seen_with_tools:
             self._seen_with_tools.add(template)
@@ -125,7 +135,7 @@ class TextModel:
         except BudgetError:
             if not may_wait:
                 raise
-            return self._own_processes.render(source, special_tokens, arguments)
+            return self._own_processes.render(source, constants, arguments)
 
     def chat_params(self) -> SamplingParams:
         """Defaults for a conversation: an answer goes on until the model ends it."""
@@ -160,8 +170,7 @@ class TextModel:
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
                 self._compiled.clear()
-            special_tokens = self.tokenizer.special_tokens if self.tokenizer else {}
-            template = self._compiled[source] = ChatTemplate(source, special_tokens)
+            template = self._compiled[source] = ChatTemplate(source, self._constants)
         return template
 
 
@@ -170,7 +179,8 @@ def load_text_model(config: ModelConfig) -> TextModel:
     source = resolve_model(config.model, config.revision)
     tokenizer_source = resolve_model(config.tokenizer, None) if config.tokenizer is not None else source
     given = None if config.chat_template is None else read_chat_template(config.chat_template)
-    text = TextModel(load_tokenizer(tokenizer_source.path), load_generation_defaults(source), given)
+    defaults = load_generation_defaults(source)
+    text = TextModel(load_tokenizer(tokenizer_source.path), defaults, given, pinned_date(config))
     if given is not None:
         text.own_template(with_tools=False)  # compiled now: a mistake in it is not left for the first request
     return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PREFIX = "quire:"
@@ -30,6 +30,7 @@ _PER_TOKEN = _decades(-3, 0, (1, 2, 3, 5, 7))
 _LATENCY = _decades(-3, 2, (1, 2, 3, 5, 7))
 _STEP = _decades(-4, 0, (1, 2, 5))
 _TOKENS = _decades(0, 5, (1, 2, 5))
+_FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS = tuple(2.0**power for power in range(15))
 
 NUM_RUNNING = Metric("num_requests_running", "gauge", "Completions that the engine computes now.")
@@ -102,11 +103,25 @@ PREFILL_TIME = Metric(
     "request_prefill_time_seconds", "histogram", "From when it was first planned to its first token.", (), _LATENCY
 )
 DECODE_TIME = Metric("request_decode_time_seconds", "histogram", "From the first token to the last.", (), _LATENCY)
+INFERENCE_TIME = Metric(
+    "request_inference_time_seconds", "histogram", "From when it was first planned to its last token.", (), _LATENCY
+)
 REQUEST_PROMPT_TOKENS = Metric(
     "request_prompt_tokens", "histogram", "Prompt tokens of a request, however it ended.", (), _TOKENS
 )
 REQUEST_GENERATION_TOKENS = Metric(
     "request_generation_tokens", "histogram", "Tokens of a completion, however it ended.", (), _TOKENS
+)
+REQUEST_MAX_GENERATION_TOKENS = Metric(
+    "request_max_num_generation_tokens",
+    "histogram",
+    "Tokens of the longest completion of a request, however it ended.",
+    (),
+    _TOKENS,
+)
+PARAMS_N = Metric("request_params_n", "histogram", "Completions that a request asked for (n).", (), _FEW)
+PARAMS_MAX_TOKENS = Metric(
+    "request_params_max_tokens", "histogram", "The max_tokens of requests that set it.", (), _TOKENS
 )
 HTTP_REQUESTS = Metric(
     "http_requests_total",
@@ -123,6 +138,28 @@ HTTP_TIME = Metric(
 )
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+VLLM_PREFIX = "vllm:"
+VLLM_LABELS = {"engine": "0"}
+"""What every metric of vLLM's has besides model_name."""
+_VLLM_LABEL_NAMES = {"num_kv_blocks": "num_gpu_blocks"}
+_NOT_IN_VLLM = frozenset({ENGINE_UP, ENGINE_RESTARTS, STEP_TIME, HTTP_REQUESTS, HTTP_TIME})
+# What vLLM called some of them before; dashboards still ask for these.
+_VLLM_OLD_NAMES = {
+    KV_USAGE: "gpu_cache_usage_perc",
+    PREFIX_QUERIES: "gpu_prefix_cache_queries_total",
+    PREFIX_HITS: "gpu_prefix_cache_hits_total",
+    INTER_TOKEN: "time_per_output_token_seconds",
+}
+
+
+def vllm_metrics(metric: Metric) -> list[Metric]:
+    """The metric as vLLM has it, under each name it had there; none if it never had."""
+    if metric in _NOT_IN_VLLM:
+        return []
+    labels = tuple(_VLLM_LABEL_NAMES.get(label, label) for label in metric.labels)
+    names = [metric.name, *([_VLLM_OLD_NAMES[metric]] if metric in _VLLM_OLD_NAMES else [])]
+    return [replace(metric, name=name, labels=labels) for name in names]
 
 
 _OTHER_WAYS = (
@@ -145,10 +182,9 @@ def reference_markdown() -> str:
     parts = [
         "# Metrics",
         "",
-        "`GET /metrics` speaks Prometheus' text format, and OpenMetrics to those who ask for it. Names follow vLLM's"
-        " after the prefix, so a dashboard made for it needs little but another prefix;"
-        " [grafana/quire.json](grafana/quire.json) is one to import. Every metric has the label `model_name`, the"
-        " first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
+        "`GET /metrics` speaks Prometheus' text format, and OpenMetrics to those who ask for it."
+        " [grafana/quire.json](grafana/quire.json) is a dashboard to import. Every metric has the label `model_name`,"
+        " the first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
         "",
         "*This page is generated from `quire/metrics/catalog.py` by `tools/gen_docs.py`.*",
     ]
@@ -158,13 +194,26 @@ def reference_markdown() -> str:
         parts += [
             f"| `{PREFIX}{m.name}` | {', '.join(f'`{label}`' for label in m.labels)} | {m.help} |" for m in rows
         ]
-    parts += ["", "## Buckets", "", "Upper bounds; the last one is always `+Inf`.", ""]
+    parts += ["", *_vllm_section(), "", "## Buckets", "", "Upper bounds; the last one is always `+Inf`.", ""]
     by_buckets: dict[tuple[float, ...], list[str]] = {}
     for metric in METRICS:
         if metric.buckets:
             by_buckets.setdefault(metric.buckets, []).append(f"`{metric.name}`")
     parts += [f"- {', '.join(names)}: {_listed(buckets)}" for buckets, names in by_buckets.items()]
     return "\n".join([*parts, "", *_OTHER_WAYS]) + "\n"
+
+
+def _vllm_section() -> list[str]:
+    renamed = ", ".join(f"`{VLLM_PREFIX}{name}`" for name in _VLLM_OLD_NAMES.values())
+    own = ", ".join(f"`{metric.name}`" for metric in METRICS if metric in _NOT_IN_VLLM)
+    return [
+        "## vLLM's names",
+        "",
+        "Names follow vLLM's after the prefix. With `--metrics-names vllm` each metric is there a second time under"
+        f" `{VLLM_PREFIX}`, with the label `engine` that vLLM's have, so that dashboards and autoscalers made for"
+        f" vLLM work as they are; also under the names that vLLM had before: {renamed}. vLLM has no {own}. Buckets"
+        " are those below.",
+    ]
 
 
 def _listed(buckets: tuple[float, ...]) -> str:

@@ -24,8 +24,10 @@ _DONE = ("stop", "length", "repetition")
 class PrometheusObserver(Observer, Collector):
     """All metrics of one server. Events and scrapes must come on one thread."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, vllm_names: bool = False) -> None:
+        """With `vllm_names` every metric is exposed under vLLM's names too."""
         self._model_name = model_name
+        self._vllm_names = vllm_names
         self._series: list[Series[Number] | Series[Histogram]] = []
         self._counters = EngineCounters()
         self._num_starts = 0
@@ -45,6 +47,8 @@ class PrometheusObserver(Observer, Collector):
     def collect(self) -> Iterable[Exposed]:
         for series in self._series:
             yield series.expose(self._model_name)
+            if self._vllm_names:
+                yield from series.expose_for_vllm(self._model_name)
 
     def on_stats(self, stats: EngineStats) -> None:
         self._running.value = stats.num_running
@@ -72,6 +76,10 @@ class PrometheusObserver(Observer, Collector):
 
     def on_request_end(self, event: RequestEnd) -> None:
         self._request_prompt_tokens.observe(event.num_prompt_tokens)
+        self._params_n.observe(event.params.n)
+        if event.params.max_tokens is not None:
+            self._params_max_tokens.observe(event.params.max_tokens)
+        self._request_max_tokens.observe(max(completion.num_tokens for completion in event.completions))
         for completion in event.completions:
             self._success.at(completion.finish_reason).value += 1
             self._request_generation_tokens.observe(completion.num_tokens)
@@ -111,6 +119,7 @@ class PrometheusObserver(Observer, Collector):
         planned = event.arrival_time + event.queue_time
         self._prefill_time.observe(max(0.0, event.first_token_time - planned))
         self._decode_time.observe(event.finished_time - event.first_token_time)
+        self._inference_time.observe(max(0.0, event.finished_time - planned))
 
     def _make_engine_series(self) -> None:
         self._running = self._number(catalog.NUM_RUNNING)
@@ -139,8 +148,12 @@ class PrometheusObserver(Observer, Collector):
         self._queue_time = self._histogram(catalog.QUEUE_TIME)
         self._prefill_time = self._histogram(catalog.PREFILL_TIME)
         self._decode_time = self._histogram(catalog.DECODE_TIME)
+        self._inference_time = self._histogram(catalog.INFERENCE_TIME)
         self._request_prompt_tokens = self._histogram(catalog.REQUEST_PROMPT_TOKENS)
         self._request_generation_tokens = self._histogram(catalog.REQUEST_GENERATION_TOKENS)
+        self._request_max_tokens = self._histogram(catalog.REQUEST_MAX_GENERATION_TOKENS)
+        self._params_n = self._histogram(catalog.PARAMS_N)
+        self._params_max_tokens = self._histogram(catalog.PARAMS_MAX_TOKENS)
 
     def _numbers(self, metric: Metric) -> Series[Number]:
         series = Series(metric, Number)

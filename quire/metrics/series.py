@@ -7,7 +7,7 @@ and from one thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.metrics_core import Metric as Exposed
 from prometheus_client.utils import floatToGoString
 
-from quire.metrics.catalog import PREFIX, Metric
+from quire.metrics.catalog import PREFIX, VLLM_LABELS, VLLM_PREFIX, Metric, vllm_metrics
 
 
 class Number:
@@ -76,8 +76,15 @@ class Series(Generic[S]):
         self._by_labels.clear()
 
     def expose(self, model_name: str) -> Exposed:
-        metric = self.metric
-        name, labels = PREFIX + metric.name, ("model_name", *metric.labels)
+        return self._family(self.metric, PREFIX, {"model_name": model_name})
+
+    def expose_for_vllm(self, model_name: str) -> list[Exposed]:
+        """Under vLLM's names for it, of which there may be none."""
+        common = {"model_name": model_name, **VLLM_LABELS}
+        return [self._family(metric, VLLM_PREFIX, common) for metric in vllm_metrics(self.metric)]
+
+    def _family(self, metric: Metric, prefix: str, common: Mapping[str, str]) -> Exposed:
+        name, labels = prefix + metric.name, (*common, *metric.labels)
         family: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
         if metric.kind == "histogram":
             family = HistogramMetricFamily(name, metric.help, labels=labels)
@@ -88,8 +95,8 @@ class Series(Generic[S]):
         for values, series in self._by_labels.items():
             if isinstance(series, Histogram):
                 assert isinstance(family, HistogramMetricFamily)
-                family.add_metric((model_name, *values), series.buckets(), series.sum)
+                family.add_metric((*common.values(), *values), series.buckets(), series.sum)
             else:
                 assert not isinstance(family, HistogramMetricFamily)
-                family.add_metric((model_name, *values), series.value)
+                family.add_metric((*common.values(), *values), series.value)
         return family

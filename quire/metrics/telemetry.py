@@ -19,10 +19,17 @@ class Telemetry:
 
 
 def make_telemetry(
-    model_name: str, *, otlp_traces_endpoint: str | None = None, log_interval: float = INTERVAL
+    model_name: str,
+    *,
+    otlp_traces_endpoint: str | None = None,
+    log_interval: float = INTERVAL,
+    vllm_names: bool = False,
 ) -> Telemetry:
-    """`log_interval` is in seconds; 0 writes no line. ConfigError if spans are asked for and cannot be sent."""
-    prometheus = PrometheusObserver(model_name)
+    """`log_interval` is in seconds; 0 writes no line. With `vllm_names` metrics have vLLM's names too.
+
+    ConfigError if spans are asked for and cannot be sent.
+    """
+    prometheus = PrometheusObserver(model_name, vllm_names=vllm_names)
     log = StatsLog(log_interval) if log_interval > 0 else NULL_OBSERVER
     tracer = make_tracer(otlp_traces_endpoint, model_name)
     listening = [observer for observer in (prometheus, log, tracer) if observer is not NULL_OBSERVER]

@@ -82,6 +82,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         model_names[0],
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
         log_interval=settings.stats_interval,
+        vllm_names=settings.metrics_names == "vllm",
     )
     with listening_socket(settings) as listener:
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))

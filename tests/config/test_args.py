@@ -41,6 +41,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
         return st.sampled_from([{"regex": "a+"}, {"choice": ["a", "b"]}])
     if setting.name == "repetition_detection":
         return st.builds(lambda size: {"max_pattern_size": size, "min_count": 2}, st.integers(1, 9))
+    if setting.name == "system_date":
+        return st.dates().map(str)
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     # A value that begins with a dash needs --flag=value, which is how `as_flags` writes it.

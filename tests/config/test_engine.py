@@ -58,3 +58,12 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
 def test_a_wrong_value_is_named_with_what_is_right(name: str, value: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is {value!r} but must be {expected}"):
         EngineConfig.from_flat(**{name: value})
+
+
+def test_a_date_that_is_none_is_refused_by_the_name_it_was_given_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("tomorrow", "2026-02-30", "31 Jan 2026", ""):
+        with pytest.raises(ConfigError, match=r"system_date is .* but must be a date such as"):
+            EngineConfig.from_flat(system_date=text)
+    monkeypatch.setenv("QUIRE_SYSTEM_DATE", "soon")
+    with pytest.raises(ConfigError, match="QUIRE_SYSTEM_DATE is 'soon'"):
+        EngineConfig.from_flat()

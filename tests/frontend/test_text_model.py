@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 
-from quire.frontend.text_model import TextModel, is_conversation, load_generation_defaults, read_chat_template
+from quire.config.engine import EngineConfig
+from quire.frontend.text_model import (
+    TextModel,
+    is_conversation,
+    load_generation_defaults,
+    load_text_model,
+    read_chat_template,
+)
 from quire.frontend.tokenizer import Tokenizer
 from quire.loader.hub import ModelSource, resolve_model
 from quire.types.errors import CheckpointError, ConfigError, RequestError
@@ -139,3 +147,28 @@ def test_what_a_conversation_is() -> None:
     assert is_conversation(HELLO)
     for other in ("Hi", [], [1, 2], ["Hi"], [HELLO], {"role": "user"}):
         assert not is_conversation(other)
+
+
+DATED = "{% macro today() %}{{ strftime_now('%d %b %Y, %H:%M') }}{% endmacro %}Today is {{ today() }}."
+
+
+def test_a_pinned_date_is_what_templates_see() -> None:
+    text = TextModel(TOKENIZER, chat_template=DATED, system_date=date(2026, 1, 31))
+    assert text.render_chat(HELLO) == "Today is 31 Jan 2026, 00:00."
+    assert text.render_chat(HELLO, chat_template="{{ strftime_now('%Y-%m-%d') }}") == "2026-01-31"
+    own = f"{datetime.now():%Y}"
+    assert own in TextModel(TOKENIZER, chat_template=DATED).render_chat(HELLO)
+
+
+def test_the_date_comes_from_the_settings_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+
+    def rendered(**settings: Any) -> str:
+        config = EngineConfig.from_flat(model=str(tmp_path), chat_template=DATED, **settings)
+        return load_text_model(config.model).render_chat(HELLO)
+
+    assert "01 Feb 2025" in rendered(system_date="2025-02-01")
+    monkeypatch.setenv("QUIRE_SYSTEM_DATE", "2024-12-24")
+    assert "24 Dec 2024" in rendered()
+    assert "01 Feb 2025" in rendered(system_date="2025-02-01")

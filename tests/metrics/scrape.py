@@ -10,18 +10,18 @@ from quire.metrics.prometheus import PrometheusObserver
 class Scrape:
     """One scrape, by name without the prefix and by labels besides model_name."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, prefix: str = "quire:") -> None:
         self.types: dict[str, str] = {}
         self.samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self.model_names: set[str] = set()
         for family in text_string_to_metric_families(text):
-            if not family.name.startswith("quire:"):
+            if not family.name.startswith(prefix):
                 continue
-            self.types[family.name.removeprefix("quire:")] = family.type
+            self.types[family.name.removeprefix(prefix)] = family.type
             for sample in family.samples:
                 labels = dict(sample.labels)
                 self.model_names.add(labels.pop("model_name"))
-                key = (sample.name.removeprefix("quire:"), tuple(sorted(labels.items())))
+                key = (sample.name.removeprefix(prefix), tuple(sorted(labels.items())))
                 assert key not in self.samples
                 self.samples[key] = sample.value
 

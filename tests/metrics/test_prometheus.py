@@ -98,6 +98,8 @@ class Books:
             self.totals.update(
                 requests=1,
                 completions=account.params.n,
+                max_tokens=account.params.max_tokens or 0,
+                longest=max(account.tokens.values(), default=0),
                 all_prompt_tokens=num_prompt_tokens,
                 generation_tokens=num_tokens,
                 done=set(account.reasons.values()) <= {"stop", "length"},
@@ -121,6 +123,10 @@ def check(found: Scrape, books: Books, client: StatsClient) -> None:
     assert found.get("e2e_request_latency_seconds_count") == totals["done"]
     assert found.get("request_prefill_time_seconds_count") == totals["done"]
     assert found.get("request_decode_time_seconds_count") == totals["done"]
+    assert found.get("request_inference_time_seconds_count") == totals["done"]
+    assert found.histogram("request_params_n") == (totals["requests"], totals["completions"])
+    assert found.histogram("request_params_max_tokens") == (totals["requests"], totals["max_tokens"])
+    assert found.histogram("request_max_num_generation_tokens") == (totals["requests"], totals["longest"])
     assert found.get("time_to_first_token_seconds_count") == totals["answered"]
     assert found.get("inter_token_latency_seconds_count") == totals["generation_tokens"] - totals["begun"]
     assert found.histogram("step_time_seconds") == (client.num_steps, client.num_steps * STEP_TIME)
