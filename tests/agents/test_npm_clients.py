@@ -1,4 +1,4 @@
-"""The JavaScript clients and the Codex command of docs/agents.md against a live server, as the page prints them."""
+"""The JavaScript clients and the commands of docs/agents.md against a live server, as the page prints them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.scripted import ANSWER, pointed_at, scripted_server, section
+from tests.agents.scripted import ANSWER, minimal_environment, pointed_at, scripted_server, section
+from tests.server.helpers import live_server
 from tests.server.npm import package_folder
 
 PACKAGES = (
@@ -22,6 +23,8 @@ PACKAGES = (
     "zod@4.6.7",
 )
 CODEX = "@openai/codex@0.166.0"
+CLAUDE = "@anthropic-ai/claude-code@2.1.325"
+OPENCODE = "opencode-ai@1.18.33"
 INSTALL_LIMIT = 240.0
 # Title on the page, and how often the model's answer is printed.
 CLIENTS = [("npm openai", 2), ("@anthropic-ai/sdk", 2), ("Vercel AI SDK", 6)]
@@ -43,6 +46,60 @@ def test_codex_completes_a_turn(pytestconfig: pytest.Config, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     assert ANSWER in done.stdout
     assert len(server.client.added) >= 2  # it called a tool and went on
+
+
+@pytest.mark.nightly
+def test_claude_completes_a_turn(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    with scripted_server() as server:
+        done = run_claude(server.url, pytestconfig, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ANSWER in done.stdout
+    assert len(server.client.added) >= 2  # it called a tool and went on
+    assert max(len(request.token_ids) for request in server.client.added) > 30_000  # bytes: all its tools were there
+
+
+@pytest.mark.nightly
+def test_claude_knows_a_prompt_that_is_too_long(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    with live_server() as server:
+        done = run_claude(server.url, pytestconfig, tmp_path)
+    assert done.returncode != 0
+    assert "Prompt is too long" in done.stdout, done.stdout
+
+
+@pytest.mark.nightly
+def test_opencode_completes_a_turn(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    folder = package_folder(pytestconfig, OPENCODE, limit=INSTALL_LIMIT)
+    with scripted_server() as server:
+        settings = pointed_at(section("opencode run", "json"), server.url)
+        (tmp_path / "opencode.json").write_text(settings, encoding="utf-8")
+        command = on_page(section("opencode run", "bash"), "opencode", folder)
+        done = run_command(command, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ANSWER in done.stdout
+    assert len(server.client.added) >= 2
+
+
+def run_claude(url: str, config: pytest.Config, home: Path) -> subprocess.CompletedProcess[str]:
+    folder = package_folder(config, CLAUDE, limit=INSTALL_LIMIT)
+    return run_command(on_page(pointed_at(section("claude -p", "bash"), url), "claude", folder), home)
+
+
+def on_page(command: str, program: str, folder: Path) -> str:
+    """The page's command with the program that was installed."""
+    assert f"npx {program} " in command
+    return command.replace(f"npx {program}", str(folder / "node_modules" / ".bin" / program))
+
+
+def run_command(command: str, home: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        env=minimal_environment(home),
+    )
 
 
 def npm_folder(config: pytest.Config) -> Path:
