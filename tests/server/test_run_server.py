@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.server.middleware import OPEN_PATHS
+from quire.server.access import PROBES
 from tests.e2e.serving import Running
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.engine.fake_engine import EXIT, STALL, STICKY
@@ -129,7 +129,7 @@ def test_keys_on_every_route_that_the_server_says_it_has(tmp_path: Path) -> None
         assert ("post", COMPLETIONS) in routes
         for method, path in sorted(routes):
             statuses = [client.request(method, path, headers=headers).status_code for headers in ({}, wrong, right)]
-            expected = [statuses[2]] * 2 if path in OPEN_PATHS else [401, 401]
+            expected = [statuses[2]] * 2 if path in PROBES else [401, 401]
             assert statuses[:2] == expected, path
             assert statuses[2] not in (401, 500), path
     assert server.stop() == 0
