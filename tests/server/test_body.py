@@ -115,7 +115,7 @@ async def test_brackets_in_text_are_no_nesting() -> None:
         ),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 10_000}, "input", "10000 items"),
         ("/v1/completions", {"prompt": [7] * 2_000_000}, None, "more than 1048576 values"),
-        ("/v1/completions", {"prompt": [7] * 100_000}, "prompt", "100000 tokens"),
+        ("/v1/completions", {"prompt": [7] * 100_000}, "prompt", "has 100000;"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["w"] * 2000}, "bad_words", "at most 1024"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["w" * 2000]}, "bad_words", "a word of 2000 characters"),
     ],
