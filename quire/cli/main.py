@@ -23,6 +23,7 @@ EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_ADDRESSES = "failed to map segment"  # what the system's loader says of a library for which there are none
 
 # Name -> what `quire --help` says; the module is quire.cli.<name>.
 COMMANDS = {
@@ -88,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader went away (`quire run ... | head`)
         _drop_output()
         return EXIT_BROKEN_PIPE
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and _NO_ADDRESSES not in str(error):
+            raise
+        report(QuireError(f"memory ran out while starting ({error}); raise ulimit -v, or free some memory"))
+        return EXIT_ERROR
     except OSError as error:
         if error.errno not in _FULL:
             raise

@@ -19,8 +19,9 @@ from quire.config import env
 from quire.config.engine import GROUP_TYPES, EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import check_server
+from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
-from quire.utils.units import exact_bytes
+from quire.utils.units import exact_bytes, parse_bytes
 
 # The CLI prints one text and nothing else, so these have nothing to say there.
 NOT_ON_THE_COMMAND_LINE = frozenset(
@@ -40,22 +41,6 @@ _ENGINE = "engine."
 _SAMPLING = "sampling."
 _SERVER = "server."
 _UNSET = (None, (), "")  # defaults that say nothing
-_BYTE_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KB": 10**3,
-    "KIB": 1 << 10,
-    "M": 1 << 20,
-    "MB": 10**6,
-    "MIB": 1 << 20,
-    "G": 1 << 30,
-    "GB": 10**9,
-    "GIB": 1 << 30,
-    "T": 1 << 40,
-    "TB": 10**12,
-    "TIB": 1 << 40,
-}
 
 
 @dataclass(frozen=True)
@@ -72,15 +57,6 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-
-def parse_bytes(text: str) -> int:
-    """A byte count such as 1000000, 512MiB, 1.5G or 2 GB; KiB and K are 1024, KB is 1000."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _BYTE_UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no byte count; write it like 512MiB, 2GiB or 1000000")
-    factor = _BYTE_UNITS[match[2].upper()]
-    return int(match[1]) * factor if match[1].isdigit() else int(float(match[1]) * factor)
 
 
 def engine_settings() -> dict[str, list[Setting]]:
@@ -234,7 +210,7 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting, prefix: str, d
     elif get_origin(kind) is Literal:
         options = {"choices": get_args(kind)}
     elif setting.unit == "bytes":
-        options["type"] = parse_bytes
+        options["type"] = _read_bytes
     elif kind in (int, float, str):
         options["type"] = kind
     elif get_origin(kind) is tuple and get_args(kind)[0] in (int, str):
@@ -248,6 +224,13 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting, prefix: str, d
         help=_help(setting, default),
         **options,
     )
+
+
+def _read_bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _json_reader(setting: Setting) -> Callable[[str], Any]:

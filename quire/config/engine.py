@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from datetime import date, datetime
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +13,7 @@ import msgspec
 from quire.config import env
 from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.types.errors import ConfigError
+from quire.utils.units import parse_bytes
 
 MAX_THREADS = 1024  # with many more, a process that cannot start them all is ended by its own runtime
 
@@ -32,9 +33,7 @@ class EngineConfig:
         left = dict(settings)
         for group in fields(cls):
             group_type = GROUP_TYPES[group.name]
-            mine = {
-                f.name: _checked(group_type, f.name, left.pop(f.name)) for f in fields(group_type) if f.name in left
-            }
+            mine = {f.name: _checked(group_type, f, left.pop(f.name)) for f in fields(group_type) if f.name in left}
             groups[group.name] = group_type(**mine)
         if left:
             known = sorted(f.name for t in GROUP_TYPES.values() for f in fields(t))
@@ -58,10 +57,16 @@ GROUP_TYPES: dict[str, type[Any]] = {
 }
 
 
-def _checked(group_type: type[Any], name: str, value: Any) -> Any:
-    """The value, if it is of the setting's type; a path may stand for its text."""
+def _checked(group_type: type[Any], setting: Field[Any], value: Any) -> Any:
+    """The value, if it is of the setting's type; a path may stand for its text, "2GiB" for a number of bytes."""
+    name = setting.name
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, str) and setting.metadata["unit"] == "bytes":
+        try:
+            value = parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
     hint = get_type_hints(group_type)[name]
     try:
         return msgspec.convert(value, hint)

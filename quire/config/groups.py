@@ -37,6 +37,11 @@ class ModelConfig:
         positional=True,
     )
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
+    skip_tokenizer_init: bool = setting(
+        False,
+        "Load no tokenizer: prompts are token ids, and outputs have token ids and no text. What"
+        " generation_config.json names as end of sequence still ends an output.",
+    )
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
     chat_template: str | None = setting(None, "A Jinja file or a template's text, instead of the model's own.")
     system_date: str | None = setting(
@@ -74,7 +79,11 @@ class CacheConfig:
 
     block_size: int = setting(16, "Tokens per KV block.")
     kv_cache_memory: int | None = setting(
-        None, "Bytes for KV blocks, e.g. 2GiB. Unset: on a CPU a share of the free memory.", unit="bytes"
+        None,
+        "Bytes for KV blocks, e.g. 2GiB. Unset: on a GPU what weights and workspace leave; on a CPU 1GiB or one"
+        " request of full length, if that is more, but at most a tenth of the machine's memory, a quarter of what is"
+        " available, and what max_num_seqs requests of full length can fill.",
+        unit="bytes",
     )
     kv_cache_dtype: KVCacheDType = setting(
         "auto",

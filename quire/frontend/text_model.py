@@ -177,10 +177,11 @@ class TextModel:
 def load_text_model(config: ModelConfig) -> TextModel:
     """Find and read the tokenizer, chat template and generation defaults that the settings name."""
     source = resolve_model(config.model, config.revision)
-    tokenizer_source = resolve_model(config.tokenizer, None) if config.tokenizer is not None else source
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(source.path if config.tokenizer is None else resolve_model(config.tokenizer).path)
     given = None if config.chat_template is None else read_chat_template(config.chat_template)
-    defaults = load_generation_defaults(source)
-    text = TextModel(load_tokenizer(tokenizer_source.path), defaults, given, pinned_date(config))
+    text = TextModel(tokenizer, load_generation_defaults(source), given, pinned_date(config))
     if given is not None:
         text.own_template(with_tools=False)  # compiled now: a mistake in it is not left for the first request
     return text

@@ -2,7 +2,8 @@
 
 Knows blocks and hashes, never requests. The free list is intrusive and doubly linked, so a block leaves its
 middle in constant time when a prefix hit revives it. Its head is reallocated first: blocks that hold nothing
-are pushed there, blocks that hold cached content are appended and so are evicted least recently used first.
+are pushed there, so that memory that was never touched stays so as long as it can; blocks that hold cached content
+are appended and so are evicted least recently used first.
 """
 
 from __future__ import annotations
@@ -129,10 +130,12 @@ class BlockPool:
         self._events.stored(group, block_hash, block.id)
 
     def forget_free(self) -> None:
-        """Forget the cached content of all blocks that nobody uses."""
-        for cached in self.cached:
-            for block in [block for block in cached.values() if block.ref_count == 0]:
-                self._forget(block)
+        """Forget the cached content of all blocks that nobody uses; they are handed out before untouched ones."""
+        forgotten = [block for cached in self.cached for block in cached.values() if block.ref_count == 0]
+        for block in forgotten:
+            self._forget(block)
+        self.touch(forgotten)
+        self.release(forgotten)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, free list and cache map disagree."""

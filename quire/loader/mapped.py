@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.types.errors import CheckpointError
+from quire.types.errors import CheckpointError, MemoryPlanError
+from quire.utils.units import format_bytes
 
 
 class MappedFile:
@@ -24,6 +26,11 @@ class MappedFile:
                 # Copy-on-write, because torch has no tensors that must not be written.
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise MemoryPlanError(
+                    f"not enough memory: {path} has {format_bytes(self.size)}, for which this process has no"
+                    " addresses left; raise ulimit -v"
+                ) from error
             raise CheckpointError(f"cannot read {path}: {error.strerror}; check the path") from error
         self._bytes: NDArray[np.uint8] = np.frombuffer(self.buffer, np.uint8)
 

@@ -7,8 +7,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+
+
+class MemorySupply(NamedTuple):
+    """Bytes that can be taken, what sets that bound ("ulimit -v"), and what moves it ("raise ulimit -v")."""
+
+    num_bytes: int
+    bound: str
+    more: str
+
+
+class DefaultMemory(NamedTuple):
+    """Bytes that are taken when the user does not say, and why so many."""
+
+    num_bytes: int
+    reason: str
 
 
 class Event(ABC):
@@ -50,16 +66,16 @@ class Platform(ABC):
         """Prepare the process for this device. Called once, before any tensor work."""
 
     @abstractmethod
-    def available_memory(self, utilization: float = 1.0) -> int:
-        """Bytes that the engine may still take, right now; on a device of its own within this part of its memory."""
+    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
+        """What the engine may still take, right now; on a device of its own within this part of its memory."""
 
     @abstractmethod
     def peak_memory(self, work: Callable[[], None]) -> int | None:
         """Run `work` and say how much memory it took at most; None, without running it, where that is not known."""
 
     @abstractmethod
-    def default_kv_memory(self, available: int) -> int:
-        """How many of `available` bytes KV blocks get when the user does not say."""
+    def default_kv_memory(self, available: int, one_request: int) -> DefaultMemory:
+        """How many of `available` bytes KV blocks get by default; a request of full length takes `one_request`."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -68,6 +84,10 @@ class Platform(ABC):
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:
         """Whether the device is lost after this error, so that only a restart helps."""
+
+    @abstractmethod
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether this error says that the device's memory is used up."""
 
     @abstractmethod
     def event(self) -> Event: ...

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from quire.platform.base import Event, NullEvent, Platform
+from quire.platform.base import DefaultMemory, Event, MemorySupply, NullEvent, Platform
+from quire.platform.limits import available_memory, machine_memory
 
-NO_LIMIT = 1 << 62
+_ENOUGH_KV = 1 << 30  # for some requests of usual length; a laptop runs other things too
 _DEFAULT_THREADS = (
     torch.get_num_threads()
 )  # read before an engine changes it: one per core, or as OMP_NUM_THREADS says
@@ -35,15 +34,21 @@ class CpuPlatform(Platform):
     def start(self, num_threads: int | None) -> None:
         torch.set_num_threads(num_threads or _DEFAULT_THREADS)
 
-    def available_memory(self, utilization: float = 1.0) -> int:
-        return min(_free_memory(), _cgroup_headroom())
+    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
+        return available_memory()
 
     def peak_memory(self, work: Callable[[], None]) -> int | None:
         return None
 
-    def default_kv_memory(self, available: int) -> int:
-        # A laptop runs other things: a quarter of what is free, and no more than 4 GiB unless asked for.
-        return min(available // 4, 4 << 30)
+    def default_kv_memory(self, available: int, one_request: int) -> DefaultMemory:
+        limits = (
+            DefaultMemory(_ENOUGH_KV, "at most 1 GiB")
+            if one_request <= _ENOUGH_KV
+            else DefaultMemory(one_request, "one request of full length"),
+            DefaultMemory(machine_memory() // 10, "a tenth of the machine's memory"),
+            DefaultMemory(available // 4, "a quarter of what is available"),
+        )
+        return min(limits, key=lambda limit: limit.num_bytes)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # numpy asks the system for zero pages, which cost nothing until they are written; torch writes them.
@@ -53,50 +58,10 @@ class CpuPlatform(Platform):
     def is_sticky(self, error: Exception) -> bool:
         return False
 
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        )
+
     def event(self) -> Event:
         return NullEvent()
-
-
-def _free_memory() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """What the containers around this process leave it; a huge number outside of one."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # not Linux
-        return NO_LIMIT
-    headroom = NO_LIMIT
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2: one tree for everything
-            files, tree = ("memory.max", "memory.current", "inactive_file"), root
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            tree = root / "memory"
-        else:
-            continue
-        # Inside a container the path may be the host's, which is not there; the tree's top then is the container.
-        here = tree / path.lstrip("/")
-        for folder in (folder for folder in (here, *here.parents) if folder.is_relative_to(tree)):
-            headroom = min(headroom, _headroom_of(folder, *files))
-    return headroom
-
-
-def _headroom_of(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> int:
-    """Limit minus usage, where cached file pages that can be dropped at once do not count as used."""
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        usage = int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return NO_LIMIT
-    return NO_LIMIT if limit == "max" else max(0, int(limit) - usage + int(stat.get(cache_key, 0)))

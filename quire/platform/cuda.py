@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quire.platform.base import Event, Platform
+from quire.platform.base import DefaultMemory, Event, MemorySupply, Platform
 from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
 
@@ -61,9 +61,10 @@ class CudaPlatform(Platform):
             )
         _check_kernel_folder()
 
-    def available_memory(self, utilization: float = 1.0) -> int:
+    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
         free, total = torch.cuda.mem_get_info()
-        return max(0, free - int(total * (1.0 - utilization)))
+        left = max(0, free - int(total * (1.0 - utilization)))
+        return MemorySupply(left, "free memory of the GPU", "raise --gpu-memory-utilization, or free some of it")
 
     def peak_memory(self, work: Callable[[], None]) -> int | None:
         torch.cuda.synchronize()
@@ -76,15 +77,18 @@ class CudaPlatform(Platform):
         torch.cuda.empty_cache()
         return peak
 
-    def default_kv_memory(self, available: int) -> int:
-        # What is left after weights and workspace, less a reserve for the allocator's rounding and for graphs.
-        return max(0, available * 97 // 100 - (1 << 30))
+    def default_kv_memory(self, available: int, one_request: int) -> DefaultMemory:
+        # Less a reserve for the allocator's rounding and for graphs.
+        return DefaultMemory(max(0, available * 97 // 100 - (1 << 30)), "what weights and workspace leave")
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def is_sticky(self, error: Exception) -> bool:
         return isinstance(error, torch.AcceleratorError)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
 
     def event(self) -> Event:
         return CudaEvent()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.kv.layout import KVLayout
+from quire.platform.base import DefaultMemory, MemorySupply
 from quire.types.errors import MemoryPlanError
 from quire.utils.units import exact_bytes, format_bytes
 
@@ -26,22 +27,37 @@ class MemoryLedger:
     """What will be taken, and what there is."""
 
     entries: tuple[LedgerEntry, ...]
-    supply: int
+    supply: MemorySupply
     max_model_len: int
     max_model_len_reason: str
     num_kv_blocks: int
+    kv_reason: str  # why so many, with the setting that changes it
     layout: KVLayout
 
     @property
     def total(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
 
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_kv_blocks * self.layout.page_bytes
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return _tokens(self.layout, self.num_kv_blocks)
+
     def format(self) -> str:
         """A table for people."""
-        lines = [f"{entry.name:<12} {format_bytes(entry.num_bytes):>10}  {entry.note}" for entry in self.entries]
-        lines.append(f"{'total':<12} {format_bytes(self.total):>10}  of {format_bytes(self.supply)} available")
-        lines.append(f"max_model_len = {self.max_model_len} ({self.max_model_len_reason})")
-        return "\n".join(lines)
+        reason = f"max_model_len = {self.max_model_len} ({self.max_model_len_reason})"
+        return "\n".join([*_table(self.entries, self.supply), f"KV blocks: {self.kv_reason}", reason])
+
+    def ran_out(self, error: Exception) -> MemoryPlanError:
+        """What to raise when memory that was planned could not be had."""
+        return MemoryPlanError(
+            f"memory ran out while the engine took what it had planned ({error}); {self.supply.more}, or set"
+            f" --kv-cache-memory to less than {format_bytes(self.kv_bytes)}\n"
+            + "\n".join(_table(self.entries, self.supply))
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,18 @@ class MemoryDemand:
     max_num_batched_tokens: int
     max_num_seqs: int
     reserved: int = 0  # for others
+
+    def entries(self, num_blocks: int) -> tuple[LedgerEntry, ...]:
+        """The lines of a ledger with this many KV blocks."""
+        blocks = f"{num_blocks} blocks, {_tokens(self.layout, num_blocks)} tokens"
+        others = (LedgerEntry("reserved", self.reserved, "left to other processes"),) if self.reserved else ()
+        return (
+            LedgerEntry("weights", self.weights, self.weights_note),
+            LedgerEntry("KV blocks", num_blocks * self.layout.page_bytes, blocks),
+            LedgerEntry("rows", self.rows, f"{self.max_num_seqs} requests at once"),
+            LedgerEntry("workspace", self.workspace, f"steps of {self.max_num_batched_tokens} tokens"),
+            *others,
+        )
 
     @property
     def fixed(self) -> int:
@@ -76,36 +104,37 @@ class MemoryDemand:
 
 
 def make_ledger(
-    demand: MemoryDemand, supply: int, kv_memory: int | None, default_kv_memory: int, max_model_len: int | None
+    demand: MemoryDemand,
+    supply: MemorySupply,
+    kv_memory: int | None,
+    default_kv_memory: DefaultMemory,
+    max_model_len: int | None,
 ) -> MemoryLedger:
     """Decide KV memory and context length; raise MemoryPlanError with the cheapest fix if something cannot be."""
     shortest = min(MIN_CONTEXT, demand.trained_len) if max_model_len is None else max_model_len
     _check_length(demand, shortest, kv_memory, max_model_len)
-    wanted = max(default_kv_memory, demand.kv_bytes(shortest)) if kv_memory is None else kv_memory
-    if wanted > supply - demand.fixed:
+    least = DefaultMemory(demand.kv_bytes(shortest), f"one request of {shortest} tokens")
+    default = max(default_kv_memory, least, key=lambda memory: memory.num_bytes)
+    wanted = default.num_bytes if kv_memory is None else kv_memory
+    if wanted > supply.num_bytes - demand.fixed:
         raise _does_not_fit(demand, supply, wanted, shortest, kv_memory, max_model_len)
     length, reason = demand.longest(wanted), "what the model was trained for"
     if max_model_len is not None:
         length, reason = max_model_len, "set by the user"
     elif length < demand.trained_len:
         reason = f"the KV memory holds no longer request; the model was trained for {demand.trained_len}"
-    num_blocks = wanted // demand.layout.page_bytes
+    num_blocks, kv_reason = wanted // demand.layout.page_bytes, "--kv-cache-memory, set by the user"
     if kv_memory is None:  # more blocks than all rows can fill at once would never be used
-        num_blocks = min(num_blocks, demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes))
-    tokens = num_blocks * demand.layout.block_size // len(demand.layout.groups)
-    others = (LedgerEntry("reserved", demand.reserved, "left to other processes"),) if demand.reserved else ()
+        all_rows = demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes)
+        why = default.reason if num_blocks <= all_rows else f"all that {demand.max_num_seqs} requests can fill"
+        num_blocks, kv_reason = min(num_blocks, all_rows), f"{why}, by default; --kv-cache-memory changes it"
     return MemoryLedger(
-        entries=(
-            LedgerEntry("weights", demand.weights, demand.weights_note),
-            LedgerEntry("KV blocks", num_blocks * demand.layout.page_bytes, f"{num_blocks} blocks, {tokens} tokens"),
-            LedgerEntry("rows", demand.rows, f"{demand.max_num_seqs} requests at once"),
-            LedgerEntry("workspace", demand.workspace, f"steps of {demand.max_num_batched_tokens} tokens"),
-            *others,
-        ),
+        entries=demand.entries(num_blocks),
         supply=supply,
         max_model_len=length,
         max_model_len_reason=reason,
         num_kv_blocks=num_blocks,
+        kv_reason=kv_reason,
         layout=demand.layout,
     )
 
@@ -134,9 +163,14 @@ def _check_length(demand: MemoryDemand, shortest: int, kv_memory: int | None, ma
 
 
 def _does_not_fit(
-    demand: MemoryDemand, supply: int, wanted: int, shortest: int, kv_memory: int | None, max_model_len: int | None
+    demand: MemoryDemand,
+    supply: MemorySupply,
+    wanted: int,
+    shortest: int,
+    kv_memory: int | None,
+    max_model_len: int | None,
 ) -> MemoryPlanError:
-    left, needed = max(0, supply - demand.fixed), demand.kv_bytes(shortest)
+    left, needed = max(0, supply.num_bytes - demand.fixed), demand.kv_bytes(shortest)
     rounded = left // ROUND_TO * ROUND_TO
     if left >= needed:  # so the user asked for more KV memory than that
         fix = f"set --kv-cache-memory {exact_bytes(rounded if rounded >= needed else left)}"
@@ -146,16 +180,28 @@ def _does_not_fit(
         fix = f"set {lower_kv}--max-model-len {demand.longest(given)}"
     elif left + demand.reserved >= needed:
         fix = "lower --reserved-memory, and set --no-spare-engine if it serves"
-    elif demand.weights < supply:
-        fix = "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or free some memory"
+    elif demand.weights < supply.num_bytes:
+        fix = f"lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or {supply.more}"
     else:
-        fix = "use a smaller model, keep its weights smaller with --quantization, or use a machine with more memory"
-    reserved = f", reserved {format_bytes(demand.reserved)}" if demand.reserved else ""
+        fix = f"use a smaller model, keep its weights smaller with --quantization, or {supply.more}"
+    table = _table(demand.entries(-(-wanted // demand.layout.page_bytes)), supply)
     return MemoryPlanError(
-        f"not enough memory: needed {format_bytes(demand.fixed + wanted)} (weights {format_bytes(demand.weights)}, "
-        f"rows and workspace {format_bytes(demand.rows + demand.workspace)}, KV blocks {format_bytes(wanted)}"
-        f"{reserved}); available {format_bytes(supply)}; {fix}"
+        f"not enough memory: needed {format_bytes(demand.fixed + wanted)}; available {format_bytes(supply.num_bytes)}"
+        f" ({supply.bound}); {fix}\n" + "\n".join(table)
     )
+
+
+def _table(entries: tuple[LedgerEntry, ...], supply: MemorySupply) -> list[str]:
+    total = sum(entry.num_bytes for entry in entries)
+    available = f"of {format_bytes(supply.num_bytes)} available ({supply.bound})"
+    return [
+        *(f"{entry.name:<12} {format_bytes(entry.num_bytes):>10}  {entry.note}" for entry in entries),
+        f"{'total':<12} {format_bytes(total):>10}  {available}",
+    ]
+
+
+def _tokens(layout: KVLayout, num_blocks: int) -> int:
+    return num_blocks * layout.block_size // len(layout.groups)
 
 
 def _rounded_up(num_bytes: int) -> int:

@@ -29,7 +29,7 @@ from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ModelDescription, describe, model_class
 from quire.ops.base import Target
-from quire.platform.base import Platform
+from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
@@ -117,12 +117,13 @@ def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int, recor
     return replace(plan, demand=demand, ledger=ledger, recorded=recorded)
 
 
-def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: int) -> MemoryLedger:
+def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply) -> MemoryLedger:
+    one_request = demand.kv_bytes(config.model.max_model_len or demand.trained_len)
     return make_ledger(
         demand,
         supply,
         config.cache.kv_cache_memory,
-        platform.default_kv_memory(supply - demand.fixed),
+        platform.default_kv_memory(supply.num_bytes - demand.fixed, one_request),
         config.model.max_model_len,
     )
 

@@ -61,6 +61,14 @@ class Worker:
         logger.info("settings: %s", "; ".join(plan.settings.explain()))
         for entry in plan.ledger.entries:
             logger.debug("memory: %s %s (%s)", entry.name, format_bytes(entry.num_bytes), entry.note)
+        try:
+            self._take(plan, config, started, report)
+        except Exception as error:
+            if plan.platform.is_out_of_memory(error):
+                raise plan.ledger.ran_out(error) from error
+            raise
+
+    def _take(self, plan: EnginePlan, config: EngineConfig, started: float, report: ReportPhase) -> None:
         planned = time.perf_counter()
         report("weights")
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
@@ -76,17 +84,20 @@ class Worker:
             ladders = tokens, coarse_ladder(settings.max_num_seqs)
         checked = time.perf_counter()
         report("KV")
+        ledger = plan.ledger
+        logger.info(
+            "KV cache: %s for %d tokens (%s)", format_bytes(ledger.kv_bytes), ledger.num_kv_tokens, ledger.kv_reason
+        )
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
         logger.info(
-            "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); %s of KV blocks, context %d",
+            "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",
             plan.source.name,
             time.perf_counter() - started,
             planned - started,
             loaded - planned,
             checked - loaded,
             time.perf_counter() - checked,
-            format_bytes(plan.ledger.num_kv_blocks * plan.ledger.layout.page_bytes),
-            plan.ledger.max_model_len,
+            ledger.max_model_len,
         )
 
     def execute(self, plan: StepPlan) -> Finish:

@@ -49,6 +49,21 @@ def test_details_come_before_the_last_line(
     assert err == ["  a", "  b", "error: 2 tensors are missing; get the file again"]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
+)
+def test_memory_that_runs_out_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    install(monkeypatch, failing(error))
+    assert cli.main(["run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: memory ran out while starting ({error}); raise ulimit -v, or free some memory"
+    install(monkeypatch, failing(ImportError("No module named 'torch'")))
+    with pytest.raises(ImportError, match="torch"):
+        cli.main(["run"])
+
+
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     install(monkeypatch, failing(MemoryPlanError("x")))

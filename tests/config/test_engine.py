@@ -23,6 +23,14 @@ def test_a_path_is_as_good_as_its_text() -> None:
     assert EngineConfig.from_flat(model=Path("/a/model")).model.model == "/a/model"
 
 
+def test_a_size_may_be_written_as_on_the_command_line() -> None:
+    assert EngineConfig.from_flat(kv_cache_memory="512MiB").cache.kv_cache_memory == 512 << 20
+    config = EngineConfig.from_flat(structured_outputs_max_bytes="2KB")
+    assert config.structured.structured_outputs_max_bytes == 2000
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory: '2 parsecs' is no byte count; write it like 512MiB"):
+        EngineConfig.from_flat(kv_cache_memory="2 parsecs")
+
+
 def test_an_unknown_setting_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'max_len'; known: .*max_model_len") as info:
         EngineConfig.from_flat(max_len=3, zzz=1)
@@ -45,7 +53,7 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
         ("block_size", 256, "a power of two up to 128"),
         ("max_model_len", "2k", "int or None"),
         ("max_model_len", 20.5, "int or None"),
-        ("kv_cache_memory", "2GiB", "int or None"),
+        ("kv_cache_memory", 1.5, "int or None"),
         ("enable_prefix_caching", "no", "bool"),
         ("model", None, "str"),
         ("model", "", "a folder, a .gguf file, a hub id or a built-in alias"),

@@ -293,3 +293,20 @@ def test_no_disk_space_for_the_cache(
     assert main(["run", "Hello"]) == 1
     assert capsys.readouterr().err.startswith("error: not enough disk space")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "llama")  # which has no tokenizer that could be read
+    with LLM(str(folder), skip_tokenizer_init=True, **{**SETTINGS, "kv_cache_memory": "4MiB"}) as llm:
+        (output,) = llm.generate([1, 5, 9], SamplingParams(temperature=0.0, max_tokens=4, logprobs=1), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+        assert output.outputs[0].text == ""
+        for prompt in ("Hello", {"prompt": "Hello"}):
+            with pytest.raises(RequestError, match="a text prompt needs a tokenizer; give prompt_token_ids instead"):
+                llm.generate(prompt, GREEDY)
+        with pytest.raises(RequestError, match="a chat needs a tokenizer"):
+            llm.chat([{"role": "user", "content": "Hello"}])
+        with pytest.raises(RequestError, match=r"stop .* needs a tokenizer"):
+            llm.generate([1], SamplingParams(stop=["x"]))
+        with pytest.raises(RequestError, match="no tokenizer"):
+            llm.get_tokenizer()

@@ -112,7 +112,10 @@ def test_a_float_gguf_can_be_quantized_and_a_quantized_one_cannot(tmp_path: Path
     plan, model = load(half, quantization="int8")
     assert weights_of(plan) == taken(model)
     for method in ("int8", "int4"):
-        message = f"quantization is '{method}' but the checkpoint holds Q8_0 weights already; leave"
+        message = (
+            f"quantization is '{method}', which quantizes float weights while they are loaded, but this checkpoint is"
+            r" quantized already \(weights in it are Q8_0\); leave --quantization out"
+        )
         with pytest.raises(ConfigError, match=message):
             load(quantized, quantization=method)
 

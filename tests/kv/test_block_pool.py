@@ -49,6 +49,22 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_empty_ones_befo
     pool.check_integrity()
 
 
+def test_freed_blocks_are_handed_out_before_untouched_ones() -> None:
+    """Memory that no block was ever written to is not taken while another block will do."""
+    pool = BlockPool(100, 2)
+    for _ in range(50):
+        first, second = pool.allocate(2)
+        assert {first.id, second.id} == {1, 2}
+        pool.release([second, first])
+    for index, block in enumerate(blocks := pool.allocate(4)):
+        pool.store(block, index % 2, str(index).encode())
+    pool.release(reversed(blocks))
+    assert ids(pool.allocate(1)) == [5], "what is cached is worth more than an untouched page"
+    pool.forget_free()
+    pool.check_integrity()
+    assert set(ids(pool.allocate(4))) == {1, 2, 3, 4}, "what was forgotten is worth less"
+
+
 def test_equal_content_is_stored_once() -> None:
     pool = BlockPool(3, 2)
     first, second = pool.allocate(2)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config.args import parse_bytes
-from quire.utils.units import exact_bytes, format_bytes
+from quire.utils.units import exact_bytes, format_bytes, parse_bytes
 
 SIZES = st.integers(0, 9999 << 40)
 

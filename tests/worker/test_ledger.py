@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from quire.config.args import parse_bytes
 from quire.kv.layout import LayerKV, plan_layout
+from quire.platform.base import DefaultMemory, MemorySupply
 from quire.types.errors import MemoryPlanError
+from quire.utils.units import parse_bytes
 from quire.worker.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_ledger
 
 MIB = 1 << 20
@@ -33,7 +34,8 @@ def make_demand(**changes: object) -> MemoryDemand:
 
 
 def plan(demand: MemoryDemand, supply: int, kv: int | None = None, length: int | None = None) -> MemoryLedger:
-    return make_ledger(demand, supply, kv, (supply - demand.fixed) // 4, length)
+    default = DefaultMemory((supply - demand.fixed) // 4, "a quarter of it")
+    return make_ledger(demand, MemorySupply(supply, "free memory", "free some memory"), kv, default, length)
 
 
 def test_everything_fits() -> None:
@@ -43,7 +45,9 @@ def test_everything_fits() -> None:
     assert [entry.name for entry in ledger.entries] == ["weights", "KV blocks", "rows", "workspace"]
     assert ledger.num_kv_blocks == 4 * (2048 // 16 + 1), "four requests of full length and no more"
     assert "100MiB  25 M parameters" in ledger.format()
-    assert "of 1000MiB available" in ledger.format()
+    assert "of 1000MiB available (free memory)" in ledger.format()
+    assert ledger.kv_reason == "all that 4 requests can fill, by default; --kv-cache-memory changes it"
+    assert f"KV blocks: {ledger.kv_reason}\n" in ledger.format()
     assert ledger.format().endswith("max_model_len = 2048 (what the model was trained for)")
 
 
@@ -51,12 +55,15 @@ def test_a_small_default_shortens_the_context_and_says_so() -> None:
     ledger = plan(make_demand(), 126 * MIB)  # a quarter of the 16 MiB left: 64 blocks, one of them null
     assert ledger.max_model_len == 63 * 16
     assert "trained for 2048" in ledger.max_model_len_reason
+    assert ledger.kv_reason == "a quarter of it, by default; --kv-cache-memory changes it"
+    assert (ledger.kv_bytes, ledger.num_kv_tokens) == (4 * MIB, 64 * 16)
 
 
 def test_the_default_grows_to_the_shortest_context_worth_serving() -> None:
     demand = make_demand()
     ledger = plan(demand, demand.fixed + demand.kv_bytes(MIN_CONTEXT))
     assert ledger.max_model_len == MIN_CONTEXT
+    assert ledger.kv_reason.startswith(f"one request of {MIN_CONTEXT} tokens, by default")
 
 
 def test_a_context_the_user_sets_may_be_shorter_than_that() -> None:
@@ -66,7 +73,9 @@ def test_a_context_the_user_sets_may_be_shorter_than_that() -> None:
 
 
 def test_memory_that_the_user_sets_is_taken_as_it_is() -> None:
-    assert plan(make_demand(), 1000 * MIB, kv=500 * MIB).num_kv_blocks == 500 * 16
+    ledger = plan(make_demand(), 1000 * MIB, kv=500 * MIB)
+    assert ledger.num_kv_blocks == 500 * 16
+    assert ledger.kv_reason == "--kv-cache-memory, set by the user"
 
 
 def test_a_context_longer_than_trained() -> None:
@@ -89,16 +98,20 @@ def test_kv_memory_too_small_for_anything() -> None:
 
 
 def test_more_kv_memory_than_there_is() -> None:
-    with pytest.raises(
-        MemoryPlanError,
-        match=r"needed 310MiB \(weights 100MiB, rows and workspace 10MiB, KV blocks 200MiB\); "
-        r"available 150\.5MiB; set --kv-cache-memory 40MiB$",
-    ):
+    with pytest.raises(MemoryPlanError) as info:
         plan(make_demand(), 150 * MIB + MIB // 2, kv=200 * MIB)
+    assert str(info.value).splitlines() == [
+        "not enough memory: needed 310MiB; available 150.5MiB (free memory); set --kv-cache-memory 40MiB",
+        "weights          100MiB  25 M parameters in float32",
+        "KV blocks        200MiB  3200 blocks, 51200 tokens",
+        "rows               1MiB  4 requests at once",
+        "workspace          9MiB  steps of 256 tokens",
+        "total            310MiB  of 150.5MiB available (free memory)",
+    ]
 
 
 def test_too_long_a_context_for_the_memory() -> None:
-    with pytest.raises(MemoryPlanError, match=r"available 114MiB; set --max-model-len 1008$"):
+    with pytest.raises(MemoryPlanError, match=r"available 114MiB \(free memory\); set --max-model-len 1008\n"):
         plan(make_demand(), 114 * MIB, length=2048)
 
 
@@ -114,7 +127,10 @@ def test_memory_for_others_is_counted_and_named() -> None:
 
 @pytest.mark.parametrize(
     ("supply", "fix"),
-    [(105, "--max-num-batched-tokens"), (99, "a smaller model, keep its weights smaller with --quantization")],
+    [
+        (105, "--max-num-batched-tokens or --max-num-seqs, or free some memory"),
+        (99, "a smaller model, keep its weights smaller with --quantization, or free some memory"),
+    ],
 )
 def test_no_room_for_any_context(supply: int, fix: str) -> None:
     with pytest.raises(MemoryPlanError, match=fix):
@@ -135,7 +151,7 @@ DEMANDS = st.builds(
 
 def apply_fix(message: str, kv: int | None, length: int | None) -> tuple[int | None, int | None]:
     """What a user does who follows the message: the first of two alternatives."""
-    fix = message.rpartition(";")[2].partition(" or --")[0]
+    fix = message.splitlines()[0].rpartition(";")[2].partition(" or --")[0]
     flags = dict(re.findall(r"--(kv-cache-memory|max-model-len) (\d\w*)", fix))
     assume(flags)  # the others ask for another model or machine
     if "kv-cache-memory" in flags:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
 from quire.worker.planning import EnginePlan, plan_engine, plan_memory, recorded_sizes
-from quire.worker.worker import load_model, measure_workspace
+from quire.worker.worker import Worker, load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
 
@@ -166,6 +168,38 @@ def test_the_process_keeps_to_the_ledger(
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["peak"] < measured["planned"], measured
     assert measured["peak"] > measured["entries"]["weights"], "the measurement itself is broken"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce RLIMIT_AS")
+def test_a_limit_on_addresses_shapes_the_ledger_or_is_refused_with_it(tmp_path: Path) -> None:
+    config = {**WIDE, "max_position_embeddings": 100_000, "num_hidden_layers": 16, "hidden_size": 64}
+    command = [sys.executable, "-m", "tests.worker.addresses", write_config(tmp_path, **config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    roomy, tight = done.stdout.split("---\n")
+    assert "a quarter of what is available, by default; --kv-cache-memory changes it" in roomy
+    assert re.match(r"not enough memory: needed .*; available .* \(ulimit -v\); .*, or raise ulimit -v\n", tight)
+    assert re.search(r"^total .* of .* available \(ulimit -v\)$", tight, re.MULTILINE)
+
+
+def test_memory_that_cannot_be_had_after_all_is_refused_with_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: CpuPlatform, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise MemoryError(f"Unable to allocate an array of shape {shape}")
+
+    monkeypatch.setattr(CpuPlatform, "zeros", refuse)
+    config = EngineConfig.from_flat(model=write_config(tmp_path, **LLAMA), load_format="dummy")
+    with pytest.raises(MemoryPlanError, match=r"^memory ran out .*Unable to allocate .*--kv-cache-memory") as info:
+        Worker(config)
+    assert "\nKV blocks " in str(info.value)
+
+
+def test_the_kv_cache_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire")
+    Worker(EngineConfig.from_flat(model=write_config(tmp_path, **LLAMA), load_format="dummy", max_num_seqs=2))
+    (line,) = (message for message in caplog.messages if message.startswith("KV cache: "))
+    assert line.endswith("(all that 2 requests can fill, by default; --kv-cache-memory changes it)")
 
 
 @needs_triton

@@ -72,8 +72,9 @@ class PackedLinear(LinearMethod):
             return format if format in BLOCK_TYPES else _STORAGES.get(format, "float32")
         if not format.startswith(("F", "BF")):  # F32, BF16, FLOAT64, ...: anything else is quantized
             raise ConfigError(
-                f"quantization is {self.spec.target.quantization!r} but the checkpoint holds {format} weights "
-                f"already; leave --quantization out to keep them"
+                f"quantization is {self.spec.target.quantization!r}, which quantizes float weights while they are"
+                f" loaded, but this checkpoint is quantized already (weights in it are {format}); leave"
+                " --quantization out to keep its weights as they are, or load a float checkpoint of the model"
             )
         return self._storage
 
