@@ -67,7 +67,9 @@ class ModelConfig:
         " float32 is not rounded. auto: int16 on these processors.",
     )
     max_model_len: int | None = setting(
-        None, "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits."
+        None,
+        "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits. RoPE of"
+        " type dynamic or longrope rotates every sequence as one of this length, however short it is.",
     )
     load_format: LoadFormat = setting("auto", "How to read weights; dummy makes seeded random ones from the config.")
     seed: int = setting(0, "Seed of dummy weights. As an argument of LLM also of requests that bring none.")

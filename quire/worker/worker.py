@@ -8,6 +8,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.layers.attention import Attention
+from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
@@ -126,6 +127,8 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
         fill_dummy(model, config.model.seed, plan.platform.device)
     else:
         load_weights(model, plan.checkpoint, progress)
+    for note in {module.note for module in model.modules() if isinstance(module, RotaryEmbedding)} - {None}:
+        logger.warning("%s", note)
     return_free_memory()  # of weights before they were packed, which no plan has
     return model.eval()
 

@@ -49,3 +49,16 @@ def test_logits_equal_transformers(pair: Pair, sizes: list[int]) -> None:
 def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
     count = LENGTH - PROMPT
     assert greedy(pair.ours, TOKENS[:PROMPT], count) == pair.their_greedy(count)
+
+
+def test_dynamic_frequencies_are_those_of_the_longest_sequence_for_all(tmp_path: Path) -> None:
+    """Not of each sequence's own length, as in transformers: cached keys are shared between lengths."""
+    tiny = next(tiny for tiny in ROPES if tiny.name == "rope-dynamic")
+    theirs, short = tiny.make(tmp_path), LENGTH // 2
+    with torch.no_grad():
+        alone = theirs(torch.tensor([TOKENS[:short]])).logits[0]  # first: it remembers the longest it has seen
+        padded = theirs(torch.tensor([TOKENS])).logits[0, :short]
+    assert (padded - alone).abs().max() > 0.1, "the lengths must differ in their frequencies"
+    for max_model_len, expected in ((LENGTH, padded), (short, alone)):
+        ours = run_chunks(load(tmp_path, max_model_len), TOKENS[:short], [5])
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)

@@ -202,6 +202,18 @@ def test_the_kv_cache_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCap
     assert line.endswith("(all that 2 requests can fill, by default; --kv-cache-memory changes it)")
 
 
+@pytest.mark.parametrize("max_model_len", [512, 513])
+def test_frequencies_chosen_by_length_are_said_when_a_model_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_model_len: int
+) -> None:
+    dynamic = {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    plan = make_plan(tmp_path, dynamic, max_model_len=max_model_len)
+    load_model(plan, EngineConfig.from_flat(load_format="dummy"))
+    said = [message for message in caplog.messages if message.startswith("RoPE type 'dynamic'")]
+    assert len(said) == (max_model_len > 512)
+    assert all("max_model_len = 513" in line and line.endswith("set --max-model-len 512") for line in said)
+
+
 @needs_triton
 def test_recorded_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory grows with the largest of them, which is no larger than the engine can need."""

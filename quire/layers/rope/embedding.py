@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.layers.rope.parameters import RopeParameters
+from quire.layers.rope.parameters import RopeParameters, choice_by_length
 from quire.layers.rope.registry import ROPE_TYPES
 from quire.ops.base import Target
 from quire.ops.rope import GATHER_ROTATION
@@ -13,7 +13,12 @@ from quire.platform.host import HOST
 
 
 class RotaryEmbedding(nn.Module):
-    """Frequencies come from `max_model_len` and never change, so chunking cannot change a rotation."""
+    """Frequencies come from `max_model_len` and never change, so chunking cannot change a rotation.
+
+    Keys are cached rotated, and a cached prefix serves sequences of any length: none can have its own frequencies.
+    """
+
+    note: str | None  # what a user should know about that
 
     cos_sin: Tensor  # [max_model_len, rotary_dim] float32: cosines, then sines
 
@@ -25,6 +30,7 @@ class RotaryEmbedding(nn.Module):
             angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("cos_sin", table.to(device), persistent=False)
+        self.note = choice_by_length(rope, max_model_len)
         self._dtype = target.dtype
         self._gather = GATHER_ROTATION.bind(target)
 

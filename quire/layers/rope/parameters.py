@@ -91,6 +91,21 @@ def context_length(config: Mapping[str, Any]) -> int:
     return length
 
 
+def choice_by_length(rope: RopeParameters, max_model_len: int) -> str | None:
+    """What to say of frequencies that transformers chooses by each sequence's own length; None if they are not."""
+    trained = {
+        "dynamic": rope.max_position_embeddings,
+        "longrope": rope.original_max_position_embeddings,
+    }.get(rope.rope_type)
+    if trained is None or max_model_len <= trained:
+        return None
+    return (
+        f"RoPE type {rope.rope_type!r}: every sequence is rotated as one of max_model_len = {max_model_len} tokens,"
+        f" so that cached prefixes serve sequences of any length; transformers rotates one of up to {trained} tokens"
+        f" otherwise. If none will be longer, set --max-model-len {trained}"
+    )
+
+
 def _of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
     given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     local_theta = config.get("rope_local_base_freq")
