@@ -52,7 +52,8 @@ class ModelConfig:
     dtype: DType = setting(
         "auto",
         "Type of activations, and of weights unless --quantization says otherwise. auto: float32 activations on a"
-        " CPU, bfloat16 on a GPU, and weights as --quantization auto has them.",
+        " CPU; on a GPU bfloat16, or float16 for GGUF files of Llama and Mistral models, whose values it holds;"
+        " and weights as --quantization auto has them.",
     )
     quantization: str = setting(
         "auto",

@@ -13,6 +13,7 @@ class DeviceDefaults:
 
     device: str
     dtype: str
+    dtype_reason: str
     quantization: str
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,7 +57,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     sched = config.scheduler
     budget_factor, seqs_factor = _MODES[sched.performance_mode]
     for_mode = on_device if sched.performance_mode == "balanced" else f"{on_device}, for {sched.performance_mode}"
-    dtype = str(pick("dtype", config.model.dtype, defaults.dtype, on_device))
+    dtype = str(pick("dtype", config.model.dtype, defaults.dtype, defaults.dtype_reason))
     method = str(
         pick(
             "quantization",

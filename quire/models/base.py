@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class CausalLM(MappedModule):
     """A causal language model. The caller runs it under torch.inference_mode."""
 
     lm_head: LMHead
+    fits_float16: ClassVar[bool] = False
+    """Whether activations of the architecture's published models are known to stay below float16's largest, 65504."""
 
     @classmethod
     @abstractmethod

@@ -9,6 +9,8 @@ from quire.models.decoder import DecoderLM
 
 
 class Llama(DecoderLM):
+    fits_float16 = True
+
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return read_config(config)

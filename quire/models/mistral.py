@@ -9,6 +9,8 @@ from quire.models.decoder import DecoderLM
 
 
 class Mistral(DecoderLM):
+    fits_float16 = True
+
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return read_config(config, is_sliding=lambda layer: True)

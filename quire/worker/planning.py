@@ -86,7 +86,11 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     checkpoint = open_checkpoint(source) if reads else None
     model_config = load_config(source) if checkpoint is None else checkpoint.config
     description = describe(model_config)
-    settings = resolve(config, _defaults(platform, _dtype(config, platform)))
+    tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
+    default_dtype = _default_dtype(
+        config, platform, model_class(model_config), {info.format.name for info in tensors}
+    )
+    settings = resolve(config, _defaults(config, platform, default_dtype))
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
     backend.start()
@@ -146,23 +150,38 @@ def _check_heads(description: ModelDescription, backend: AttentionBackend) -> No
         )
 
 
-def _dtype(config: EngineConfig, platform: Platform) -> torch.dtype:
+def _default_dtype(
+    config: EngineConfig, platform: Platform, model: type[CausalLM], gguf_formats: set[str]
+) -> tuple[torch.dtype, str]:
+    """The type of activations that is taken unless the user says, and why; formats are of a GGUF file's tensors.
+
+    Scales of quantized blocks are float16: bfloat16 would round away three bits of each weight that comes of them,
+    and of activations. See benchmarks/precision.py.
+    """
+    usual = platform.default_dtype, f"default on {platform.name}"
+    plain = config.model.quantization in ("auto", "none")  # fp8's kernels are made for bfloat16
+    if usual[0] != torch.bfloat16 or not gguf_formats or "BF16" in gguf_formats:
+        return usual
+    if not plain or not model.fits_float16:
+        return usual
+    return torch.float16, f"{usual[1]} for a GGUF file of a {model.__name__}, whose activations it holds"
+
+
+def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype, str]) -> DeviceDefaults:
+    default, reason = dtype
     given = config.model.dtype
-    return platform.default_dtype if given == "auto" else getattr(torch, given)
-
-
-def _defaults(platform: Platform, dtype: torch.dtype) -> DeviceDefaults:
-    target = Target(platform.name, platform.default_dtype)
+    target = Target(platform.name, default)
     method = choose_method(target)
     return DeviceDefaults(
         device=platform.name,
-        dtype=str(platform.default_dtype).removeprefix("torch."),
+        dtype=str(default).removeprefix("torch."),
+        dtype_reason=reason,
         quantization=method.name,
         activations=method.activations(target),
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,
         steps_in_flight=platform.default_steps_in_flight,
-        attention_backend=_best_backend(platform, dtype),
+        attention_backend=_best_backend(platform, default if given == "auto" else getattr(torch, given)),
         deterministic_backend=platform.deterministic_backend,
     )
 

@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.types.errors import ConfigError
 
-DEFAULTS = DeviceDefaults("abacus", "float32", "none", 64, 512, 1, "wooden")
+DEFAULTS = DeviceDefaults("abacus", "float32", "default on abacus", "none", 64, 512, 1, "wooden")
 
 
 def resolved(**settings: object) -> ResolvedConfig:

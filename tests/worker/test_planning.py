@@ -20,6 +20,7 @@ from quire.worker.planning import EnginePlan, plan_engine, plan_memory, recorded
 from quire.worker.worker import Worker, load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
+from tests.loader.gguf_tiny import write_tiny_gguf
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -212,6 +213,36 @@ def test_frequencies_chosen_by_length_are_said_when_a_model_is_loaded(
     said = [message for message in caplog.messages if message.startswith("RoPE type 'dynamic'")]
     assert len(said) == (max_model_len > 512)
     assert all("max_model_len = 513" in line and line.endswith("set --max-model-len 512") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "settings", "expected"),
+    [
+        ("llama", "Q4_0", {}, "float16"),
+        ("llama", "F16", {}, "float16"),
+        ("llama", "BF16", {}, "bfloat16"),
+        ("llama", "Q4_0", {"dtype": "bfloat16"}, "bfloat16"),
+        ("gemma2", "Q4_0", {}, "bfloat16"),
+        ("qwen2", "Q4_0", {}, "bfloat16"),
+    ],
+)
+def test_a_gguf_file_is_computed_in_float16_where_its_family_stays_in_range(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    quant: str,
+    settings: dict[str, Any],
+    expected: str,
+) -> None:
+    """On devices that compute in bfloat16, which has fewer bits than the file's scales."""
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(name, path, quant)
+    config = EngineConfig.from_flat(model=str(path), **settings)
+    assert plan_engine(config).settings.dtype == settings.get("dtype", "float32")
+    monkeypatch.setattr(CpuPlatform, "default_dtype", torch.bfloat16)
+    resolved = plan_engine(config).settings
+    assert resolved.dtype == expected
+    assert ("for a GGUF file of a Llama" in resolved.reasons["dtype"]) == (expected == "float16")
 
 
 @needs_triton
