@@ -120,6 +120,42 @@ void unpack(const Cells<Format>& cells, const Keys& wanted, int64_t padded, floa
     for (int k = 0; k < TILE; ++k) tile.line[k] = values + k * padded;
 }
 
+// Fetches what `unpack` will read of the tile to come, a few lines at each call: blocks lie anywhere in memory, each too
+// short for the processor to see what comes next, and of many fetches at once it drops most.
+template <class Format>
+class Fetch {
+   public:
+    // `calls`: how often it will be called.
+    Fetch(const Cells<Format>& cells, const Keys& wanted, int64_t calls)
+        : cells(cells), wanted(wanted), block(wanted.begin / cells.block_size) {
+        const int64_t blocks = (wanted.end - 1) / cells.block_size + 1 - block;
+        pairs = (blocks * ((cells.cell_bytes() + LINE - 1) / LINE) + calls - 1) / calls;
+        open();
+    }
+    void operator()() {
+        for (int64_t i = 0; i < pairs && block * cells.block_size < wanted.end; ++i) {
+            __builtin_prefetch(keys + at, 0, 2);
+            __builtin_prefetch(values + at, 0, 2);
+            at += LINE;
+            if (at >= cells.cell_bytes()) ++block, open();
+        }
+    }
+
+   private:
+    static constexpr int64_t LINE = 64;
+    const Cells<Format>& cells;
+    const Keys wanted;
+    int64_t block, at, pairs;  // pairs: lines of keys, and as many of values, at each call
+    const char *keys, *values;
+
+    void open() {
+        at = 0;
+        if (block * cells.block_size >= wanted.end) return;
+        keys = (const char*)cells.keys(wanted.table[block], wanted.head);
+        values = (const char*)cells.values(wanted.table[block], wanted.head);
+    }
+};
+
 // --------------------------------------------------------------------------------------------------------- units
 void gather_queries(const Shape& shape, const Unit& unit, float* q) {
     const int64_t width = shape.group() * shape.dim;
@@ -148,22 +184,26 @@ void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit,
     for (int64_t index = first; index < last; ++index) {
         const Keys needed(shape, unit, index);
         gather_scales(cells, needed, scales, scales + TILE);
-        const auto attend = [&](auto& tile, const auto& next) {
+        const auto attend = [&](auto& tile, const auto& next, auto meanwhile) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
             const int64_t start = index * TILE, position = first_position(shape, unit);
             const TileWork work{q,      tile,          next,         start,    shape.dim,
                                 padded, shape.group(), shape.window, position, shape.soft_cap};
-            attend_tile(work, count, State::at(memory, count, padded));
+            attend_tile(work, count, State::at(memory, count, padded), meanwhile);
         };
         if (direct) {
             Tile<Format>&tile = located[index % 2], &next = located[(index + 1) % 2];
             const bool more = index + 1 < last;
             if (more || after)
                 locate(cells, Keys(shape, more ? unit : *after, more ? index + 1 : after->first_tile), next);
-            attend(tile, more || after ? next : tile);
+            attend(tile, more || after ? next : tile, [] {});
         } else {
             unpack(cells, needed, padded, keys, values, unpacked);
-            attend(unpacked, unpacked);
+            // At the end, with nothing to come, this tile again, which is there already.
+            const bool more = index + 1 < last;
+            const Unit& owner = more || !after ? unit : *after;
+            const Keys coming(shape, owner, more ? index + 1 : after ? after->first_tile : index);
+            attend(unpacked, unpacked, Fetch<Format>(cells, coming, 2 * ((count + MAX_ROWS - 1) / MAX_ROWS)));
         }
         if (apart) memory += State::size(count, padded);
     }

@@ -220,9 +220,10 @@ inline void with_rows(int64_t rows, F f) {
     }
 }
 
-// Up to BATCH rows from row `first` on: all scores, all weights, then all sums of values.
-template <class Format>
-void attend_batch(const TileWork<Format>& work, int64_t first, int64_t count, State state) {
+// Up to BATCH rows from row `first` on: all scores, all weights, then all sums of values. `meanwhile` is called beside
+// both, once for each MAX_ROWS rows.
+template <class Format, class F>
+void attend_batch(const TileWork<Format>& work, int64_t first, int64_t count, State state, F& meanwhile) {
     alignas(64) float scores[BATCH * TILE], highest[BATCH], total[BATCH], old_one[BATCH], new_one[BATCH];
     const Reach reach(work, first, count);
     const int64_t groups = (count + MAX_ROWS - 1) / MAX_ROWS;
@@ -236,6 +237,7 @@ void attend_batch(const TileWork<Format>& work, int64_t first, int64_t count, St
     };
     for (int64_t r = 0; r < count; ++r) highest[r] = NOTHING, total[r] = 0;
     each_group([&](int64_t row, auto rows, int, int most) {
+        meanwhile();
         score<rows.value>(work, work.q + (first + row) * work.dim, most, scores + row * TILE);
     });
     // First all maxima and then all weights: one after the other they would wait for each other.
@@ -255,15 +257,16 @@ void attend_batch(const TileWork<Format>& work, int64_t first, int64_t count, St
     });
     join(count, state.highest + first, state.total + first, highest, total, {old_one, new_one});
     each_group([&](int64_t row, auto rows, int least, int most) {
+        meanwhile();
         add_values<rows.value>(work, scores + row * TILE, least, most, old_one + row, new_one + row,
                                state.sums + (first + row) * work.padded);
     });
 }
 
-template <class Format>
-void attend_tile(const TileWork<Format>& work, int64_t count, State state) {
+template <class Format, class F>
+void attend_tile(const TileWork<Format>& work, int64_t count, State state, F meanwhile) {
     for (int64_t first = 0; first < count; first += BATCH)
-        attend_batch(work, first, count - first < BATCH ? count - first : BATCH, state);
+        attend_batch(work, first, count - first < BATCH ? count - first : BATCH, state, meanwhile);
 }
 
 }  // namespace
