@@ -107,5 +107,13 @@ def test_fit_prints_the_ledger_without_loading() -> None:
     done = quire("fit", "--kv-cache-memory", "64MiB")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["weights", "KV", "rows", "workspace", "total", "max_model_len"]
+    assert [line.split()[0] for line in lines] == [
+        "weights",
+        "KV",
+        "rows",
+        "workspace",
+        "total",
+        "KV",
+        "max_model_len",
+    ]
     assert "134.5 M parameters of 5.7 bits" in lines[0]
