@@ -120,7 +120,7 @@ def test_memory_for_others_is_counted_and_named() -> None:
     assert ledger.entries[-1].name == "reserved"
     assert ledger.entries[-1].num_bytes == 300 * MIB
     assert ledger.total <= 1000 * MIB
-    expected = r"reserved 300MiB\); available 400MiB; lower --reserved-memory, and set --no-spare-engine if it serves"
+    expected = r"available 400MiB \(free memory\); lower --reserved-memory, and set --no-spare-engine if it serves"
     with pytest.raises(MemoryPlanError, match=expected):
         plan(make_demand(reserved=300 * MIB), 400 * MIB)
 
