@@ -46,7 +46,7 @@ def main() -> None:
 
     for name, sampling in KINDS.items():
         recorded = measure(sampling)
-        with patch("quire.worker.sampling.sampler.Sampler.recorded_kind", return_value=None):
+        with patch("quire.runner.sampling.sampler.Sampler.recorded_kind", return_value=None):
             from_host = measure(sampling)
         results[name] = {"recorded, ms": recorded, "from the host, ms": from_host}
         print(f"{name:40} {recorded:8.3f} ms, from the host {from_host:8.3f}", flush=True)

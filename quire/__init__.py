@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.frontend.async_engine import AsyncEngine
     from quire.frontend.llm import LLM
+    from quire.runner.sampling.logits_processors import LogitsProcessor
     from quire.types.errors import (
         ConfigError,
         EngineError,
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineError",
+    "LogitsProcessor",
     "Logprob",
     "ModelError",
     "PoolingParams",
@@ -50,6 +52,7 @@ _HOMES = {
     "ConfigError": "quire.types.errors",
     "EngineConfig": "quire.config.engine",
     "EngineError": "quire.types.errors",
+    "LogitsProcessor": "quire.runner.sampling.logits_processors",
     "Logprob": "quire.types.outputs",
     "ModelError": "quire.types.errors",
     "PoolingParams": "quire.types.sampling",

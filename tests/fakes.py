@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from quire.kv.layout import KVLayout
+from quire.types.masks import Masks
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
@@ -46,6 +48,13 @@ class FakeRow:
     start: RowStart
     token_ids: list[int]
     num_computed_tokens: int
+
+
+class FakeStep(Future[StepResult]):
+    """A step of an executor without grammars."""
+
+    def sample(self, masks: Future[Masks]) -> None:
+        raise AssertionError("this fake has no grammars")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.ops.parts import Parts
 from quire.platform.recording import SizedRecorder
+from quire.platform.transfer import upload
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
 
@@ -43,23 +45,38 @@ class HeadNorm(NamedTuple):
 NO_HEAD_NORM = (None, None, 0.0, 0.0)  # in place of a HeadNorm's fields
 
 
+class HostLengths(NamedTuple):
+    """Lengths of a step's rows as the host knows them."""
+
+    queries: list[int]  # tokens of each row in this step
+    contexts: list[int]  # KV length of each row after this step
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The rows of one step as one KV group sees them.
 
     Tokens of a row are contiguous and rows are in batch order; the token dimension may be padded at the end.
-    Padding tokens have slot < block_size (block 0, the null block) and belong to no row. The host's lists and the
-    device's tensors say the same; a step that runs as a graph has only the latter.
+    Padding tokens have slot < block_size (block 0, the null block) and belong to no row.
     """
 
-    query_lens: list[int]  # [num_rows] tokens of each row in this step
-    context_lens: list[int]  # [num_rows] KV length of each row after this step
     tables: Tensor  # [max_rows, max_blocks] int32, block ids of every row there is
     rows: Tensor  # [num_rows] int64, which lines of `tables` these are
-    contexts: Tensor  # [num_rows] int32, context_lens
+    contexts: Tensor  # [num_rows] int32, KV length of each row after this step
     query_starts: Tensor  # [num_rows + 1] int32, index of each row's first token
     slot_mapping: Tensor  # [num_tokens_padded] int64: block_id * block_size + offset
     block_size: int
+    num_tokens: int  # without padding; in a captured step, as many as there may be
+    max_context: int  # no context is longer
+    padding_row: int = -1  # what `rows` is padded with
+    lengths: HostLengths | None = None  # None in a captured step, whose lengths only the device knows
+
+
+class WorkPlan(NamedTuple):
+    """How a backend divides the rows of a step among its kernels, made on the host."""
+
+    kind: Hashable = None  # which kernels run: captured steps of one size and kind are the same graph
+    lists: tuple[list[int], ...] = ()  # what these kernels read about the rows, besides the batch
 
 
 def make_batch(
@@ -69,15 +86,24 @@ def make_batch(
     device = block_tables.device
     starts = torch.tensor([0, *query_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     return AttentionBatch(
-        query_lens=query_lens,
-        context_lens=context_lens,
         tables=block_tables,
         rows=torch.arange(len(query_lens), device=device),
         contexts=torch.tensor(context_lens, dtype=torch.int32, device=device),
         query_starts=starts,
         slot_mapping=slot_mapping,
         block_size=block_size,
+        num_tokens=sum(query_lens),
+        max_context=max(context_lens),
+        lengths=HostLengths(query_lens, context_lens),
     )
+
+
+class Written(NamedTuple):
+    """Queries that are ready for attention, and keys and values of this step where a kernel reads them directly."""
+
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
+    values: Tensor | None = None
 
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque
@@ -131,9 +157,36 @@ class AttentionBackend(ABC):
         """
         out.copy_(values.sum(-1, dtype=torch.float32).isfinite())
 
+    def divide(self, lengths: HostLengths) -> WorkPlan:
+        """Which kernels take which rows of a step. Host only."""
+        return WorkPlan()
+
+    def decode_kind(self, contexts: list[int] | None, num_rows: int) -> Hashable:
+        """The kind of a step of one query a row, which needs no lists; `contexts` if the host knows them."""
+        return None
+
+    def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
+        """The longest that lists of a WorkPlan get in captured steps; those that need longer ones run eagerly."""
+        return ()
+
+    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[Hashable]:
+        """Kinds of mixed steps that nearly every engine comes to."""
+        return ()
+
+    def captures(self, work: WorkPlan, num_tokens: int) -> bool:
+        """Whether a captured step, padded to so many tokens, can be divided like this."""
+        return True
+
     @abstractmethod
-    def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Once per step and KV group. Does not sync the device."""
+    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> AttentionMetadata:
+        """Once per step and KV group, with a WorkPlan whose lists are on the device. Does not sync it."""
+
+    def prepare_eager(self, batch: AttentionBatch) -> AttentionMetadata:
+        """The same for a batch whose lengths the host knows."""
+        assert batch.lengths is not None
+        work = self.divide(batch.lengths)
+        device = batch.rows.device
+        return self.prepare(batch, work.kind, tuple(upload(values, device) for values in work.lists))
 
     @abstractmethod
     def write(
@@ -144,10 +197,10 @@ class AttentionBackend(ABC):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         """Norm and rotate query and key heads, and write keys and values into the cache. Mutates `cache` only.
 
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. Returns the queries [num_tokens, heads, dim].
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
         """
 
     def write_parts(
@@ -158,10 +211,10 @@ class AttentionBackend(ABC):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         """The same of a product in parts."""
         return self.write(spec, qkv.summed(), head_norm, rotation, cache, metadata)
 
     @abstractmethod
-    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """query: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]; padding is undefined."""
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[num_tokens, num_heads * head_dim], of what `write` returned; padding is undefined."""

@@ -6,6 +6,7 @@ about the batch can change a bit.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,11 @@ from quire.attention.base import (
     AttentionSpec,
     HeadNorm,
     Rotation,
+    Written,
 )
 from quire.kernels.cpu import library
-from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.recording import KernelRecorder
+from quire.kernels.cpu.tracing import empty
 from quire.platform.recording import SizedRecorder
 
 # As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
@@ -34,7 +36,6 @@ class NativeMetadata(AttentionMetadata):
     """Addresses that are the same in every layer of a step; `batch` keeps their tensors alive."""
 
     batch: AttentionBatch
-    num_tokens: int  # without padding
     slots: int
     tables: int
     rows: int
@@ -86,10 +87,9 @@ class NativeAttention(AttentionBackend):
     def note_finite(self, values: Tensor, out: Tensor) -> None:
         self._kernels.note_finite(values.data_ptr(), *values.shape, values.stride(0), out.data_ptr())
 
-    def prepare(self, batch: AttentionBatch) -> NativeMetadata:
+    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> NativeMetadata:
         return NativeMetadata(
             batch,
-            sum(batch.query_lens),
             batch.slot_mapping.data_ptr(),
             batch.tables.data_ptr(),
             batch.rows.data_ptr(),
@@ -105,7 +105,7 @@ class NativeAttention(AttentionBackend):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         assert isinstance(metadata, NativeMetadata)
         qkv = qkv.contiguous()
         tokens = qkv.shape[0]
@@ -128,7 +128,7 @@ class NativeAttention(AttentionBackend):
             q.data_ptr(),
             cache.data_ptr(),
             tokens,
-            metadata.num_tokens,
+            metadata.batch.num_tokens,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
@@ -139,14 +139,14 @@ class NativeAttention(AttentionBackend):
             eps,
             offset,
         )
-        return q
+        return Written(q)
 
-    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, NativeMetadata)
-        batch = metadata.batch
+        batch, query = metadata.batch, written.query
         out = empty(query.shape[0], spec.num_heads * spec.head_dim)
-        if query.shape[0] > metadata.num_tokens:
-            out[metadata.num_tokens :] = 0.0
+        if query.shape[0] > metadata.batch.num_tokens:
+            out[metadata.batch.num_tokens :] = 0.0
         self._kernels.attention(
             query.data_ptr(),
             cache.data_ptr(),
@@ -155,7 +155,7 @@ class NativeAttention(AttentionBackend):
             metadata.contexts,
             metadata.starts,
             out.data_ptr(),
-            len(batch.query_lens),
+            batch.rows.shape[0],
             batch.tables.stride(0),
             cache.stride(0) * cache.element_size(),
             spec.num_heads,

@@ -8,7 +8,7 @@ self-check asks for (ops/invariance.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from quire.attention.base import (
     AttentionSpec,
     HeadNorm,
     Rotation,
+    Written,
 )
 from quire.ops.invariance import MIN_ROWS, all_rows_equal, probe_row, row_ladder
 from quire.ops.qkv import split_qkv
@@ -74,9 +75,9 @@ class TorchAttention(AttentionBackend):
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         cache[:, :, block_ids] = cache[:, :, block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def prepare(self, batch: AttentionBatch) -> TorchMetadata:
+    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> TorchMetadata:
         # Padding is not written: the null block stays zero, as what stands in for keys that nobody may see.
-        return TorchMetadata(batch, batch.slot_mapping[: sum(batch.query_lens)])
+        return TorchMetadata(batch, batch.slot_mapping[: batch.num_tokens])
 
     def write(
         self,
@@ -86,7 +87,7 @@ class TorchAttention(AttentionBackend):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         assert isinstance(metadata, TorchMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation)
@@ -94,10 +95,11 @@ class TorchAttention(AttentionBackend):
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
         flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))
         flat[1].index_copy_(1, slots, value[:num_tokens].transpose(0, 1))
-        return query
+        return Written(query)
 
-    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
+        query = written.query
         plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
         units = metadata.units.get(plan_key)
         if units is None:
@@ -120,7 +122,8 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
     """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
     buckets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     token = 0
-    for row, (num_queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+    assert batch.lengths is not None, "torch's own attention is never captured"
+    for row, (num_queries, context) in enumerate(zip(*batch.lengths, strict=True)):
         tile = _query_tile(spec, context, itemsize)
         for start in range(0, num_queries, tile):
             queries = min(tile, num_queries - start)

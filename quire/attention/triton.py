@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,10 @@ from quire.attention.base import (
     AttentionMetadata,
     AttentionSpec,
     HeadNorm,
+    HostLengths,
     Rotation,
+    WorkPlan,
+    Written,
 )
 from quire.kernels.triton import quantize
 from quire.kernels.triton.decode_attention import decode_attention
@@ -25,7 +30,6 @@ from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.ops.parts import Parts
-from quire.platform.transfer import upload
 from quire.types.errors import ConfigError
 
 # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
@@ -42,69 +46,51 @@ _MAX_SPLITS = 32
 _EVENED_PROGRAMS = 1536
 
 
+# Contexts are alike where the longest is at most this many times the mean. It is asked from so many rows on:
+# attention of fewer is the same either way, and each kind of step is captured when it first comes up.
+_ALIKE = 1.15
+_MIN_ALIKE_ROWS = 32
+# Prompts, beyond whole tiles, that a captured step may hold.
+_EXTRA_TILES = 32
+
+
+class DecodeKind(NamedTuple):
+    """A step of one query a row."""
+
+    alike: bool = False  # contexts hardly differ
+
+
+class MixedKind(NamedTuple):
+    """Which kernels a step of any numbers of queries needs, by the kinds of rows it has."""
+
+    singles: bool = False
+    few: bool = False
+    tiles: bool = False
+    partial_tiles: bool = False
+    whole: tuple[tuple[int, int], ...] = ()  # (first token, length) of long prompts without a cached prefix
+
+
+# A prompt, beside rows that decode, the end of a prompt whose beginning is cached, and both.
+_USUAL = (
+    MixedKind(tiles=True, partial_tiles=True),
+    MixedKind(singles=True, tiles=True, partial_tiles=True),
+    MixedKind(few=True),
+    MixedKind(singles=True, few=True),
+)
+_Pair = tuple[Tensor, Tensor]
+
+
 @dataclass(slots=True)
 class TritonMetadata(AttentionMetadata):
     batch: AttentionBatch
-    splits_for: int  # longest context
-    singles: tuple[Tensor, Tensor]  # row and token of each row of one query, int32
-    few: tuple[Tensor, Tensor]  # row and offset of each row of few queries
-    tiles: tuple[Tensor, Tensor]  # row and offset of each tile of the others
-    partial_tiles: tuple[Tensor, Tensor]  # the same without whole prompts
-    whole: list[tuple[int, int]] = field(default_factory=list)  # (first token, length) of whole prompts
-    # What whole prompts attend over; the current layer's, from write to attend.
-    qkv: Tensor | None = None
-    keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
+    singles: _Pair  # row and token of each row of one query, int32
+    few: _Pair  # row and offset of each row of few queries
+    tiles: _Pair  # row and offset of each tile of the others
+    partial_tiles: _Pair  # the same without whole prompts
+    whole: tuple[tuple[int, int], ...] = ()
     line: TileLine | None = None  # of single queries, where their work can be shared evenly
     alike: bool = False  # their contexts hardly differ
     offsets: Tensor | None = None  # of single queries within their rows: zeros, made once for all layers
-
-
-@dataclass(slots=True)
-class RowKinds:
-    """The same as the host knows it, before it is on the device."""
-
-    singles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    few: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    tiles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    partial_tiles: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    whole: list[tuple[int, int]] = field(default_factory=list)
-
-
-def sort_rows(query_lens: list[int], context_lens: list[int]) -> RowKinds:
-    """Which kernels take the rows of a step."""
-    kinds = RowKinds()
-    token = 0
-    for index, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        if queries == 1:
-            kinds.singles[0].append(index)
-            kinds.singles[1].append(token)
-        elif queries <= FEW_QUERIES and len(kinds.few[0]) < MAX_FEW_ROWS:
-            kinds.few[0].append(index)
-            kinds.few[1].append(0)
-        else:
-            offsets = range(0, queries, QUERY_TILE)
-            is_whole = queries == context >= _FUSED_QUERIES
-            for rows, starts in (kinds.tiles,) if is_whole else (kinds.tiles, kinds.partial_tiles):
-                rows.extend([index] * len(offsets))
-                starts.extend(offsets)
-            if is_whole:
-                kinds.whole.append((token, queries))
-        token += queries
-    return kinds
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedLists:
-    """What a recorded step reads about its rows, as in TritonMetadata; unused entries are -1."""
-
-    singles: tuple[Tensor, Tensor]
-    few: tuple[Tensor, Tensor]
-    tiles: tuple[Tensor, Tensor]
-
-    def only(self, kinds: tuple[bool, ...]) -> RecordedLists:
-        """These lists, without entries where a kind is not wanted."""
-        lists = zip((self.singles, self.few, self.tiles), kinds, strict=True)
-        return RecordedLists(*(pair if wanted else (pair[0][:0], pair[1][:0]) for pair, wanted in lists))
 
 
 class TritonAttention(AttentionBackend):
@@ -145,29 +131,72 @@ class TritonAttention(AttentionBackend):
             healed = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         cache.view(torch.uint8)[:, block_ids] = healed.view(torch.uint8)
 
-    def prepare(self, batch: AttentionBatch) -> TritonMetadata:
-        kinds = sort_rows(batch.query_lens, batch.context_lens)
-        columns = [*kinds.singles, *kinds.few, *kinds.tiles, *kinds.partial_tiles]
-        packed = upload([x for column in columns for x in column], batch.rows.device)
-        parts = packed.split([len(column) for column in columns])
-        lists = ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5]), (parts[6], parts[7]))
-        return TritonMetadata(batch, max(batch.context_lens), *lists, kinds.whole)
+    def divide(self, lengths: HostLengths) -> WorkPlan:
+        singles: tuple[list[int], list[int]] = ([], [])
+        few: tuple[list[int], list[int]] = ([], [])
+        tiles: tuple[list[int], list[int]] = ([], [])
+        partial_tiles: tuple[list[int], list[int]] = ([], [])
+        whole = []
+        token = 0
+        for index, (queries, context) in enumerate(zip(*lengths, strict=True)):
+            if queries == 1:
+                singles[0].append(index)
+                singles[1].append(token)
+            elif queries <= FEW_QUERIES and len(few[0]) < MAX_FEW_ROWS:
+                few[0].append(index)
+                few[1].append(0)
+            else:
+                offsets = range(0, queries, QUERY_TILE)
+                is_whole = queries == context >= _FUSED_QUERIES
+                for rows, starts in (tiles,) if is_whole else (tiles, partial_tiles):
+                    rows.extend([index] * len(offsets))
+                    starts.extend(offsets)
+                if is_whole:
+                    whole.append((token, queries))
+            token += queries
+        kind = MixedKind(
+            singles=bool(singles[0]),
+            few=bool(few[0]),
+            tiles=bool(tiles[0]),
+            partial_tiles=bool(partial_tiles[0]),
+            whole=tuple(whole),
+        )
+        return WorkPlan(kind, (*singles, *few, *tiles, *partial_tiles))
 
-    def prepare_recorded(
-        self, batch: AttentionBatch, lists: RecordedLists, max_context: int, whole: list[tuple[int, int]]
-    ) -> TritonMetadata:
-        """For a recorded step: the lists stand in fixed buffers, padded with -1."""
-        return TritonMetadata(batch, max_context, lists.singles, lists.few, lists.tiles, lists.tiles, whole)
+    def decode_kind(self, contexts: list[int] | None, num_rows: int) -> DecodeKind:
+        if contexts is None or num_rows < _MIN_ALIKE_ROWS:
+            return DecodeKind()
+        return DecodeKind(alike=max(contexts) * len(contexts) <= _ALIKE * sum(contexts))
 
-    def prepare_decode(
-        self, batch: AttentionBatch, max_context: int, padding_row: int, *, alike: bool
-    ) -> TritonMetadata:
-        """For a step of single queries whose contexts only the device knows, but that they are `alike`, or not."""
+    def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
+        tiles = num_tokens // QUERY_TILE + min(max(_EXTRA_TILES, num_tokens // QUERY_TILE), num_tokens)
+        return (max_rows, max_rows, MAX_FEW_ROWS, MAX_FEW_ROWS, tiles, tiles, tiles, tiles)
+
+    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[MixedKind]:
+        return (*_USUAL[:2], MixedKind(tiles=True, whole=((0, num_tokens),))) if is_full else _USUAL
+
+    def captures(self, work: WorkPlan, num_tokens: int) -> bool:
+        assert isinstance(work.kind, MixedKind)
+        return work.kind.whole in ((), ((0, num_tokens),))
+
+    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> TritonMetadata:
+        if isinstance(kind, DecodeKind):
+            return self._prepare_decode(batch, kind)
+        assert isinstance(kind, MixedKind)
+        pairs = [
+            (lists[2 * index][: None if wanted else 0], lists[2 * index + 1][: None if wanted else 0])
+            for index, wanted in enumerate(kind[:4])
+        ]
+        return TritonMetadata(batch, pairs[0], pairs[1], pairs[2], pairs[3], kind.whole)
+
+    def _prepare_decode(self, batch: AttentionBatch, kind: DecodeKind) -> TritonMetadata:
         index = batch.query_starts[:-1]  # a query each
         none = (index[:0], index[:0])
-        metadata = TritonMetadata(batch, max_context, (index, index), none, none, none, alike=alike)
+        metadata = TritonMetadata(batch, (index, index), none, none, none, alike=kind.alike)
         if self.shares and index.shape[0] >= MIN_SHARED_ROWS and tiles_fit(batch.block_size):
-            metadata.line = line_up_tiles(batch.contexts, batch.rows, batch.tables, batch.block_size, padding_row)
+            metadata.line = line_up_tiles(
+                batch.contexts, batch.rows, batch.tables, batch.block_size, batch.padding_row
+            )
         return metadata
 
     def write(
@@ -178,16 +207,17 @@ class TritonAttention(AttentionBackend):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
-        metadata.qkv = metadata.keys = None
-        values = qkv if isinstance(qkv, Tensor) else qkv.values
+        keys = values = None
         if metadata.whole and isinstance(qkv, Tensor) and self.takes_whole(spec, qkv, cache):
-            metadata.qkv = qkv
-            metadata.keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
+            keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
+            first_value = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+            values = qkv[:, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
         given = (*norm, rotation, metadata.batch.slot_mapping, cache, spec.num_heads, qkv.dtype)
-        return prepare_qkv(values, *given, metadata.keys, self.heads_per_program)
+        product = qkv if isinstance(qkv, Tensor) else qkv.values
+        return Written(prepare_qkv(product, *given, keys, self.heads_per_program), keys, values)
 
     def write_parts(
         self,
@@ -197,7 +227,7 @@ class TritonAttention(AttentionBackend):
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Written:
         assert isinstance(metadata, TritonMetadata)
         assert not metadata.whole, "products of so many tokens are never in parts"
         return self.write(spec, qkv, head_norm, rotation, cache, metadata)
@@ -206,12 +236,12 @@ class TritonAttention(AttentionBackend):
         """Whether long prompts without a cached prefix attend over the keys and values of their step."""
         return is_plain(spec)
 
-    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
-        batch = metadata.batch
+        batch, query = metadata.batch, written.query
         plain = is_plain(spec)
-        if plain and metadata.whole == [(0, query.shape[0])]:
-            return _whole_prompt(spec, query, metadata, 0)
+        if plain and metadata.whole == ((0, query.shape[0]),):
+            return _whole_prompt(spec, written, slice(0, query.shape[0]))
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
@@ -222,7 +252,7 @@ class TritonAttention(AttentionBackend):
             even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * multiprocessors())
             return out
         if programs:
-            splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, metadata.splits_for)
+            splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, batch.max_context)
             if not fit:
                 keys, stages = 64, 2
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
@@ -233,8 +263,7 @@ class TritonAttention(AttentionBackend):
         if tiles[0].shape[0]:
             prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
         for start, length in metadata.whole if plain else ():
-            part = query[start : start + length]
-            out[start : start + length] = _whole_prompt(spec, part, metadata, start)
+            out[start : start + length] = _whole_prompt(spec, written, slice(start, start + length))
         return out
 
 
@@ -264,21 +293,13 @@ def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
     return splits, 64, 3
 
 
-def keys_and_values(spec: AttentionSpec, metadata: TritonMetadata, span: slice) -> tuple[Tensor, Tensor]:
-    """Those of some tokens of this step, as `write` left them: [n, KV heads, dim] each."""
-    assert metadata.qkv is not None
-    assert metadata.keys is not None
-    first_value = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    values = metadata.qkv[span, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-    return metadata.keys[span], values
-
-
-def _whole_prompt(spec: AttentionSpec, query: Tensor, metadata: TritonMetadata, start: int) -> Tensor:
-    """Causal attention of a prompt over itself. query: [n, heads, dim], which begins at token `start`."""
-    keys, values = keys_and_values(spec, metadata, slice(start, start + query.shape[0]))
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
+def _whole_prompt(spec: AttentionSpec, written: Written, span: slice) -> Tensor:
+    """Causal attention of a prompt, whose tokens are those of `span`, over itself."""
+    assert written.keys is not None
+    assert written.values is not None
+    q, k, v = (x[span].transpose(0, 1)[None] for x in (written.query, written.keys, written.values))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True
         )
-    return out[0].transpose(0, 1).reshape(query.shape[0], -1)
+    return out[0].transpose(0, 1).reshape(span.stop - span.start, -1)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionMetadata, AttentionSpec
-from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata, keys_and_values
+from quire.attention.base import AttentionMetadata, AttentionSpec, Written
+from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.kernels.triton.whole_attention import whole_attention, whole_fits
@@ -41,20 +41,21 @@ class FixedTritonAttention(TritonAttention):
         is_same = cache.dtype == qkv.dtype and whole_fits(spec.head_dim, qkv.element_size())
         return is_same and super().takes_whole(spec, qkv, cache)
 
-    def attend(self, spec: AttentionSpec, query: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
-        batch = metadata.batch
+        batch, query = metadata.batch, written.query
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
         scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         max_len = batch.tables.shape[1] * batch.block_size
         segment = segment_size(max_len - batch.block_size)  # without the spare block
-        whole = [] if metadata.keys is None else metadata.whole
+        whole = metadata.whole if written.keys is not None else ()
         for start, length in whole:
+            assert written.keys is not None
+            assert written.values is not None
             span = slice(start, start + length)
-            keys, values = keys_and_values(spec, metadata, span)
-            whole_attention(query[span], keys, values, out[span], scale, segment, _KEYS)
-        if whole == [(0, query.shape[0])]:
+            whole_attention(query[span], written.keys[span], written.values[span], out[span], scale, segment, _KEYS)
+        if whole == ((0, query.shape[0]),):
             return out
         split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=_KEYS)
         index = metadata.singles[0]

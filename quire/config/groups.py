@@ -67,6 +67,11 @@ class ModelConfig:
         " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
         " float32 is not rounded. auto: int16 on these processors.",
     )
+    logits_processors: tuple[str, ...] = setting(
+        (),
+        "Classes that edit logits, as module:Class; each must extend quire.LogitsProcessor. Requests that ask for one"
+        " by their sampling parameters run eagerly.",
+    )
     max_model_len: int | None = setting(
         None,
         "Longest prompt plus output, in tokens. Unset: what the model was trained for, if its KV cache fits. RoPE of"

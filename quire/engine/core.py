@@ -31,7 +31,7 @@ class EngineCore:
         self.constraints = constraints or Constraints()
         self._depth = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
-        self._unmasked: StepPlan | None = None  # the newest step, if it waits for masks before it samples
+        self._unmasked = False  # whether the newest step waits for masks before it samples
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         """Queue a request; one that can never run is answered at once with its error."""
@@ -84,8 +84,8 @@ class EngineCore:
             outputs = self.scheduler.update(plan, result)
             if self.constraints.in_use:
                 self.scheduler.finish(self.constraints.follow(outputs.outputs))
-            if self._unmasked is not None:
-                self._give_masks(self._unmasked)
+            if self._unmasked and len(self._in_flight) == 1:  # its masks need all tokens before it
+                self._give_masks(*self._in_flight[0])
             if outputs.stats is not None:
                 outputs.stats.step_time = time.monotonic() - begin
         if refused:
@@ -94,7 +94,7 @@ class EngineCore:
 
     def _may_plan(self) -> bool:
         """Whether another step can be started on top of those in flight. None on one that is known to have failed."""
-        if len(self._in_flight) >= self._depth or self._unmasked is not None:
+        if len(self._in_flight) >= self._depth or self._unmasked:
             return False
         if not self._in_flight:
             return True
@@ -103,21 +103,18 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
-        if not plan.mask_slots:
-            self._in_flight.append((plan, self.executor.execute(plan)))
-        elif self._in_flight:
-            self._in_flight.append((plan, self.executor.execute(plan)))
-            self._unmasked = plan
-        else:
+        if plan.mask_slots and not self._in_flight:
             masks = self.constraints.start_masks(self.scheduler.masked_requests(plan))
-            self._in_flight.append((plan, self.executor.execute(plan)))
-            self.executor.sample(masks)
+            started = self.executor.execute(plan)
+            started.sample(masks)
+        else:
+            started = self.executor.execute(plan)
+            self._unmasked = bool(plan.mask_slots)
+        self._in_flight.append((plan, started))
 
-    def _give_masks(self, plan: StepPlan) -> None:
-        """Let the newest step sample, once it is the only one in flight: its masks need all tokens before it."""
-        if self._in_flight[0][0] is plan:
-            self.executor.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))
-            self._unmasked = None
+    def _give_masks(self, plan: StepPlan, started: StartedStep) -> None:
+        started.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))
+        self._unmasked = False
 
     def _admit_held(self) -> list[EngineOutput]:
         """Queue the requests whose grammars have been compiled; those whose were not are answered."""
@@ -137,7 +134,7 @@ class EngineCore:
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
         self._in_flight.clear()  # planned on top of the failed step
-        self._unmasked = None
+        self._unmasked = False
         if self.scheduler.is_retry(plan):
             outputs = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
             self.constraints.follow(outputs.outputs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation
+from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
 from quire.ops.base import Target
 from quire.ops.parts import Parts
 from quire.ops.select import GATHER_ROWS
@@ -65,12 +65,12 @@ class Attention(nn.Module):
         place = (head_norm, rotation, self.cache, metadata)
         if isinstance(qkv, Parts):
             if wanted is None:
-                q = self.backend.write_parts(self.spec, qkv, *place)
-                return self.backend.attend(self.spec, q, self.cache, metadata)
+                written = self.backend.write_parts(self.spec, qkv, *place)
+                return self.backend.attend(self.spec, written, self.cache, metadata)
             qkv = qkv.summed()
-        q = self.backend.write(self.spec, qkv, *place)
+        written = self.backend.write(self.spec, qkv, *place)
         if wanted is None:
-            return self.backend.attend(self.spec, q, self.cache, metadata)
+            return self.backend.attend(self.spec, written, self.cache, metadata)
         self.backend.note_finite(qkv[:, self.spec.num_heads * self.spec.head_dim :], wanted.finite)
-        q = self._gather_rows(q, wanted.tokens)
-        return self.backend.attend(self.spec, q, self.cache, wanted.attention[self.group])
+        query = self._gather_rows(written.query, wanted.tokens)
+        return self.backend.attend(self.spec, Written(query), self.cache, wanted.attention[self.group])

@@ -54,20 +54,24 @@ class Implementation:
         return _find(self.path)
 
 
-def native(function: str) -> Implementation:
+def native(function: str, module: str = "ops") -> Implementation:
     """A function of the compiled CPU library."""
-    return Implementation("native", f"cpu.ops:{function}", ("cpu",), (torch.float32,), "cpu.library:unavailable")
+    return Implementation("native", f"cpu.{module}:{function}", ("cpu",), (torch.float32,), "cpu.library:unavailable")
 
 
 @dataclass(frozen=True)
 class Op(Generic[F]):
-    """`generate_inputs(seed)` gives arguments for tests; `tolerance` is how far float32 results may be apart."""
+    """`generate_inputs(seed)` gives arguments for tests; `tolerance` is how far float32 results may be apart.
+
+    `changes` are the arguments, by index, that the op is there to change.
+    """
 
     name: str
     reference: F
     generate_inputs: Callable[[int], tuple[Any, ...]]
     tolerance: float = 1e-5
     implementations: Sequence[Implementation] = field(default_factory=tuple)
+    changes: tuple[int, ...] = ()
 
     def choose(self, target: Target) -> tuple[F, str]:
         """The first implementation that serves the target, else the reference, and why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, native
 
 CHUNK = 4096  # tokens that share a highest logit
 
@@ -45,5 +45,8 @@ KEEP_ALLOWED = Op(
     keep_allowed,
     generate_inputs,
     0.0,
-    (Implementation("triton", "triton.shaping:keep_allowed", ("cuda",), (torch.float32,)),),
+    (
+        Implementation("triton", "triton.shaping:keep_allowed", ("cuda",), (torch.float32,)),
+        native("keep_allowed", "shaping"),
+    ),
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
+from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.embedding import EMBED
 from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
 from quire.ops.gated_linear import GATED_LINEAR
+from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
@@ -20,6 +22,7 @@ from quire.ops.rope import GATHER_ROTATION
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
+from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.ops.soft_cap import SOFT_CAP
 from quire.ops.top_p import KEEP_TOP_P
 
@@ -44,6 +47,9 @@ OPS: tuple[Op[Any], ...] = (
     GATHER_ROWS,
     WRITE_BLOCKS,
     START_ROWS,
+    GATHER_DECODE,
+    GATHER_MIXED,
+    GATHER_SAMPLING,
     SCALE,
     SOFT_CAP,
     FIRST_MAX,
@@ -51,5 +57,9 @@ OPS: tuple[Op[Any], ...] = (
     KEEP_TOP_P,
     DRAW_WITHIN,
     KEEP_ALLOWED,
+    EDIT_LOGITS,
+    PENALIZE,
+    APPEND_TOKENS,
+    APPEND_GREEDY,
     LOGPROBS,
 )

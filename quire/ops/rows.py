@@ -38,7 +38,8 @@ WRITE_BLOCKS = Op(
     write_blocks,
     generate_blocks,
     0.0,
-    (Implementation("triton", "triton.rows:write_blocks", ("cuda",)),),
+    (Implementation("triton", "triton.rows:write_blocks", ("cuda",), (torch.float32,)),),
+    changes=(0,),
 )
 
 
@@ -88,5 +89,6 @@ START_ROWS = Op(
     start_rows,
     generate_starts,
     0.0,
-    (Implementation("triton", "triton.rows:start_rows", ("cuda",)),),
+    (Implementation("triton", "triton.rows:start_rows", ("cuda",), (torch.float32,)),),
+    changes=(0, 1),
 )

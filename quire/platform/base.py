@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from quire.platform.recording import GraphPool
+
 
 class MemorySupply(NamedTuple):
     """Bytes that can be taken, what sets that bound ("ulimit -v"), and what moves it ("raise ulimit -v")."""
@@ -58,7 +60,8 @@ class Platform(ABC):
     uses_host_memory: bool  # whether the engine's memory is the machine's own, which other processes take from too
     asynchronous: bool  # whether work goes on after the call that started it
     batch_invariant: bool  # whether a self-check makes products independent of the batch
-    graph_sizes: tuple[int, ...]  # batch sizes for which a decode step is recorded once and replayed
+    graph_sizes: tuple[int, ...]  # numbers of rows for which decode steps are captured; none: no CUDA graphs
+    mixed_graph_sizes: tuple[int, ...]  # numbers of tokens for which other steps are
     narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from
 
     @abstractmethod
@@ -91,3 +94,7 @@ class Platform(ABC):
 
     @abstractmethod
     def event(self) -> Event: ...
+
+    def graph_pool(self, num_bytes: int) -> GraphPool:
+        """Memory for captured graphs, taken at once. Only where there are graph_sizes."""
+        raise AssertionError(f"{self.name} has no graph_sizes")

@@ -29,6 +29,7 @@ class CpuPlatform(Platform):
     asynchronous = False
     batch_invariant = True
     graph_sizes = ()
+    mixed_graph_sizes = ()
     narrow_above = 0
 
     def start(self, num_threads: int | None) -> None:

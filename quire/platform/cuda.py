@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.platform.base import DefaultMemory, Event, MemorySupply, Platform
+from quire.platform.recording import CudaGraphPool
 from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
 
@@ -43,7 +44,8 @@ class CudaPlatform(Platform):
     asynchronous = True
     batch_invariant = False
     graph_sizes = (1, 2, 4, 8, *range(16, 257, 16), 320, 384, 448, 512)
-    narrow_above = 1024  # smaller steps with prompts are recorded whole
+    mixed_graph_sizes = (32, 64, 128, 256, 512, 768, 1024)
+    narrow_above = 1024  # smaller steps with prompts are captured whole
 
     def start(self, num_threads: int | None) -> None:
         if num_threads is not None:
@@ -92,6 +94,9 @@ class CudaPlatform(Platform):
 
     def event(self) -> Event:
         return CudaEvent()
+
+    def graph_pool(self, num_bytes: int) -> CudaGraphPool:
+        return CudaGraphPool(num_bytes)
 
 
 def _check_kernel_folder() -> None:

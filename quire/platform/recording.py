@@ -38,50 +38,32 @@ class SizedRecorder(Protocol):
         """
 
 
-class Recorder:
-    """Its recordings share memory: one may overwrite what another has left, except for results that are kept."""
+class GraphPool(Protocol):
+    """Captures work as graphs that share memory: one may overwrite what another has left, except for results."""
 
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """(what replays `work`, where each replay leaves its result). Runs `work` once before, to warm up."""
+
+
+class CudaGraphPool:
     def __init__(self, room: int) -> None:
-        """Recordings are cut from `room` bytes, which are taken at once.
+        """Graphs are cut from `room` bytes, which are taken at once.
 
-        They are made in any order. If they were not given memory before, each that is larger than all before it would
-        take its own, since what those leave is too small for it.
+        They are captured in any order. If they were not given memory before, each that is larger than all before it
+        would take its own, since what those leave is too small for it.
         """
         self._pool = torch.cuda.graph_pool_handle()
         self._first = torch.cuda.CUDAGraph()  # a pool lives as long as any graph of it
         with torch.cuda.graph(self._first, pool=self._pool):
             torch.empty(max(1, room), dtype=torch.uint8, device="cuda")[:1].zero_()
 
-    def record(self, step: Callable[[], Tensor], *, keep: bool = True) -> tuple[Callable[[], None], Tensor]:
-        """(what replays `step`, where each replay leaves its result). Runs `step` once before, to warm up.
-
-        A result that is not kept is valid until another recording of this recorder is replayed.
-        """
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step()
+            work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            out = step()
-        return graph.replay, out if keep else _borrowed(out)
-
-
-class _Memory:
-    """Device memory as a tensor can be made of it that does not own it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.__cuda_array_interface__ = {
-            "shape": (storage.nbytes(),),
-            "typestr": "|u1",
-            "data": (storage.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def _borrowed(tensor: Tensor) -> Tensor:
-    """The same values in the same place, which is free for others once `tensor` is gone."""
-    octets = torch.as_tensor(_Memory(tensor), device=tensor.device)
-    return octets.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            out = work()
+        return graph.replay, out

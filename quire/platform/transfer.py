@@ -41,9 +41,18 @@ def refresh(target: Tensor, host: Tensor) -> None:
         target.copy_(host.pin_memory(), non_blocking=True)
 
 
-def host_buffer(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 on the host, in memory that copies to the device start from at once."""
-    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+class Staging:
+    """Lines of int32 that the host writes and then brings to `target`, from memory that copies start from at once."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        self._is_target = target.device.type == "cpu"
+        self.host = target if self._is_target else torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+
+    def copy(self, count: int) -> None:
+        """Bring the first `count` lines to the target. Does not wait, and may be captured."""
+        if not self._is_target:
+            self._target[:count].copy_(self.host[:count], non_blocking=True)
 
 
 class Lent:
@@ -97,3 +106,17 @@ class Download:
             self._event.synchronize()
             self._event = None
         return self._host
+
+
+class StagedBytes:
+    """A buffer that the host fills again and again, and its copy on the device; on a CPU they are the same memory."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._is_shared = device.type == "cpu"
+        self.host = self.device if self._is_shared else torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def send(self) -> None:
+        """Bring what the host wrote to the device; it may be written again at once. Does not wait."""
+        if not self._is_shared:
+            refresh(self.device, self.host)

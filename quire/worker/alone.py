@@ -30,7 +30,7 @@ def forward_alone(plan: EnginePlan, model: CausalLM, block_size: int, prompts: l
             tables[index, :count] = torch.arange(first, first + count, device=device)
             first += count
         slots = tables[line, places // block_size].long() * block_size + places % block_size
-        attention.append(plan.backend.prepare(make_batch(lengths, lengths, tables, slots, block_size)))
+        attention.append(plan.backend.prepare_eager(make_batch(lengths, lengths, tables, slots, block_size)))
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     hidden: Tensor = model(token_ids, places, ForwardBatch(attention=attention))
     return hidden

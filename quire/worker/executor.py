@@ -11,7 +11,13 @@ from quire.types.step import StepPlan, StepResult
 
 
 class StartedStep(Protocol):
-    """A step that may still be running. A Future is one."""
+    """A step that may still be running."""
+
+    def sample(self, masks: Future[Masks]) -> None:
+        """Give a step the masks that it waits for, a line per entry of its mask_slots.
+
+        May block until they are there; never raises.
+        """
 
     def done(self) -> bool: ...
 
@@ -28,14 +34,7 @@ class Executor(ABC):
         """Start a step. Plans run in the order given.
 
         May return before the step is done, and never raises for a failing step. A step with mask_slots computes
-        logits, then waits for `sample`; no other may be started meanwhile.
-        """
-
-    @abstractmethod
-    def sample(self, masks: Future[Masks]) -> None:
-        """Give the newest step the masks that it waits for, a line per entry of its mask_slots.
-
-        May block until they are there; never raises.
+        logits, then waits for its `sample`; no other may be started meanwhile.
         """
 
     def prepare(self) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
+from quire.runner.runner import RunningStep
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.worker.executor import Executor
-from quire.worker.runner import Finish
 from quire.worker.worker import Worker
 
 logger = get_logger(__name__)
@@ -21,24 +21,36 @@ class InProcStep:
     Not a Future, whose locks cost more than everything else here: after a step the processor's caches are cold.
     """
 
-    __slots__ = ("_error", "_finish", "_result")
+    __slots__ = ("_error", "_result", "_running", "_waits")
 
-    def __init__(self, finish: Finish | None, error: Exception | None = None) -> None:
-        self._finish = finish
+    def __init__(self, running: RunningStep | None, *, waits: bool = False, error: Exception | None = None) -> None:
+        """`waits`: the device is not asynchronous, so that a step is over once it has sampled."""
+        self._running, self._waits = running, waits
         self._result: StepResult | None = None
         self._error = error
 
-    def wait(self) -> None:
-        if self._finish is None:
+    def sample(self, masks: Future[Masks]) -> None:
+        if self._running is None:  # it failed before it came to sampling
             return
-        finish, self._finish = self._finish, None
         try:
-            self._result = finish()
+            self._running.sample(masks.result())
+        except Exception as error:  # a failing step is the engine's to contain, whatever it was
+            self._running, self._error = None, error
+            return
+        if self._waits:
+            self.wait()
+
+    def wait(self) -> None:
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            self._result = running.result()
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
             self._error = error
 
     def done(self) -> bool:
-        return self._finish is None
+        return self._running is None
 
     def exception(self) -> BaseException | None:
         self.wait()
@@ -51,40 +63,22 @@ class InProcStep:
         assert self._result is not None
         return self._result
 
-    def fail(self, error: Exception) -> None:
-        """It will never be done."""
-        self._finish, self._error = None, error
-
 
 class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._unsampled: InProcStep | None = None  # the newest step, if it waits for masks
         self._prepares = True
         self._prepared: list[float] = []  # seconds that each took
 
     def execute(self, plan: StepPlan) -> InProcStep:
-        self._unsampled = None
+        waits = not self._worker.platform.asynchronous
         try:
-            step = InProcStep(self._worker.execute(plan))
+            step = InProcStep(self._worker.execute(plan), waits=waits)
         except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            return InProcStep(None, error)
-        if plan.mask_slots:
-            self._unsampled = step
-        elif not self._worker.platform.asynchronous:
+            return InProcStep(None, error=error)
+        if waits and not plan.mask_slots:
             step.wait()
         return step
-
-    def sample(self, masks: Future[Masks]) -> None:
-        step, self._unsampled = self._unsampled, None
-        if step is None:  # it failed before it came to sampling
-            return
-        try:
-            self._worker.sample(masks.result())
-            if not self._worker.platform.asynchronous:
-                step.wait()
-        except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            step.fail(error)
 
     def prepare(self) -> bool:
         if not self._prepares:

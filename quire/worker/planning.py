@@ -6,7 +6,6 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,19 +30,20 @@ from quire.models.registry import ModelDescription, describe, model_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
+from quire.runner.cuda_graphs import CaptureSizes, capture_sizes
+from quire.runner.sampling.mask_buffer import mask_words
 from quire.types.errors import ConfigError
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
-from quire.worker.sampling.mask_buffer import mask_words
 
 
-class RecordedBytes(NamedTuple):
-    """Memory of recorded steps: of forward passes, and of what samples."""
+class GraphBytes(NamedTuple):
+    """Memory of captured steps: of forward passes, and of what samples."""
 
     forward: int = 0
     sample: int = 0
 
 
-NOTHING_RECORDED = RecordedBytes()
+NO_GRAPHS = GraphBytes()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class EnginePlan:
     demand: MemoryDemand
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
-    recorded: RecordedBytes = NOTHING_RECORDED
+    graphs: GraphBytes = NO_GRAPHS
 
     @property
     def context(self) -> BuildContext:
@@ -114,11 +114,11 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     )
 
 
-def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int, recorded: RecordedBytes) -> EnginePlan:
+def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int, graphs: GraphBytes) -> EnginePlan:
     """The same plan, its KV blocks sized by what was measured instead of the estimate."""
-    demand = replace(plan.demand, workspace=workspace + sum(recorded))
+    demand = replace(plan.demand, workspace=workspace + sum(graphs))
     ledger = _ledger(config, plan.platform, demand, plan.ledger.supply)
-    return replace(plan, demand=demand, ledger=ledger, recorded=recorded)
+    return replace(plan, demand=demand, ledger=ledger, graphs=graphs)
 
 
 def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply) -> MemoryLedger:
@@ -251,13 +251,13 @@ def _demand(
     num_parameters = count_parameters(model)
     attention = max(backend.workspace_bytes(layer.spec, length, dtype.itemsize) for layer in model.attention_layers())
     token = _token_bytes(model, description, dtype)
-    beside, recorded = beside_steps(platform, backend, settings, description, model, token, length)
+    beside, graphs = beside_steps(platform, backend, settings, description, model, token, length)
     return MemoryDemand(
         weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
         weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
         rows=settings.max_num_seqs
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
-        workspace=settings.max_num_batched_tokens * token + attention + beside + sum(recorded),
+        workspace=settings.max_num_batched_tokens * token + attention + beside + sum(graphs),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -278,10 +278,14 @@ def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> i
     return settings.max_num_seqs * description.vocab_size * 4 * 8
 
 
-def recorded_sizes(platform: Platform, backend: AttentionBackend, settings: ResolvedConfig) -> tuple[int, ...]:
-    """Numbers of rows that decode steps are recorded for: up to the first that holds all there can be."""
-    sizes = platform.graph_sizes if backend.records else ()
-    return sizes[: bisect_left(sizes, settings.max_num_seqs) + 1]
+def graph_sizes(
+    platform: Platform, backend: AttentionBackend, settings: ResolvedConfig, model: CausalLM
+) -> CaptureSizes | None:
+    """What steps are captured for; None where none are."""
+    if not platform.graph_sizes or not backend.records:
+        return None
+    sizes = (platform.graph_sizes, platform.mixed_graph_sizes)
+    return capture_sizes(model, *sizes, settings.max_num_seqs, settings.max_num_batched_tokens)
 
 
 def beside_steps(
@@ -292,26 +296,22 @@ def beside_steps(
     model: CausalLM,
     bytes_per_token: float,
     max_model_len: int,
-) -> tuple[int, RecordedBytes]:
-    """What is taken beside a step of prompts, and what the largest recorded steps take, with an eighth for gaps."""
+) -> tuple[int, GraphBytes]:
+    """What is taken beside a step of prompts, and what the largest captured steps take, with an eighth for gaps."""
     specs = [layer.spec for layer in model.attention_layers()]
     parts = max(backend.parts_bytes(spec, settings.max_num_seqs, max_model_len) for spec in specs)
     beside = parts + sampling_bytes(description, settings)
-    sizes = recorded_sizes(platform, backend, settings)
-    if not sizes:
-        return beside, NOTHING_RECORDED
-    from quire.worker.recorded_prompts import largest_size  # which needs Triton, as recording does
-
-    tokens = max(sizes[-1], largest_size(model, settings.max_num_batched_tokens))
-    logits = sizes[-1] * description.vocab_size * getattr(torch, settings.dtype).itemsize
-    forward = int(1.125 * (tokens * bytes_per_token + parts + logits))
-    return beside, RecordedBytes(forward, recorded_sampling_bytes(description, settings))
+    sizes = graph_sizes(platform, backend, settings, model)
+    if sizes is None:
+        return beside, NO_GRAPHS
+    forward = int(1.125 * (sizes.max_tokens * bytes_per_token + parts))
+    return beside, GraphBytes(forward, captured_sampling_bytes(description, settings))
 
 
-def recorded_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
-    """What recorded steps add where sampling is a part of them, and keep.
+def captured_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
+    """What captured steps add where sampling is a part of them, and keep.
 
-    Logits of steps with prompts, a copy that is shaped, counts for penalties, what draws and log-probabilities know
+    Logits, a copy that is shaped, counts for penalties, what draws and log-probabilities know
     of parts of the vocabulary, tables of each row.
     """
     tables = mask_words(description.vocab_size) * 4 + (1 << 15)

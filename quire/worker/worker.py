@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -14,39 +15,27 @@ from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platform.host import return_free_memory
-from quire.platform.recording import Recorder
+from quire.runner.block_tables import BlockTables
+from quire.runner.containment import Containment
+from quire.runner.cuda_graphs import CudaGraphs
+from quire.runner.eager import Eager, Padding
+from quire.runner.forward import StepProgram
+from quire.runner.kernel_list import MOST_TOKENS, KernelList
+from quire.runner.logits import LogitsHead
+from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.request_rows import RequestRows
+from quire.runner.runner import Runner, RunningStep
+from quire.runner.sampling.logits_processors import load_processors
+from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
+from quire.runner.sampling.sampler import Sampler
+from quire.runner.ways import Way
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
-from quire.worker.block_tables import BlockTables
-from quire.worker.graphs import (
-    ForwardGraphs,
-    NoForwardGraphs,
-    NoGraphs,
-    NoPromptGraphs,
-    PieceGraphs,
-    PromptGraphs,
-    Recorders,
-    StepGraphs,
-)
-from quire.worker.input_batch import InputBuilder, Narrowing
-from quire.worker.logits import LogitsHead
-from quire.worker.planning import (
-    EnginePlan,
-    beside_steps,
-    plan_engine,
-    recorded_sizes,
-    with_workspace,
-)
-from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.recorded_decode import RecordedDecode
-from quire.worker.recorded_forward import MOST_TOKENS, RecordedForward
-from quire.worker.request_rows import RequestRows
-from quire.worker.runner import Finish, Runner
-from quire.worker.sampling.sampler import Sampler
+from quire.worker.planning import EnginePlan, beside_steps, graph_sizes, plan_engine, with_workspace
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -57,19 +46,27 @@ class Worker:
         """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
         started = time.perf_counter()
         report("plan")
+        features = sampling_features(load_processors(config.model.logits_processors))
         plan = plan_engine(config)
         self.platform = plan.platform
         logger.info("settings: %s", "; ".join(plan.settings.explain()))
         for entry in plan.ledger.entries:
             logger.debug("memory: %s %s (%s)", entry.name, format_bytes(entry.num_bytes), entry.note)
         try:
-            self._take(plan, config, started, report)
+            self._take(plan, config, features, started, report)
         except Exception as error:
             if plan.platform.is_out_of_memory(error):
                 raise plan.ledger.ran_out(error) from error
             raise
 
-    def _take(self, plan: EnginePlan, config: EngineConfig, started: float, report: ReportPhase) -> None:
+    def _take(
+        self,
+        plan: EnginePlan,
+        config: EngineConfig,
+        features: Sequence[MakeFeature],
+        started: float,
+        report: ReportPhase,
+    ) -> None:
         planned = time.perf_counter()
         report("weights")
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
@@ -89,7 +86,8 @@ class Worker:
         logger.info(
             "KV cache: %s for %d tokens (%s)", format_bytes(ledger.kv_bytes), ledger.num_kv_tokens, ledger.kv_reason
         )
-        self.runner = build_runner(plan, model, config.cache.block_size, *ladders)
+        self.model = model
+        self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",
             plan.source.name,
@@ -101,22 +99,19 @@ class Worker:
             ledger.max_model_len,
         )
 
-    def execute(self, plan: StepPlan) -> Finish:
+    def execute(self, plan: StepPlan) -> RunningStep:
         return self.runner.execute(plan)
-
-    def sample(self, masks: Masks) -> None:
-        self.runner.sample(masks)
 
     def prepare(self) -> bool:
         """Do something that steps to come will need, if there is anything; False if not."""
-        return self.runner.prepare()
+        return self.runner.capture_next()
 
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)
 
     def shutdown(self) -> None:
-        del self.runner
+        del self.runner, self.model
 
 
 def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> CausalLM:
@@ -134,7 +129,12 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
 
 
 def build_runner(
-    plan: EnginePlan, model: CausalLM, block_size: int, token_ladder: list[int], sample_ladder: list[int]
+    plan: EnginePlan,
+    model: CausalLM,
+    block_size: int,
+    token_ladder: list[int],
+    sample_ladder: list[int],
+    features: Sequence[MakeFeature] = FEATURES,
 ) -> Runner:
     """Allocate KV blocks and rows, and wire the collaborators of a step."""
     platform, ledger, settings = plan.platform, plan.ledger, plan.settings
@@ -143,60 +143,38 @@ def build_runner(
     tables = BlockTables(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
+    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
+    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len)
     head = LogitsHead(model, sample_ladder)
-    above = platform.narrow_above
-    # Where products were checked, the wanted tokens are padded to sizes that were admitted, as all tokens are.
-    ladder = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
-    narrowing = None if above is None else Narrowing(above, ladder)
-    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device)
-    graphs, masked_graphs, prompt_graphs, forward_graphs = make_graphs(plan, model, rows, tables, sampler)
+    prompt_logprobs = PromptLogprobs(rows, head)
+    # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
+    samples = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
+    eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
     return Runner(
-        model=model,
         rows=rows,
         tables=tables,
-        inputs=InputBuilder(rows, tables, plan.backend, token_ladder, platform.device, narrowing),
-        head=head,
         sampler=sampler,
-        prompt_logprobs=PromptLogprobs(rows, head),
-        graphs=graphs,
-        masked_graphs=masked_graphs,
-        prompt_graphs=prompt_graphs,
-        forward_graphs=forward_graphs,
+        prompt_logprobs=prompt_logprobs,
+        containment=Containment(model.attention_layers(), tables),
+        ways=[*make_ways(plan, program, eager), eager],
     )
 
 
-def make_graphs(
-    plan: EnginePlan, model: CausalLM, rows: RequestRows, tables: BlockTables, sampler: Sampler
-) -> tuple[StepGraphs, PieceGraphs, PromptGraphs, ForwardGraphs]:
-    """What replays whole decode steps, those that wait for masks, steps with prompts, and the model's part alone."""
-    nothing = (NoGraphs(), NoGraphs(), NoPromptGraphs(), NoForwardGraphs())
+def make_ways(plan: EnginePlan, program: StepProgram, eager: Eager) -> list[Way]:
+    """The ways to run steps that this platform and backend have, besides eager execution."""
+    settings = plan.settings
     recorder = plan.backend.recorder()
     if recorder is not None:
-        room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * tables.block_size)
+        room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * program.tables.block_size)
         if room < MOST_TOKENS:
-            return nothing
-        max_tokens, max_rows = plan.settings.max_num_batched_tokens, plan.settings.max_num_seqs
-        return (
-            RecordedDecode(model, rows, tables, plan.backend, recorder, sampler, max_rows),
-            NoGraphs(),
-            NoPromptGraphs(),
-            RecordedForward(model, tables, plan.backend, recorder, max_tokens, max_rows),
-        )
-    sizes = recorded_sizes(plan.platform, plan.backend, plan.settings)
-    if not sizes:
-        return nothing
-    # These need Triton, which a CPU does without.
-    from quire.worker.decode_graphs import DecodeGraphs
-    from quire.worker.recorded_prompts import RecordedPrompts
-
-    length = plan.ledger.max_model_len
-    recorders = Recorders(Recorder(plan.recorded.forward), Recorder(plan.recorded.sample))
-    place = (model, rows, tables, plan.backend, sampler, recorders)
-    decode = DecodeGraphs(*place, sizes, length)
-    samples = 1 << (plan.settings.max_num_seqs - 1).bit_length()
-    hidden = plan.platform.zeros((samples, plan.description.hidden_size), plan.dtype)
-    prompts = RecordedPrompts(*place, length, plan.settings.max_num_batched_tokens, hidden)
-    return decode, decode, prompts, NoForwardGraphs()
+            return []
+        return [KernelList(program, recorder, eager, settings.max_num_batched_tokens, settings.max_num_seqs)]
+    sizes = graph_sizes(plan.platform, plan.backend, settings, program.model)
+    if sizes is None:
+        return []
+    pools = (plan.platform.graph_pool(plan.graphs.forward), plan.platform.graph_pool(plan.graphs.sample))
+    hidden = plan.platform.zeros((sizes.max_samples, plan.description.hidden_size), plan.dtype)
+    return [CudaGraphs(program, sizes, *pools, hidden)]
 
 
 def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -> EnginePlan:
@@ -217,8 +195,8 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
         return plan
     step = max(0, peak - blocks * plan.ledger.layout.page_bytes)
     place = (plan.platform, plan.backend, plan.settings, plan.description)
-    beside, recorded = beside_steps(*place, model, step / count, plan.ledger.max_model_len)
-    return with_workspace(plan, config, step + beside, recorded)
+    beside, graphs = beside_steps(*place, model, step / count, plan.ledger.max_model_len)
+    return with_workspace(plan, config, step + beside, graphs)
 
 
 def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:

@@ -135,9 +135,9 @@ def test_norm_rotation_and_write_match_the_reference(
     backend = NativeAttention()
     cache = torch.zeros(backend.cache_shape(4, block_size, 2, 36, dtype), dtype=dtype)
     with using(isa):
-        q = backend.write(spec, qkv, norm if normed else None, turn, cache, backend.prepare(batch))
+        q = backend.write(spec, qkv, norm if normed else None, turn, cache, backend.prepare_eager(batch))
     expected = split_qkv(qkv, 4, 2, *(norm if normed else (None, None, 0.0, 0.0)), turn)
-    torch.testing.assert_close(q[:tokens], expected[0][:tokens], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(q.query[:tokens], expected[0][:tokens], atol=1e-5, rtol=1e-5)
     # A last bit before the rounding may become one of the cache's steps.
     step = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.int8: 2e-2}[dtype]
     for mine, theirs in zip(read_cache(cache, used, 36), expected[1:], strict=True):
@@ -157,7 +157,7 @@ def test_extreme_keys_and_values(isa: str) -> None:
         slots = torch.arange(16, 24)
         batch = make_batch([8], [8], torch.ones(1, 1, dtype=torch.int32), slots, 16)
         with using(isa):
-            backend.write(spec, qkv, None, None, cache, backend.prepare(batch))
+            backend.write(spec, qkv, None, None, cache, backend.prepare_eager(batch))
         keys, values = read_cache(cache, slots, 16)
         assert torch.equal(keys.nan_to_num(7), values.nan_to_num(7))
         assert keys[:6].isfinite().all()

@@ -77,7 +77,7 @@ class Sequences:
             torch.cat([*(t[r][spans[r]] for r in rows), torch.ones(3, *t[0].shape[1:])])
             for t in (self.q, self.k, self.v)
         )
-        metadata = self.backend.prepare(batch)
+        metadata = self.backend.prepare_eager(batch)
         qkv = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
         q = self.backend.write(self.spec, qkv, None, None, self.cache, metadata)
         out = self.backend.attend(self.spec, q, self.cache, metadata)

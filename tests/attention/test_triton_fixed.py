@@ -55,7 +55,7 @@ def outputs(
             done[row] = context
         counts = [context - start for start, context in zip(before, contexts, strict=True)]
         batch = make_batch(counts, contexts, tables[rows].to(DEVICE), torch.cat(slots).to(DEVICE), BLOCK)
-        metadata = backend.prepare(batch)
+        metadata = backend.prepare_eager(batch)
         spans = zip(rows, before, contexts, strict=True)
         qkv = torch.cat([tokens[row][start:context] for row, start, context in spans])
         query = backend.write(spec, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None, cache, metadata)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.core import EngineCore
-from quire.worker.inproc import InProcExecutor
 from tests.e2e.tiny import make_engine
+from tests.runner.engines import worker_of
 
 BAD = 7  # the token whose embedding is NaN
 GOOD_PROMPT = list(range(20, 60))
@@ -36,12 +36,7 @@ def make_broken(model: Path, **settings: Any) -> EngineCore:
     return make_engine(folder, enable_prefix_caching=False, **settings)
 
 
-def runner_of(core: EngineCore) -> Any:
-    assert isinstance(core.executor, InProcExecutor)
-    return core.executor._worker.runner
-
-
 def assert_finite(core: EngineCore) -> None:
     """All that requests left in the cache, and the null block."""
-    for layer in runner_of(core).model.attention_layers():
+    for layer in worker_of(core).model.attention_layers():
         assert layer.cache.isfinite().all()

@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from quire.engine.loop import EngineLoop
 from quire.frontend.text_model import load_text_model
 from quire.types.errors import BatchError, RequestError
 from quire.types.outputs import RequestOutput
-from quire.types.step import StepPlan, StepResult
-from quire.worker.executor import Executor
+from quire.types.step import StepPlan
+from quire.worker.executor import Executor, StartedStep
+from quire.worker.inproc import InProcStep
 from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
 from tests.e2e.tiny import make_model
@@ -72,16 +72,11 @@ class FaultyExecutor(Executor):
         self._inner = inner
         self._num_steps = 0
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> StartedStep:
         self._num_steps += 1
         if self._num_steps % 17 == 5:
-            failed: Future[StepResult] = Future()
-            failed.set_exception(RuntimeError("a step failed on purpose"))
-            return failed
+            return InProcStep(None, error=RuntimeError("a step failed on purpose"))
         return self._inner.execute(plan)
-
-    def sample(self, masks: Future[Any]) -> None:
-        self._inner.sample(masks)
 
     def is_sticky(self, error: Exception) -> bool:
         return self._inner.is_sticky(error)

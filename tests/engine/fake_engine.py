@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import Future
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
@@ -27,12 +26,11 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import ModelNotFoundError
-from quire.types.masks import Masks
 from quire.types.messages import EngineInfo
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import StepPlan
 from quire.utils.phases import ReportPhase
 from quire.worker.executor import Executor
-from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeStepError
+from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeStep, FakeStepError
 
 COMMAND = (sys.executable, "-m", "tests.engine.fake_engine")
 MAX_NUM_SEQS = 64
@@ -44,8 +42,8 @@ class FakeDevice(Executor):
         self._fake = fake
         self._step_time = step_time
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
+    def execute(self, plan: StepPlan) -> FakeStep:
+        future = FakeStep()
         orders = {start.token_ids[0] for start in plan.starts if start.num_prompt_tokens == 1}
         if EXIT in orders:
             os._exit(9)
@@ -59,9 +57,6 @@ class FakeDevice(Executor):
         else:
             future.set_result(self._fake.execute(plan))
         return future
-
-    def sample(self, masks: Future[Masks]) -> None:
-        raise AssertionError("this fake has no grammars")
 
     def is_sticky(self, error: Exception) -> bool:
         return str(error) == "lost"

@@ -32,31 +32,35 @@ VOCABULARY = Vocabulary([*LETTERS, *[b""] * 4, b"</s>", *[b""] * 19], [EOS], [EO
 INFO = EngineInfo("fake", "Fake", 50, 64, 4, 65, 8)
 
 
+class MaskedStep(Future[StepResult]):
+    def __init__(self, executor: LowestAllowed, plan: StepPlan) -> None:
+        super().__init__()
+        self._executor, self._plan = executor, plan
+
+    def sample(self, masks: Future[Masks]) -> None:
+        assert self._executor.waiting is self
+        self._executor.waiting = None
+        tokens = {}
+        for line, row in zip(masks.result(30), self._plan.mask_slots, strict=True):
+            tokens[row] = int(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))[0])
+        self.set_result(StepResult(self._plan.step_id, [[tokens.get(row, 4)] for row in self._plan.rows]))
+
+
 class LowestAllowed(Executor):
     """Says the lowest token that is allowed; without a mask the letter e."""
 
     def __init__(self) -> None:
-        self.waiting: tuple[StepPlan, Future[StepResult]] | None = None
+        self.waiting: MaskedStep | None = None
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> MaskedStep:
         assert self.waiting is None, "the step before has not sampled yet"
-        future: Future[StepResult] = Future()
+        step = MaskedStep(self, plan)
         if plan.mask_slots:
             assert set(plan.mask_slots) <= set(plan.rows)
-            self.waiting = (plan, future)
+            self.waiting = step
         else:
-            future.set_result(StepResult(plan.step_id, [[4] for _ in plan.rows]))
-        return future
-
-    def sample(self, masks: Future[Masks]) -> None:
-        assert self.waiting is not None
-        plan, future = self.waiting
-        self.waiting = None
-        lines = masks.result(30)
-        tokens = {}
-        for line, row in zip(lines, plan.mask_slots, strict=True):
-            tokens[row] = int(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))[0])
-        future.set_result(StepResult(plan.step_id, [[tokens.get(row, 4)] for row in plan.rows]))
+            step.set_result(StepResult(plan.step_id, [[4] for _ in plan.rows]))
+        return step
 
     def is_sticky(self, error: Exception) -> bool:
         return False

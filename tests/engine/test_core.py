@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -13,13 +12,12 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError
-from quire.types.masks import Masks
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import StepPlan
 from quire.worker.executor import Executor
-from tests.fakes import FakeExecutor, FakeStepError, generate_alone
+from tests.fakes import FakeExecutor, FakeStep, FakeStepError, generate_alone
 
 MAX_LEN = 64
 
@@ -33,18 +31,15 @@ class Device(Executor):
         self.unread = 0
         self.num_planned_ahead = 0
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> FakeStep:
         self.unread += 1
         self.num_planned_ahead = max(self.num_planned_ahead, self.unread)
-        future: Future[StepResult] = Future()
+        future = FakeStep()
         try:
             future.set_result(self.fake.execute(plan))
         except FakeStepError as error:
             future.set_exception(error)
         return future
-
-    def sample(self, masks: Future[Masks]) -> None:
-        raise AssertionError("this fake has no grammars")
 
     def is_sticky(self, error: Exception) -> bool:
         return self.sticky

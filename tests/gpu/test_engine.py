@@ -1,4 +1,4 @@
-"""The engine on a GPU: recorded and launched steps, waiting and overlapping loops give the same tokens."""
+"""The engine on a GPU: captured and eager steps, waiting and overlapping loops give the same tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quire.platform.cuda import CudaPlatform
+from quire.runner.containment import MESSAGE
 from quire.types.sampling import SamplingParams
-from quire.worker.containment import MESSAGE
 from tests.e2e.broken import BAD, BAD_PROMPT, GOOD_PROMPT, assert_finite, make_broken
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_model
 from tests.gpu.helpers import (
@@ -30,6 +30,7 @@ from tests.gpu.helpers import (
     shaped,
     tiny_model,
 )
+from tests.runner.engines import spy_on
 
 pytestmark = needs_gpu
 
@@ -44,22 +45,23 @@ def contents(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: answer.content() for name, answer in answers.items()}
 
 
-def test_recorded_and_launched_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_and_eager_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything that changes logits, beside each other and beside plain rows."""
     jobs = [*make_jobs(40), *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(40, seed=1)))]
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
+    spy = spy_on(core)
     run_jobs(core, [Job("plain", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))], seed=0)
-    recorded = contents(run_jobs(core, jobs, seed=1))
-    kinds = {kind for _, kind in core.executor._worker.runner.graphs._samples}
-    assert {kind.draws for kind in kinds} == {kind.shapes for kind in kinds} == {False, True}
+    captured = contents(run_jobs(core, jobs, seed=1))
+    kinds = {shape.sampling for shape in spy.ran}
+    assert {kind.greedy for kind in kinds} == {bool(kind.groups) for kind in kinds} == {False, True}
     assert {kind.logprobs for kind in kinds} >= {None, 5}
-    while core.prepare():  # all that an idle engine records, with buffers that steps have used
+    while core.prepare():  # all that an idle engine captures, with buffers that steps have used
         pass
-    assert contents(run_jobs(core, jobs, seed=3)) == recorded
+    assert contents(run_jobs(core, jobs, seed=3)) == captured
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
-    assert contents(run_jobs(core, jobs, seed=2)) == recorded
+    assert contents(run_jobs(core, jobs, seed=2)) == captured
     core.shutdown()
 
 
@@ -69,11 +71,11 @@ def test_layers_that_see_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = make_model(tmp_path, "gemma3_text", **{**SIZES, "sliding_window": 48, "layer_types": kinds})
     jobs = make_jobs(40)
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
-    recorded = contents(run_jobs(core, jobs, seed=1))
+    captured = contents(run_jobs(core, jobs, seed=1))
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE)
-    assert contents(run_jobs(core, jobs, seed=2)) == recorded
+    assert contents(run_jobs(core, jobs, seed=2)) == captured
     core.shutdown()
 
 
@@ -96,7 +98,7 @@ def test_waiting_and_overlapping_loops(model: Path) -> None:
 
 
 def test_masked_rows_in_all_loops(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars beside free rows, with preemption: recorded at every depth, then launched, the same to the bit."""
+    """Grammars beside free rows, with preemption: captured at every depth, then eager, the same to the bit."""
     jobs = [
         replace(job, params=msgspec.structs.replace(job.params, max_tokens=24, ignore_eos=False))
         for job in constrained(make_jobs(48, longest=200))
@@ -108,16 +110,16 @@ def test_masked_rows_in_all_loops(model: Path, monkeypatch: pytest.MonkeyPatch) 
         core = engine(
             model, deterministic=True, kv_cache_memory=SMALL_CACHE, steps_in_flight=depth, max_model_len=512
         )
-        graphs = core.executor._worker.runner.masked_graphs
+        spy = spy_on(core)
         found.append(contents(run_jobs(core, jobs, seed=depth)))
         assert core.scheduler.stats().num_preemptions > 0
         if len(found) < 4:
-            assert any(kind.masked for _, kind in graphs._samples)
+            assert any(shape.is_decode and shape.sampling.masked for shape in spy.ran)
         core.shutdown()
     assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_full_prompt_steps_recorded_and_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_prompt_steps_captured_and_eager(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 2,048 tokens: parts of long prompts, several prompts, and prompts beside rows that decode."""
     size = 2048
     rng = random.Random(5)
@@ -132,13 +134,13 @@ def test_full_prompt_steps_recorded_and_launched(model: Path, monkeypatch: pytes
         "max_num_seqs": 64,
     }
     core = engine(model, **settings)
-    graphs = core.executor._worker.runner.prompt_graphs
-    recorded = contents(run_jobs(core, jobs, seed=1))
-    assert size in {recorded_size for recorded_size, _ in graphs._forwards}
+    spy = spy_on(core)
+    captured = contents(run_jobs(core, jobs, seed=1))
+    assert any(shape.num_tokens == size for shape in spy.ran)
     core.shutdown()
     monkeypatch.setattr(CudaPlatform, "graph_sizes", ())
     core = engine(model, **settings)
-    assert contents(run_jobs(core, jobs, seed=1)) == recorded
+    assert contents(run_jobs(core, jobs, seed=1)) == captured
     core.shutdown()
 
 
@@ -200,7 +202,7 @@ def test_the_loop_never_waits_for_the_device(model: Path) -> None:
             driver.step()
         return driver.answers
 
-    contents(run())  # records steps and compiles kernels
+    contents(run())  # captures steps and compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         answers = run()

@@ -31,8 +31,8 @@ CONFIG = {
 SLACK = 64 << 20
 
 
-def recorded_bytes() -> int:
-    """Memory that belongs to recorded steps."""
+def graph_bytes() -> int:
+    """Memory that belongs to captured steps."""
     return sum(part["total_size"] for part in torch.cuda.memory_snapshot() if part["segment_pool_id"] != (0, 0))
 
 
@@ -41,11 +41,11 @@ def test_no_more_is_taken_than_was_declared(tmp_path: Path, deterministic: bool)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     gc.collect()
     torch.cuda.empty_cache()
-    before, others = torch.cuda.memory_allocated(), recorded_bytes()
+    before, others = torch.cuda.memory_allocated(), graph_bytes()
     settings = {"max_model_len": 16384, "max_num_seqs": 64, "kv_cache_memory": 1 << 30}
     core = engine(tmp_path, load_format="dummy", deterministic=deterministic, **settings)
     plan = core.executor._worker.plan
-    assert recorded_bytes() - others >= sum(plan.recorded), "taken at the start"
+    assert graph_bytes() - others >= sum(plan.graphs), "taken at the start"
     torch.cuda.reset_peak_memory_stats()
     while core.prepare():
         pass
@@ -53,6 +53,6 @@ def test_no_more_is_taken_than_was_declared(tmp_path: Path, deterministic: bool)
     for seed in range(2):  # the second time prompts are cached
         answers = run_jobs(core, [replace(job, name=f"{seed} {job.name}") for job in jobs], seed)
         assert all(answer.error is None for answer in answers.values())
-    assert recorded_bytes() - others <= sum(plan.recorded) + SLACK
+    assert graph_bytes() - others <= sum(plan.graphs) + SLACK
     assert torch.cuda.max_memory_allocated() - before <= plan.ledger.total + SLACK
     core.shutdown()

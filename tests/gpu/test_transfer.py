@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from quire.runner.block_tables import BlockTables
 from quire.types.step import StepPlan
-from quire.worker.block_tables import BlockTables
 from tests.gpu.helpers import needs_gpu
 
 pytestmark = needs_gpu

@@ -10,14 +10,14 @@ import torch
 from tests.kernels.device import DEVICE
 
 
-def check_inputs_are_gathered_by_row(gather_inputs: Callable[..., Any], device: torch.device = DEVICE) -> None:
+def check_inputs_are_gathered_by_row(gather_decode: Callable[..., Any], device: torch.device = DEVICE) -> None:
     generator = torch.Generator().manual_seed(0)
     block_size, groups = 8, 3
     token_ids = torch.randint(0, 1 << 30, (5, 50), generator=generator, dtype=torch.int32)
     tables = torch.randint(0, (1 << 31) - 1, (groups, 5, 7), generator=generator, dtype=torch.int32)
     computed = torch.tensor([0, 7, 8, 49, 0])
     rows = [3, 1, 4, 0, 2, 4]
-    input_ids, positions, contexts, slots = gather_inputs(
+    input_ids, positions, contexts, *slots = gather_decode(
         torch.tensor(rows, device=device), *(x.to(device) for x in (token_ids, computed, tables)), block_size
     )
     at = computed[rows].tolist()

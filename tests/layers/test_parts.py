@@ -104,8 +104,8 @@ def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: boo
     parts = Parts(torch.stack([numbers(seed, 5, 8 * 16).float() for seed in range(2)]), HALF)
     tokens = torch.tensor([1, 4], device=DEVICE)
     table = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
-    metadata = chosen.prepare(make_batch([5], [5], table, torch.arange(16, 21, device=DEVICE), 16))
-    alone = chosen.prepare(make_batch([1, 1], [2, 5], table.expand(2, -1), tokens, 16))
+    metadata = chosen.prepare_eager(make_batch([5], [5], table, torch.arange(16, 21, device=DEVICE), 16))
+    alone = chosen.prepare_eager(make_batch([1, 1], [2, 5], table.expand(2, -1), tokens, 16))
     wanted = WantedTokens(tokens, [alone], torch.zeros(5, dtype=torch.bool, device=DEVICE)) if few else None
     results = []
     for qkv in (parts, parts.summed()):

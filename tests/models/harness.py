@@ -82,7 +82,7 @@ class PagedSequence:
             slot_mapping=pad(slots),
             block_size=BLOCK_SIZE,
         )
-        batch = ForwardBatch(attention=[BACKEND.prepare(attention)])
+        batch = ForwardBatch(attention=[BACKEND.prepare_eager(attention)])
         return pad(torch.tensor(tokens)), pad(positions), batch
 
     @torch.inference_mode()

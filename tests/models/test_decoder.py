@@ -58,7 +58,7 @@ def test_wanted_tokens_are_what_the_whole_gives_there(torch_kernels: None, archi
         layer.cache.zero_()
     tokens = torch.tensor([2, 6])
     alone = make_batch([1, 1], [3, 7], sequence.table.expand(2, -1), tokens[:0], BLOCK_SIZE)
-    wanted = WantedTokens(tokens, [BACKEND.prepare(alone)], torch.zeros(len(ids), dtype=torch.bool))
+    wanted = WantedTokens(tokens, [BACKEND.prepare_eager(alone)], torch.zeros(len(ids), dtype=torch.bool))
     hidden = model(ids, positions, ForwardBatch(batch.attention, wanted))
     assert torch.allclose(hidden, expected[tokens], atol=1e-5)
     assert wanted.finite.all()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from quire.ops.logprobs import generate_inputs, logprobs
-from tests.worker.sampling.reference import in_order
+from tests.runner.sampling.reference import in_order
 
 
 def test_against_plain_python() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.ops import order
 from quire.ops.choice import first_max
-from tests.worker.sampling.reference import in_order
+from tests.runner.sampling.reference import in_order
 
 VALUES = st.sampled_from([-np.inf, -3.5, -1.0, -0.0, 0.0, 2.0**-100, 1.0, 2.5, 2.0**100])
 LINES = st.integers(1, 300).flatmap(lambda size: st.lists(VALUES, min_size=size, max_size=size))

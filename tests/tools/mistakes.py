@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.attention import cpu_native
 from quire.attention.base import AttentionSpec, make_batch
-from quire.kernels.cpu import library, matrix, ops, step
+from quire.kernels.cpu import library, matrix, ops, shaping, step
 
 Maker = Callable[..., Tensor]
 Call = Callable[[Maker], object]
@@ -62,10 +62,13 @@ def calls(width: int) -> dict[str, Call]:
         "draw_within": lambda make: ops.draw_within(
             make(3, width), torch.ones(4, 3, dtype=torch.float64), three, three
         ),
-        "append_tokens": lambda make: step.append_chosen(
+        "append_tokens": lambda make: step.append_tokens(
             make(3, dtype=torch.int32),
             *(whole(3), three, whole(3, 9, dtype=torch.int32)),
             *(whole(3, dtype=torch.int64), whole(3, dtype=torch.int64), 9),
+        ),
+        "keep_allowed": lambda make: shaping.keep_allowed(
+            make(3, width), three, whole(1, -(-width // 32), dtype=torch.int32), whole(1, 3, dtype=torch.int32)
         ),
         "prepare_qkv": lambda make: attend(width, make(32, 5 * width), whole),
         "attention": lambda make: attend(width, whole(32, 5 * width), make),
@@ -77,7 +80,7 @@ def attend(width: int, qkv: Tensor, make_cache: Maker) -> Tensor:
     spec, backend = AttentionSpec(3, 1, width, 0.3), cpu_native.NativeAttention()
     cache = make_cache(*backend.cache_shape(2, 16, 1, width))
     tables = torch.tensor([[0, 1]], dtype=torch.int32)
-    metadata = backend.prepare(make_batch([32], [32], tables, torch.arange(32), 16))
+    metadata = backend.prepare_eager(make_batch([32], [32], tables, torch.arange(32), 16))
     return backend.attend(spec, backend.write(spec, qkv, None, None, cache, metadata), cache, metadata)
 
 
@@ -87,7 +90,7 @@ def exit_code(call: Call, too_short: str) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with ExitStack() as stack:
         if too_short == "what it writes":
-            for module in (ops, matrix, step, cpu_native):
+            for module in (ops, matrix, step, shaping, cpu_native):
                 stack.enter_context(mock.patch.object(module, "empty", short))
         call(whole if too_short == "what it writes" else short)
     os._exit(0)

@@ -37,8 +37,8 @@ def test_messages_go_to_stderr_from_the_level_on(
     alone: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone("warning")
-    get_logger("quire.worker.runner").info("quiet")
-    get_logger("quire.worker.runner").warning("loud %d", 1)
+    get_logger("quire.runner.runner").info("quiet")
+    get_logger("quire.runner.runner").warning("loud %d", 1)
     out, err = capsys.readouterr()
     assert out == ""
     assert "quiet" not in err

@@ -10,9 +10,18 @@ import pytest
 
 from quire.types.step import StepPlan, StepResult
 from quire.worker.inproc import InProcExecutor
-from quire.worker.runner import Finish
 
 PLAN = StepPlan(0, [], [])
+
+
+class Running:
+    """A started step with a scripted end."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        return self._finish()
 
 
 def make(execute: Any, asynchronous: bool = False) -> tuple[InProcExecutor, list[str]]:
@@ -26,7 +35,7 @@ def make(execute: Any, asynchronous: bool = False) -> tuple[InProcExecutor, list
 
 
 def test_a_result_is_there_at_once() -> None:
-    executor, _ = make(lambda plan: lambda: StepResult(plan.step_id, [[1]]))
+    executor, _ = make(lambda plan: Running(lambda: StepResult(plan.step_id, [[1]])))
     future = executor.execute(PLAN)
     assert future.done()
     assert future.result() == StepResult(0, [[1]])
@@ -35,12 +44,12 @@ def test_a_result_is_there_at_once() -> None:
 def test_a_queued_step_is_finished_once_and_when_it_is_asked_for() -> None:
     finished = []
 
-    def execute(plan: StepPlan) -> Finish:
+    def execute(plan: StepPlan) -> Running:
         def finish() -> StepResult:
             finished.append(plan.step_id)
             return StepResult(plan.step_id, [[1]])
 
-        return finish
+        return Running(finish)
 
     executor, _ = make(execute, asynchronous=True)
     future = executor.execute(PLAN)
@@ -54,7 +63,7 @@ def test_an_exception_at_the_end_of_a_step_waits_in_the_future(asynchronous: boo
     def finish() -> StepResult:
         raise RuntimeError("out of luck")
 
-    executor, _ = make(lambda plan: finish, asynchronous)
+    executor, _ = make(lambda plan: Running(finish), asynchronous)
     future = executor.execute(PLAN)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of luck"):
@@ -62,7 +71,7 @@ def test_an_exception_at_the_end_of_a_step_waits_in_the_future(asynchronous: boo
 
 
 def test_an_exception_waits_in_the_future() -> None:
-    def fail(plan: StepPlan) -> Finish:
+    def fail(plan: StepPlan) -> Running:
         raise RuntimeError("out of luck")
 
     executor, _ = make(fail)
@@ -71,7 +80,7 @@ def test_an_exception_waits_in_the_future() -> None:
 
 
 def test_an_interrupt_is_not_a_failing_step() -> None:
-    def interrupt(plan: StepPlan) -> Finish:
+    def interrupt(plan: StepPlan) -> Running:
         raise KeyboardInterrupt
 
     executor, _ = make(interrupt)

@@ -16,7 +16,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
-from quire.worker.planning import EnginePlan, plan_engine, plan_memory, recorded_sizes
+from quire.worker.planning import NO_GRAPHS, EnginePlan, plan_engine, plan_memory
 from quire.worker.worker import Worker, load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
@@ -246,30 +246,31 @@ def test_a_gguf_file_is_computed_in_float16_where_its_family_stays_in_range(
 
 
 @needs_triton
-def test_recorded_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory grows with the largest of them, which is no larger than the engine can need."""
     settings: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "kv_cache_memory": 1 << 22}
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 2048}
     without = make_plan(tmp_path, LLAMA, **settings, **limits)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4, 8, 16))
+    monkeypatch.setattr(CpuPlatform, "mixed_graph_sizes", (32, 256, 1024))
     plan = make_plan(tmp_path, LLAMA, **settings, **limits)
-    assert recorded_sizes(plan.platform, plan.backend, plan.settings) == (1, 2, 4, 8)
     added = entry(plan, "workspace") - entry(without, "workspace")
     assert added > 5 * 1000 * 3 * 4, "logits, what shapes them, and counts"
     few = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", ())
     few_without = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
     assert 0 < entry(few, "workspace") - entry(few_without, "workspace") < added
-    assert recorded_sizes(few_without.platform, few_without.backend, few_without.settings) == ()
+    assert few_without.graphs == NO_GRAPHS
 
 
 @needs_triton
 def test_what_was_measured_replaces_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's own memory counts as it is; what is beside steps is added, and recorded steps take their share."""
+    """A step's own memory counts as it is; what is beside steps is added, and captured steps take their share."""
     settings: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "kv_cache_memory": 1 << 22}
     settings |= {"load_format": "dummy", "max_num_seqs": 5, "max_num_batched_tokens": 64}
     config = EngineConfig.from_flat(model=write_config(tmp_path, **LLAMA), **settings)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4, 8))
+    monkeypatch.setattr(CpuPlatform, "mixed_graph_sizes", (32, 64))
     plan = plan_engine(config)
     model = load_model(plan, config)
     measured = {}
@@ -277,7 +278,7 @@ def test_what_was_measured_replaces_the_estimate(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(CpuPlatform, "peak_memory", lambda self, work, peak=peak: peak)
         measured[peak] = measure_workspace(plan, config, model)
     less, more = measured.values()
-    beside = [entry(plan, "workspace") - sum(plan.recorded) - peak for peak, plan in measured.items()]
+    beside = [entry(plan, "workspace") - sum(plan.graphs) - peak for peak, plan in measured.items()]
     assert beside[0] == beside[1]
-    assert more.recorded.forward - less.recorded.forward >= 1 << 28, "a recorded step is as large as the measured one"
-    assert more.recorded.sample == less.recorded.sample > 0
+    assert more.graphs.forward - less.graphs.forward >= 1 << 28, "a captured step is as large as the measured one"
+    assert more.graphs.sample == less.graphs.sample > 0

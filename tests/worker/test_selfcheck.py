@@ -19,6 +19,7 @@ from quire.worker.planning import plan_engine
 from quire.worker.selfcheck import make_invariant
 from quire.worker.worker import load_model
 from tests.e2e.tiny import make_engine, make_model, run_alone
+from tests.runner.engines import worker_of
 
 MAX_TOKENS, MAX_SAMPLES = 130, 20
 
@@ -92,6 +93,6 @@ def test_an_engine_whose_products_need_tiles(folder: Path, monkeypatch: pytest.M
         found = [run_alone(core, prompt, params) for prompt in prompts]
         assert [a.token_ids for a in found] == [a.token_ids for a in expected]
     tile = MatmulRecipe(MIN_ROWS[-1], row_tile=MIN_ROWS[-1])
-    runner = core.executor._worker.runner  # type: ignore[attr-defined]  # of the in-process executor
-    methods = [module.method for module in runner.model.modules() if isinstance(module, Linear)]
+    model = worker_of(core).model
+    methods = [module.method for module in model.modules() if isinstance(module, Linear)]
     assert {method.recipe for method in methods if isinstance(method, PlainLinear)} == {tile}

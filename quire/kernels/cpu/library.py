@@ -17,6 +17,7 @@ import torch
 
 from quire.config import env
 from quire.kernels.cpu import build
+from quire.kernels.cpu.tracing import Kernel
 from quire.types.errors import ConfigError
 from quire.utils.log import get_logger
 
@@ -54,7 +55,7 @@ class Library:
         self.instruction_set = instruction_set
         for name, types in parameters().items():
             address = self._functions.quire_kernel(instruction_set.encode(), name.encode())
-            setattr(self.kernels, name, ctypes.CFUNCTYPE(None, *types)(address))
+            setattr(self.kernels, name, Kernel(name, ctypes.CFUNCTYPE(None, *types)(address)))
 
     def invoker(self, name: str) -> int:
         """The address of what calls a kernel with recorded arguments."""

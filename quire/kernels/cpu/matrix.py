@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound, multiplies_integers
-from quire.kernels.cpu.memory import empty
+from quire.kernels.cpu.tracing import empty
 from quire.types.errors import CheckpointError, ConfigError
 
 PANEL = 16  # outputs that lie side by side in memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
-from quire.kernels.cpu.memory import empty
+from quire.kernels.cpu.tracing import empty
 
 
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import Library, load, parameters
-from quire.kernels.cpu.memory import noted
+from quire.kernels.cpu.tracing import traced
 from quire.platform.recording import NotRecordableError, SizedStep
 
 _ALIGNMENT = 64
@@ -72,7 +72,7 @@ class KernelRecorder:
         """
         library = load()
         assert library is not None, "native kernels were chosen without a library"
-        traces = [_trace(step, sizes, library) for sizes in trials]
+        traces = [_trace(step, sizes) for sizes in trials]
         return KernelRecording(library, _merge_calls(traces), _merge_buffers(traces, limits), traces[0], limits)
 
 
@@ -127,26 +127,15 @@ class KernelRecording:
         return self._slab[start : start + rows * line].view(dtype).view(rows, *shape[1:])
 
 
-def _trace(step: SizedStep, sizes: tuple[int, ...], library: Library) -> _Trace:
+def _trace(step: SizedStep, sizes: tuple[int, ...]) -> _Trace:
     """The calls that `step` makes. They are not carried out, which would take longer than all else."""
-    made: list[tuple[str, tuple[Any, ...]]] = []
-    kernels = vars(library.kernels)
-    originals = dict(kernels)
-
-    def call(name: str, *arguments: Any) -> None:
-        made.append((name, arguments))
-
-    kernels.update({name: partial(call, name) for name in originals})
-    try:
-        with noted() as tensors:
-            results = step(*sizes)
-    finally:
-        kernels.update(originals)
-    places = _Places(tensors)
+    with traced() as trace:
+        results = step(*sizes)
+    places = _Places(trace.buffers)
     return _Trace(
         sizes,
-        [(name, tuple(map(partial(_argument, places), parameters()[name], values))) for name, values in made],
-        [tensor.untyped_storage().nbytes() for tensor in tensors],
+        [(name, tuple(map(partial(_argument, places), parameters()[name], values))) for name, values in trace.calls],
+        [tensor.untyped_storage().nbytes() for tensor in trace.buffers],
         [(places.of_result(result), result.shape, result.dtype) for result in results],
     )
 

@@ -1,4 +1,4 @@
-// The likeliest token: the first highest score. Exact, so in any order of work the same.
+// The greedy choice: the first highest score. Exact, so in any order of work the same.
 #include "kernels.h"
 
 namespace quire {
@@ -58,6 +58,15 @@ void first_max(const float* scores, int64_t rows, int64_t size, int64_t stride, 
         for (int64_t c = 1; c < chunks; ++c) highest = better(highest, found[r * chunks + c]);
         ids[r] = highest.index;
         best[r] = highest.score;
+    }
+}
+
+void greedy(const float* logits, int64_t rows, int64_t size, int64_t stride, int32_t* tokens, float* highest) {
+    int64_t* ids = (int64_t*)scratch(4, sizeof(int64_t) * rows);
+    first_max(logits, rows, size, stride, ids, highest);
+    for (int64_t r = 0; r < rows; ++r) {
+        tokens[r] = (int32_t)ids[r];
+        if (highest[r] != highest[r]) highest[r] = INFINITY;
     }
 }
 

@@ -1,4 +1,4 @@
-"""The two ends of a decode step over permanent rows: gather its inputs, then draw and append tokens."""
+"""The two ends of a step over permanent rows: its inputs gathered, and its tokens appended."""
 
 from __future__ import annotations
 
@@ -6,53 +6,58 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
-from quire.kernels.cpu.memory import empty
-from quire.kernels.cpu.ops import draw_within
+from quire.kernels.cpu.tracing import empty
 
 
-def gather_inputs(
-    rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(input_ids, positions, contexts int32, slots of each KV group) of rows that each compute one token.
-
-    rows: [n] int64; token_ids: [max_rows, max_len] int32; num_computed: [max_rows] int64; tables: [groups, max_rows,
-    max_blocks] int32.
-    """
-    count = rows.shape[0]
-    input_ids, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
-    contexts = empty(count, dtype=torch.int32)
-    bound().gather_tokens(
+def gather_mixed(
+    rows: Tensor,
+    contexts: Tensor,
+    query_starts: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+    size: int,
+) -> tuple[Tensor, ...]:
+    """See quire/ops/gather.py."""
+    input_ids, positions = empty(size, dtype=torch.int64), empty(size, dtype=torch.int64)
+    num_rows = rows.shape[0]
+    bound().gather_mixed(
         rows.data_ptr(),
+        contexts.data_ptr(),
+        query_starts.data_ptr(),
         token_ids.data_ptr(),
         num_computed.data_ptr(),
         token_ids.stride(0),
-        count,
+        num_rows,
+        size,
         input_ids.data_ptr(),
         positions.data_ptr(),
-        contexts.data_ptr(),
     )
-    slots = [empty(count, dtype=torch.int64) for _ in tables]
+    slots = [empty(size, dtype=torch.int64) for _ in tables]
     for table, of_group in zip(tables, slots, strict=True):
         bound().gather_slots(
             rows.data_ptr(),
+            query_starts.data_ptr(),
             positions.data_ptr(),
             table.data_ptr(),
             table.stride(0),
             block_size,
-            count,
+            num_rows,
+            size,
             of_group.data_ptr(),
         )
-    return input_ids, positions, contexts, slots
+    return input_ids, positions, *slots
 
 
-def draw_by_row(
-    logits: Tensor, rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """draw_within for rows [n] whose parameters are columns of table [4, max_rows] float64."""
+def gather_sampling(
+    rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See quire/ops/gather.py."""
     count = rows.shape[0]
     parameters = empty(4, count, dtype=torch.float64)
     row_seeds, positions = empty(count, dtype=torch.int64), empty(count, dtype=torch.int64)
-    bound().gather_draws(
+    bound().gather_sampling(
         rows.data_ptr(),
         table.data_ptr(),
         table.stride(0),
@@ -64,10 +69,10 @@ def draw_by_row(
         row_seeds.data_ptr(),
         positions.data_ptr(),
     )
-    return draw_within(logits, parameters, row_seeds, positions)
+    return parameters, row_seeds, positions
 
 
-def append_chosen(
+def append_tokens(
     tokens: Tensor,
     highest: Tensor,
     rows: Tensor,
@@ -75,16 +80,16 @@ def append_chosen(
     num_tokens: Tensor,
     num_computed: Tensor,
     scratch_row: int,
+    raw_highest: Tensor | None = None,
 ) -> Tensor:
-    """Append tokens [n] int32 to their rows and advance these; `scratch_row` stays.
-
-    Returns [n, 2] int32: the tokens, and 1 where the highest logit is not finite.
-    """
+    """See quire/ops/append.py."""
     out = empty(len(tokens), 2, dtype=torch.int32)
     bound().append_tokens(
         rows.data_ptr(),
         tokens.data_ptr(),
         highest.data_ptr(),
+        None if raw_highest is None else raw_highest.data_ptr(),
+        1 if raw_highest is None else raw_highest.shape[1],
         token_ids.data_ptr(),
         num_tokens.data_ptr(),
         num_computed.data_ptr(),
@@ -94,3 +99,13 @@ def append_chosen(
         out.data_ptr(),
     )
     return out
+
+
+def append_greedy(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
+) -> Tensor:
+    """See quire/ops/append.py."""
+    count, size = logits.shape
+    tokens, highest = empty(count, dtype=torch.int32), empty(count)
+    bound().greedy(logits.data_ptr(), count, size, logits.stride(0), tokens.data_ptr(), highest.data_ptr())
+    return append_tokens(tokens, highest, rows, token_ids, num_tokens, num_computed, scratch_row)

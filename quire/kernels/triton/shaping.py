@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn, for recorded steps: everything lies in tables indexed by row."""
+"""What changes logits before a token is drawn, by tables indexed by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 _CHUNK = 4096  # tokens of a program, as in quire/ops/keep_allowed.py
 _ENTRIES = 64  # edits at a time
 _POSITIONS = 1024  # tokens of a row that a program counts
-FIXED_COLUMNS = 4  # of an edit
+_FIXED_COLUMNS = 4  # of an edit, as in quire/ops/shaping.py
 _IN_PROMPT = tl.constexpr(1 << 30)  # above any count of outputs
 
 
@@ -81,12 +81,12 @@ def _edit_kernel(
     out_ptr,
     rows_ptr,
     edits_ptr,
+    starts_ptr,
     counts_ptr,
     token_ids_ptr,
     num_tokens_ptr,
     num_prompt_ptr,
     out_stride,
-    row_stride,
     edit_stride,
     token_stride,
     ENTRIES: tl.constexpr,
@@ -97,6 +97,7 @@ def _edit_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
     count = tl.load(counts_ptr + row)
+    first = tl.load(starts_ptr + row).to(tl.int64)
     known = tl.load(num_tokens_ptr + row)
     outputs = known - tl.load(num_prompt_ptr + row)
     # First what is added, a number to a token; then what is banned, since threads must not overwrite a ban.
@@ -104,7 +105,7 @@ def _edit_kernel(
         for start in range(0, count, ENTRIES):
             entries = start + tl.arange(0, ENTRIES)
             inside = entries < count
-            edit = edits_ptr + row * row_stride + entries * edit_stride
+            edit = edits_ptr + (first + entries) * edit_stride
             token = tl.load(edit, mask=inside, other=0)
             value = tl.load(edit + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
             active = inside & (outputs < tl.load(edit + 2, mask=inside, other=0))
@@ -123,38 +124,35 @@ def _edit_kernel(
         tl.debug_barrier()
 
 
-def apply_edits(
+def edit_logits(
     logits: Tensor,
     rows: Tensor,
     edits: Tensor,
+    starts: Tensor,
     counts: Tensor,
     token_ids: Tensor,
     num_tokens: Tensor,
-    num_prompt: Tensor,
-) -> None:
-    """Change some logits of rows [m] in place: logits [m, vocab_size] float32.
-
-    edits [max_rows, entries, columns] int32, of which a row has counts [max_rows] int32: a token, the bits of the
-    float32 that is added (-inf bans), how many outputs there must be at most, less one, and at least, then the tokens
-    that the row must end with, the last first, -1 for any.
-    """
+    num_prompt_tokens: Tensor,
+) -> Tensor:
+    """See quire/ops/shaping.py."""
     _edit_kernel[(len(rows),)](
         logits,
         rows,
         edits,
+        starts,
         counts,
         token_ids,
         num_tokens,
-        num_prompt,
+        num_prompt_tokens,
         logits.stride(0),
         edits.stride(0),
-        edits.stride(1),
         token_ids.stride(0),
         ENTRIES=_ENTRIES,
-        BEFORE=edits.shape[2] - FIXED_COLUMNS,
+        BEFORE=edits.shape[1] - _FIXED_COLUMNS,
         num_warps=2,
         **launch_options(),
     )
+    return logits
 
 
 @triton.jit
@@ -238,13 +236,10 @@ def _penalize_kernel(
         tl.store(at, x, mask=inside & possible)
 
 
-def apply_penalties(
-    logits: Tensor, rows: Tensor, penalties: Tensor, token_ids: Tensor, num_tokens: Tensor, num_prompt: Tensor
-) -> None:
-    """Penalize in place the logits [m, vocab_size] float32 of those rows [m] that ask for it.
-
-    penalties [3, max_rows] float32: presence, frequency, repetition. Tokens are counted afresh from those of the row.
-    """
+def penalize(
+    logits: Tensor, rows: Tensor, penalties: Tensor, token_ids: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+) -> Tensor:
+    """See quire/ops/shaping.py."""
     count, vocab_size = logits.shape
     grid = (count, triton.cdiv(vocab_size, _CHUNK))
     seen = torch.empty(count, vocab_size, dtype=torch.int32, device=logits.device)
@@ -256,7 +251,7 @@ def apply_penalties(
         seen,
         token_ids,
         num_tokens,
-        num_prompt,
+        num_prompt_tokens,
         vocab_size,
         penalties.stride(0),
         token_ids.stride(0),
@@ -276,3 +271,4 @@ def apply_penalties(
         num_warps=8,
         **launch_options(fused=False),
     )
+    return logits

@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.types import status
 
 _CHUNK = 8192
 _TOKENS = 128  # of a step with prompts, for a program
-# What is told of a row beside its token; 0 where all is well.
-_BAD_LOGITS = tl.constexpr(1)
-_NO_TOKEN = tl.constexpr(2)
-_OVERFLOW = tl.constexpr(3)
+_BAD_LOGITS = tl.constexpr(status.BAD_LOGITS)
+_NO_TOKEN = tl.constexpr(status.NO_TOKEN)
+_OVERFLOW = tl.constexpr(status.OVERFLOW)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -49,7 +49,7 @@ def _gather_kernel(
 
 
 @triton.jit
-def _gather_prompts_kernel(
+def _gather_mixed_kernel(
     rows_ptr,  # [max_rows] int64
     contexts_ptr,
     starts_ptr,  # [max_rows + 1] int32; those of rows that are not there are the number of tokens
@@ -117,7 +117,7 @@ def _highest_kernel(
     tl.store(at_ptr + index * num_chunks + chunk, at)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _append_kernel(
     rows_ptr,
     best_ptr,
@@ -130,7 +130,6 @@ def _append_kernel(
     token_stride,
     num_chunks,
     raw_chunks,
-    count,
     scratch_row,
     CHUNKS: tl.constexpr,
     RAW_CHUNKS: tl.constexpr,  # 0: what was chosen from is what the model said
@@ -145,16 +144,16 @@ def _append_kernel(
     highest = tl.max(best, axis=0)
     token = tl.min(tl.where(best == highest, at, 2147483647), axis=0)
     raw = highest
-    status = tl.zeros([], tl.int32)
+    code = tl.zeros([], tl.int32)
     if RAW_CHUNKS > 0:
         chunks = tl.arange(0, RAW_CHUNKS)
         raw = tl.max(
             tl.load(raw_ptr + index * raw_chunks + chunks, mask=chunks < raw_chunks, other=float("-inf")), axis=0
         )
-        status = tl.where(highest == float("-inf"), _NO_TOKEN, tl.where(highest == float("inf"), _OVERFLOW, 0))
-    status = tl.where((raw == float("inf")) | (raw == float("-inf")), _BAD_LOGITS, status)
-    tl.store(out_ptr + index, token.to(tl.int32))
-    tl.store(out_ptr + count + index, status.to(tl.int32))
+        code = tl.where(highest == float("-inf"), _NO_TOKEN, tl.where(highest == float("inf"), _OVERFLOW, 0))
+    code = tl.where((raw == float("inf")) | (raw == float("-inf")), _BAD_LOGITS, code)
+    tl.store(out_ptr + 2 * index, token.to(tl.int32))
+    tl.store(out_ptr + 2 * index + 1, code.to(tl.int32))
     row = tl.load(rows_ptr + index)
     if row != scratch_row:
         length = tl.load(num_tokens_ptr + row)
@@ -163,10 +162,10 @@ def _append_kernel(
         tl.store(num_computed_ptr + row, length)  # a row samples when all it knew is computed
 
 
-def gather_inputs(
+def gather_decode(
     rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input_ids, positions, contexts int32, slots [groups, n]) of rows that each compute one token."""
+) -> tuple[Tensor, ...]:
+    """See quire/ops/gather.py."""
     count, num_groups = rows.shape[0], tables.shape[0]
     input_ids, positions = torch.empty_like(rows), torch.empty_like(rows)
     contexts = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -189,10 +188,10 @@ def gather_inputs(
         num_warps=1,
         **launch_options(),
     )
-    return input_ids, positions, contexts, slots
+    return input_ids, positions, contexts, *slots.unbind(0)
 
 
-def gather_prompts(
+def gather_mixed(
     rows: Tensor,
     contexts: Tensor,
     query_starts: Tensor,
@@ -201,16 +200,12 @@ def gather_prompts(
     tables: Tensor,
     block_size: int,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, positions, slots [groups, size]) of rows with any numbers of tokens, which then count as computed.
-
-    Row i has the tokens from query_starts[i] to query_starts[i + 1], where its context ends; padding has none. Tokens
-    beyond the last, up to `size`, are 0 at position 0, and go to the null block.
-    """
+) -> tuple[Tensor, ...]:
+    """See quire/ops/gather.py."""
     num_groups, device = tables.shape[0], rows.device
     input_ids, positions = torch.empty(2, size, dtype=torch.int64, device=device).unbind(0)
     slots = torch.empty(num_groups, size, dtype=torch.int64, device=device)
-    _gather_prompts_kernel[(triton.cdiv(size, _TOKENS),)](
+    _gather_mixed_kernel[(triton.cdiv(size, _TOKENS),)](
         rows,
         contexts,
         query_starts,
@@ -232,16 +227,13 @@ def gather_prompts(
         num_warps=4,
         **launch_options(),
     )
-    return input_ids, positions, slots
+    return input_ids, positions, *slots.unbind(0)
 
 
-def append_likeliest(
+def append_greedy(
     logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
 ) -> Tensor:
-    """Append each row's likeliest token (the lowest id among equals) and advance the row; `scratch_row` stays.
-
-    Returns [2, n] int32: the tokens, and 1 where the logits were not finite.
-    """
+    """See quire/ops/append.py."""
     count, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK)
     best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
@@ -252,7 +244,7 @@ def append_likeliest(
     return _append(best, at, rows, token_ids, num_tokens, num_computed, scratch_row)
 
 
-def append_chosen(
+def append_tokens(
     tokens: Tensor,
     highest: Tensor,
     rows: Tensor,
@@ -262,11 +254,7 @@ def append_chosen(
     scratch_row: int,
     raw_highest: Tensor | None = None,
 ) -> Tensor:
-    """The same with tokens [n] int32 that are chosen already; highest [n] float32 are the rows' highest logits.
-
-    Where logits were changed before the choice, raw_highest [n, chunks] are the highest of those the model gave. Then
-    2 is told where no token was left to choose, and 3 where the changed ones overflow.
-    """
+    """See quire/ops/append.py."""
     state = (token_ids, num_tokens, num_computed)
     return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row, raw_highest)
 
@@ -284,7 +272,7 @@ def _append(
     """`best` and `at` [n, chunks] are the highest logit of each part of a row and its token."""
     count, chunks = best.shape
     raw_chunks = 0 if raw_highest is None else raw_highest.shape[1]
-    out = torch.empty(2, count, dtype=torch.int32, device=best.device)
+    out = torch.empty(count, 2, dtype=torch.int32, device=best.device)
     _append_kernel[(count,)](
         rows,
         best,
@@ -297,7 +285,6 @@ def _append(
         token_ids.stride(0),
         chunks,
         raw_chunks,
-        count,
         scratch_row,
         CHUNKS=triton.next_power_of_2(chunks),
         RAW_CHUNKS=triton.next_power_of_2(raw_chunks) if raw_chunks else 0,

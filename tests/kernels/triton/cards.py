@@ -126,8 +126,8 @@ def lines(all_shapes: bool) -> None:
 
 def attention(all_shapes: bool) -> None:
     """Both backends, with prompts, prefix hits, single queries, and decode steps of few and many rows."""
-    from quire.attention.base import AttentionBatch, AttentionSpec, HeadNorm
-    from quire.attention.triton import TritonAttention
+    from quire.attention.base import AttentionBatch, AttentionSpec, HeadNorm, HostLengths
+    from quire.attention.triton import DecodeKind, TritonAttention
     from quire.attention.triton_fixed import FixedTritonAttention
 
     block_size, max_len = 16, 4096
@@ -136,14 +136,16 @@ def attention(all_shapes: bool) -> None:
         rows, tokens = len(queries), sum(queries)
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
         return AttentionBatch(
-            query_lens=queries,
-            context_lens=contexts,
             tables=torch.zeros(rows + 1, max_len // block_size + 1, dtype=torch.int32),
             rows=torch.arange(rows),
             contexts=torch.tensor(contexts, dtype=torch.int32),
             query_starts=starts,
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             block_size=block_size,
+            num_tokens=tokens,
+            max_context=max_len,
+            padding_row=rows,
+            lengths=HostLengths(queries, contexts),
         )
 
     kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
@@ -156,11 +158,13 @@ def attention(all_shapes: bool) -> None:
         turned = min(head_dim, 128)  # of wider heads only a part
         angles = (numbers(2700, 1, turned), numbers(2700, 1, turned))
         mixed = batch([1, 9, 300, 2200], [40, 1000, 700, 2200])
-        steps = [backend.prepare(mixed), backend.prepare(batch([2100], [2100]))]
-        steps.append(backend.prepare(batch([1, 9, 9, 300], [40, 1000, 990, 700])))  # whose lists begin elsewhere
+        steps = [backend.prepare_eager(mixed), backend.prepare_eager(batch([2100], [2100]))]
+        steps.append(
+            backend.prepare_eager(batch([1, 9, 9, 300], [40, 1000, 990, 700]))
+        )  # whose lists begin elsewhere
         for rows in (1, 3, 32, 64) if all_shapes else (3, 64):
             step = batch([1] * rows, [999] * rows)
-            steps += [backend.prepare_decode(step, max_len, rows, alike=alike) for alike in (False, True)]
+            steps += [backend.prepare(step, DecodeKind(alike), ()) for alike in (False, True)]
         for metadata in steps:
             tokens = int(metadata.batch.query_starts[-1])
             rotation = (angles[0][:tokens], angles[1][:tokens])
@@ -172,8 +176,8 @@ def attention(all_shapes: bool) -> None:
 def sampling(all_shapes: bool) -> None:
     from quire.kernels.triton import logprobs, sampling, shaping, step
     from quire.kernels.triton.rows import start_rows, write_blocks
-    from quire.worker.sampling.mask_buffer import MaskBuffer
-    from quire.worker.sampling.shaping_table import ShapingTable
+    from quire.runner.sampling.edits import MAX_BEFORE, MAX_EDITS
+    from quire.runner.sampling.mask_buffer import MaskBuffer
 
     rows, length = 64, 1000
     index, known = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
@@ -184,20 +188,20 @@ def sampling(all_shapes: bool) -> None:
             sampling.draw_within(logits[:some], numbers(4, some, dtype=torch.float64), index[:some], index[:some])
         for count in (0, 5, 20) if all_shapes else (5,):
             logprobs.logprobs(logits, index, count)
-        step.append_likeliest(logits, index, token_ids, known, known, rows)
+        step.append_greedy(logits, index, token_ids, known, known, rows)
     highest = numbers(rows, dtype=torch.float32)
-    step.append_chosen(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
+    step.append_tokens(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
     tables, starts = torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int32)
     write_blocks(tables, torch.zeros(4, 9, dtype=torch.int32))
     start_rows(token_ids, torch.zeros(4, rows + 1, dtype=torch.int64), starts, 1, length)
-    step.gather_inputs(index, token_ids, known, tables, 16)
-    step.gather_prompts(index, starts[:-1], starts, token_ids, known, tables, 16, 256)
+    step.gather_decode(index, token_ids, known, tables, 16)
+    step.gather_mixed(index, starts[:-1], starts, token_ids, known, tables, 16, 256)
     buffer = MaskBuffer(VOCAB, rows, 2, index.device)
-    table = ShapingTable(VOCAB, rows, buffer, index.device)
     shaping.keep_allowed(numbers(rows, VOCAB), index, buffer.masks, buffer.lines)
     shaped = numbers(rows, VOCAB, dtype=torch.float32)
-    shaping.apply_edits(shaped, index, table.edits, table.counts, token_ids, known, known)
-    shaping.apply_penalties(shaped, index, table.penalties, token_ids, known, known)
+    edits = torch.zeros(rows * MAX_EDITS, 4 + MAX_BEFORE, dtype=torch.int32)
+    shaping.edit_logits(shaped, index, edits, starts, starts, token_ids, known, known)
+    shaping.penalize(shaped, index, numbers(3, rows + 1, dtype=torch.float32), token_ids, known, known)
 
 
 PARTS = {"products": products, "lines": lines, "attention": attention, "sampling": sampling}

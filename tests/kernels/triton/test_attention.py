@@ -62,7 +62,7 @@ def run(
             slots.append(steps.tables[row, at // BLOCK].long() * BLOCK + at % BLOCK)
             done[row] = context
         tables = steps.tables[rows].to(device)
-        metadata = backend.prepare(make_batch(counts, contexts, tables, torch.cat(slots).to(device), BLOCK))
+        metadata = backend.prepare_eager(make_batch(counts, contexts, tables, torch.cat(slots).to(device), BLOCK))
         rotation = (cos.to(device), sin.to(device))
         query = backend.write(spec, qkv.to(device), norm, rotation, cache, metadata)
         results.append(backend.attend(spec, query, cache, metadata).cpu())

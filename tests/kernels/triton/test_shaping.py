@@ -1,4 +1,4 @@
-"""Bans, biases and penalties by kernels, at the edges; with the sampler: tests/worker/sampling/test_recorded.py."""
+"""Bans, biases and penalties by kernels, at the edges; with the sampler: tests/runner/sampling/test_triton.py."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ class Rows:
         return self.token_ids, self.num_tokens, self.num_prompt
 
     def edit(self, logits: Tensor, rows: list[int], edits: dict[int, list[list[int]]]) -> Tensor:
-        from quire.kernels.triton.shaping import apply_edits
+        from quire.kernels.triton.shaping import edit_logits
 
-        table = torch.full((3, 100, 6), -1, dtype=torch.int32, device=DEVICE)
+        table = torch.full((300, 6), -1, dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor([0, 100, 200], dtype=torch.int32, device=DEVICE)
         counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
         for row, lines in edits.items():
             counts[row] = len(lines)
             for place, line in enumerate(lines):
-                table[row, place, : len(line)] = torch.tensor(line, dtype=torch.int32)
+                table[100 * row + place, : len(line)] = torch.tensor(line, dtype=torch.int32)
         changed = logits.to(DEVICE).clone()
-        apply_edits(changed, torch.tensor(rows, device=DEVICE), table, counts, *self.known)
+        edit_logits(changed, torch.tensor(rows, device=DEVICE), table, starts, counts, *self.known)
         return changed.cpu()
 
     def penalize(self, logits: Tensor, rows: list[int], penalties: dict[int, tuple[float, float, float]]) -> Tensor:
-        from quire.kernels.triton.shaping import apply_penalties
+        from quire.kernels.triton.shaping import penalize
 
         table = torch.tensor([penalties.get(row, (0.0, 0.0, 1.0)) for row in range(3)], device=DEVICE).T.contiguous()
         changed = logits.to(DEVICE).clone()
-        apply_penalties(changed, torch.tensor(rows, device=DEVICE), table, *self.known)
+        penalize(changed, torch.tensor(rows, device=DEVICE), table, *self.known)
         return changed.cpu()
 
 

@@ -1,4 +1,4 @@
-"""The two ends of a recorded decode step, against plain Python."""
+"""The two ends of a step, against plain Python."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCRATCH = 4
 
 
 def test_inputs_are_gathered_by_row() -> None:
-    from quire.kernels.triton.step import gather_inputs
+    from quire.kernels.triton.step import gather_decode
 
-    check_inputs_are_gathered_by_row(gather_inputs)
+    check_inputs_are_gathered_by_row(gather_decode)
 
 
 @settings(max_examples=20)
@@ -32,7 +32,7 @@ def test_inputs_are_gathered_by_row() -> None:
 def test_inputs_of_prompts_are_gathered_by_row(
     counts: list[int], spare_rows: int, spare_tokens: int, seed: int
 ) -> None:
-    from quire.kernels.triton.step import gather_prompts
+    from quire.kernels.triton.step import gather_mixed
 
     block, length, max_rows = 4, 100, len(counts) + spare_rows
     rng = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def test_inputs_of_prompts_are_gathered_by_row(
         "query_starts": torch.tensor([*starts, *[total] * (spare_rows + 1)], dtype=torch.int32),
     }
     given = [value.to(DEVICE) for value in (*padded.values(), token_ids, num_computed, tables)]
-    input_ids, positions, slots = gather_prompts(*given, block, total + spare_tokens)
+    input_ids, positions, *slots = gather_mixed(*given, block, total + spare_tokens)
 
     expected = [(0, 0, 0, 0)] * spare_tokens
     for row, count, context in reversed(list(zip(rows, counts, contexts, strict=True))):
@@ -69,11 +69,11 @@ class State:
         self.num_computed = torch.tensor([2, 0, 4, 1, 0], device=DEVICE)
 
     def append(self, logits: Tensor, rows: list[int]) -> tuple[list[int], list[int]]:
-        from quire.kernels.triton.step import append_likeliest
+        from quire.kernels.triton.step import append_greedy
 
         rows_tensor = torch.tensor(rows, device=DEVICE)
         state = (self.token_ids, self.num_tokens, self.num_computed)
-        tokens, broken = append_likeliest(logits.to(DEVICE), rows_tensor, *state, SCRATCH).tolist()
+        tokens, broken = append_greedy(logits.to(DEVICE), rows_tensor, *state, SCRATCH).T.tolist()
         return tokens, broken
 
 
@@ -113,14 +113,14 @@ def test_logits_that_are_not_finite_are_told(at: int) -> None:
 
 
 def test_chosen_tokens_are_appended_and_broken_rows_told() -> None:
-    from quire.kernels.triton.step import append_chosen
+    from quire.kernels.triton.step import append_tokens
 
     state = State()
     tokens = torch.tensor([7, 8, 9], dtype=torch.int32, device=DEVICE)
     highest = torch.tensor([1.0, 0.0, torch.inf], device=DEVICE)
     rows = torch.tensor([2, SCRATCH, 0], device=DEVICE)
-    out = append_chosen(tokens, highest, rows, state.token_ids, state.num_tokens, state.num_computed, SCRATCH)
-    assert out.tolist() == [[7, 8, 9], [0, 0, 1]]
+    out = append_tokens(tokens, highest, rows, state.token_ids, state.num_tokens, state.num_computed, SCRATCH)
+    assert out.T.tolist() == [[7, 8, 9], [0, 0, 1]]
     assert state.num_tokens.tolist() == [4, 1, 6, 2, 0]
     assert state.num_computed.tolist() == [3, 0, 5, 1, 0]
     assert (int(state.token_ids[2, 5]), int(state.token_ids[0, 3])) == (7, 9)

@@ -1,0 +1,125 @@
+"""What a step feeds to the model, gathered from the permanent rows: token ids, positions and cache slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Implementation, Op, native
+
+
+def gather_decode(
+    rows: Tensor, token_ids: Tensor, num_computed: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, ...]:
+    """Inputs of rows [n] int64 that each compute one token: (input_ids, positions, contexts, *slots of each group).
+
+    token_ids [max_rows, max_len] int32; num_computed [max_rows] int64; tables [groups, max_rows, max_blocks] int32.
+    All are [n] int64 but for contexts, int32: how many tokens each row has computed after the step.
+    """
+    positions = num_computed[rows]
+    input_ids = token_ids[rows, positions].to(torch.int64)
+    slots = [_slots(table, rows, positions, block_size) for table in tables]
+    return input_ids, positions, (positions + 1).to(torch.int32), *slots
+
+
+def gather_mixed(
+    rows: Tensor,
+    contexts: Tensor,
+    query_starts: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+    size: int,
+) -> tuple[Tensor, ...]:
+    """Inputs of rows with any numbers of tokens, which then count as computed: (input_ids, positions, *slots).
+
+    Row rows[i] has the tokens from query_starts[i] to query_starts[i + 1], of which the last has the position
+    contexts[i] - 1; num_computed is set to contexts. Rows without a token are padding. Tokens beyond the last, up to
+    `size`, are 0 at position 0, and go to the null block. contexts and query_starts are int32.
+    """
+    counts = (query_starts[1:] - query_starts[:-1]).to(torch.int64)
+    total = int(query_starts[-1])
+    line = torch.arange(len(rows), device=rows.device).repeat_interleave(counts, output_size=total)
+    tokens = torch.arange(total, device=rows.device)
+    positions = contexts[line].to(torch.int64) - query_starts[1:][line] + tokens
+    token_rows = rows[line]
+    present = counts > 0
+    num_computed[rows[present]] = contexts[present].to(torch.int64)
+
+    def pad(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (0, size - total))
+
+    input_ids = token_ids[token_rows, positions].to(torch.int64)
+    slots = [pad(_slots(table, token_rows, positions, block_size)) for table in tables]
+    return pad(input_ids), pad(positions), *slots
+
+
+def _slots(table: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Where each token's key and value go: block_id * block_size + offset."""
+    return table[rows, positions // block_size].to(torch.int64) * block_size + positions % block_size
+
+
+def gather_sampling(
+    rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the op draw_within reads of rows [n]: their columns of table [4, max_rows], seeds, output positions."""
+    positions = num_tokens.index_select(0, rows) - num_prompt_tokens.index_select(0, rows)
+    return table.index_select(1, rows), seeds.index_select(0, rows), positions
+
+
+_ROWS, _LENGTH, _BLOCK = 9, 64, 8
+
+
+def _state(seed: int) -> tuple[torch.Generator, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(1 << 17, (_ROWS, _LENGTH), generator=generator).int()
+    num_computed = torch.randint(_LENGTH, (_ROWS,), generator=generator)
+    tables = torch.randint(1, 500, (1 + seed % 3, _ROWS, _LENGTH // _BLOCK), generator=generator).int()
+    return generator, token_ids, num_computed, tables
+
+
+def generate_decode(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    generator, token_ids, num_computed, tables = _state(seed)
+    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed]
+    return rows, token_ids, num_computed, tables, _BLOCK
+
+
+def generate_mixed(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    generator, token_ids, num_computed, tables = _state(seed)
+    count = 1 + seed
+    rows = torch.randperm(_ROWS, generator=generator)[:count]
+    contexts = torch.randint(1, _LENGTH + 1, (count,), generator=generator)
+    counts = (torch.rand(count, generator=generator) * contexts).long() + 1
+    counts[1:2] = 0  # padding
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+    return rows, contexts.int(), starts, token_ids, num_computed, tables, _BLOCK, int(starts[-1]) + 3 * seed
+
+
+def generate_sampling(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed]
+    table = torch.rand(4, _ROWS, generator=generator, dtype=torch.float64)
+    seeds, tokens, prompt = torch.randint(1 << 40, (3, _ROWS), generator=generator).unbind(0)
+    return rows, table, seeds, tokens + prompt, prompt
+
+
+GATHER_DECODE = Op(
+    "gather_decode",
+    gather_decode,
+    generate_decode,
+    0.0,
+    (Implementation("triton", "triton.step:gather_decode", ("cuda",), (torch.float32,)),),
+)
+GATHER_MIXED = Op(
+    "gather_mixed",
+    gather_mixed,
+    generate_mixed,
+    0.0,
+    (
+        Implementation("triton", "triton.step:gather_mixed", ("cuda",), (torch.float32,)),
+        native("gather_mixed", "step"),
+    ),
+    changes=(4,),
+)
+GATHER_SAMPLING = Op("gather_sampling", gather_sampling, generate_sampling, 0.0, (native("gather_sampling", "step"),))

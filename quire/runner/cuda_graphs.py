@@ -1,0 +1,221 @@
+"""Steps as CUDA graphs: captured once per size and kind, then replayed without the host.
+
+A step is two graphs, forward and sample, that replay back to back unless masks are waited for between them. The first
+leaves hidden states and rows to sample from in one place, where the second reads them: so sampling is captured once
+for all kinds of forward passes. A decode step needs nothing from the host but, when the batch has changed, its list
+of rows; a mixed step takes all it has to know of its rows in one copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import HostLengths
+from quire.models.base import CausalLM
+from quire.platform.recording import GraphPool
+from quire.platform.transfer import Download, upload
+from quire.runner.forward import StepProgram
+from quire.runner.inputs import StepInputs
+from quire.runner.sampling.sampler import SamplingKind
+from quire.runner.step import PlannedTokens, Sampled, Step
+
+# A full step is captured too where computing it, at so many multiplications, may be faster than launching it eagerly.
+_LAUNCH_BOUND = 8e12
+_FULL = 15 / 16  # a step of at least this part of it is padded to the full one
+_NOTHING = PlannedTokens(0, [], [], [], [], [])
+
+_Graph = tuple[Callable[[], None], Tensor]
+
+
+@dataclass(frozen=True)
+class CaptureSizes:
+    """Numbers of rows and of tokens that steps are captured for; a step is padded to the next."""
+
+    decode: tuple[int, ...]
+    mixed: tuple[int, ...]  # these compute all tokens in every layer
+    full: int | None  # the largest step; its last layer computes only the tokens that are sampled from
+
+    @property
+    def max_samples(self) -> int:
+        return 1 << (self.decode[-1] - 1).bit_length()
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.decode[-1], self.full or 0, *self.mixed)
+
+
+def capture_sizes(
+    model: CausalLM, decode: tuple[int, ...], mixed: tuple[int, ...], max_num_seqs: int, max_num_batched_tokens: int
+) -> CaptureSizes:
+    """Of the sizes that a platform captures, those that an engine can come to."""
+    decode = decode[: bisect_left(decode, max_num_seqs) + 1]
+    mixed = mixed[: bisect_left(mixed, max_num_batched_tokens) + 1]
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    is_bound = max_num_batched_tokens > mixed[-1] and max_num_batched_tokens * weights <= _LAUNCH_BOUND
+    return CaptureSizes(decode, mixed, max_num_batched_tokens if is_bound else None)
+
+
+class _Forward(NamedTuple):
+    """What a forward pass is captured for."""
+
+    size: int
+    is_decode: bool
+    kind: Hashable
+
+
+class CudaGraphs:
+    def __init__(
+        self, program: StepProgram, sizes: CaptureSizes, forward: GraphPool, sample: GraphPool, hidden: Tensor
+    ) -> None:
+        """hidden [max_samples, hidden_size]: what one graph leaves for the other."""
+        self._program, self._sizes, self._hidden = program, sizes, hidden
+        self._forward_pool, self._sample_pool = forward, sample
+        self._sample_rows = torch.full_like(hidden[:, 0], program.rows.scratch_row, dtype=torch.int64)
+        self._inputs: dict[int, StepInputs] = {}
+        self._forwards: dict[_Forward, _Graph] = {}
+        self._samples: dict[tuple[int, SamplingKind], _Graph] = {}
+        self._loaded: list[int] = []  # the rows of the last decode step, if the buffer still holds them
+        self._decode: _Graph | None = None  # and its graph
+        self._sample_size = 0
+        self._usual = self._usual_captures()
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> bool:
+        shape = step.shape
+        if shape.every_token or shape.sampling.eager:
+            return False
+        if shape.is_decode:
+            return shape.num_rows <= self._sizes.decode[-1] and self._forward_decode(step)
+        return self._forward_mixed(step)
+
+    @torch.inference_mode()
+    def sample(self, step: Step) -> None:
+        kind, rows = step.shape.sampling, step.sample_rows
+        replay, out = self._sampling(self._sample_size, kind)
+        replay()
+        step.sampled = Sampled(Download(out))
+        if kind.logprobs is not None:
+            wanted = self._program.sampler.wanted_logprobs(rows)
+            step.sampled.logprobs, step.sampled.offset = step.sampled.tokens, 2
+            step.sampled.places = step.sampled.lines = list(wanted)
+            step.sampled.counts = list(wanted.values())
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        return next(self._usual, False)
+
+    def _forward_decode(self, step: Step) -> bool:
+        rows = step.plan.rows
+        if self._decode is None or rows != self._loaded:
+            size = self._sizes.decode[bisect_left(self._sizes.decode, len(rows))]
+            computed = self._program.rows.host_num_computed
+            kind = self._program.backend.decode_kind([computed[row] for row in rows], size)
+            self._decode = self._captured(_Forward(size, True, kind))
+            self._sampling(size, step.shape.sampling)  # captured before the rows are there: it overwrites them
+            padding = [self._program.rows.scratch_row] * (size - len(rows))
+            self._sample_rows[:size] = upload([*rows, *padding], self._sample_rows.device, torch.int64)
+            self._loaded, self._sample_size = list(rows), size
+        elif (self._sample_size, step.shape.sampling) not in self._samples:
+            self._decode = None
+            return self._forward_decode(step)
+        self._decode[0]()
+        return True
+
+    def _forward_mixed(self, step: Step) -> bool:
+        tokens, plan = step.tokens, step.plan
+        size = self._mixed_size(tokens.total)
+        if size is None:
+            return False
+        work = self._program.backend.divide(HostLengths(plan.num_tokens, tokens.contexts))
+        inputs = self._inputs_of(size)
+        if not self._program.backend.captures(work, size) or not inputs.has_room_for(len(plan.rows), work.lists):
+            return False
+        self._decode = None
+        replay, finite = self._captured(_Forward(size, False, work.kind))
+        if tokens.sample_rows:
+            self._sample_size = 1 << (len(tokens.sample_rows) - 1).bit_length()
+            self._sampling(self._sample_size, step.shape.sampling)
+        inputs.load(plan.rows, tokens, work.lists)
+        replay()
+        step.finite = Download(finite[: tokens.total])
+        return True
+
+    def _mixed_size(self, count: int) -> int | None:
+        mixed, full = self._sizes.mixed, self._sizes.full
+        if count <= mixed[-1]:
+            return mixed[bisect_left(mixed, count)]
+        return full if full is not None and _FULL * full <= count <= full else None
+
+    def _inputs_of(self, size: int) -> StepInputs:
+        if size not in self._inputs:
+            scratch = self._program.rows.scratch_row
+            max_rows = min(size, scratch)
+            lists = self._program.backend.list_lengths(size, max_rows)
+            self._inputs[size] = StepInputs(max_rows, self._hidden.shape[0], lists, scratch, self._hidden.device)
+        return self._inputs[size]
+
+    def _captured(self, key: _Forward) -> _Graph:
+        """The forward pass of such steps; captured on rows that belong to nobody, so that no request changes."""
+        if key not in self._forwards:
+            self._loaded, self._decode = [], None
+            if key.is_decode:
+                self._sample_rows.fill_(self._program.rows.scratch_row)
+                self._forwards[key] = self._forward_pool.capture(lambda: self._run_decode(key))
+            else:
+                inputs = self._inputs_of(key.size)
+                inputs.load([], _NOTHING, tuple([] for _ in inputs.lists.work))
+                self._forwards[key] = self._forward_pool.capture(lambda: self._run_mixed(key, inputs))
+        return self._forwards[key]
+
+    def _sampling(self, size: int, kind: SamplingKind) -> _Graph:
+        """What samples for so many rows, captured likewise."""
+        if (size, kind) not in self._samples:
+            self._loaded = []
+            self._sample_rows.fill_(self._program.rows.scratch_row)
+            self._samples[size, kind] = self._sample_pool.capture(
+                lambda: self._program.sample(kind, self._hidden[:size], self._sample_rows[:size])
+            )
+        return self._samples[size, kind]
+
+    def _run_decode(self, key: _Forward) -> Tensor:
+        hidden = self._program.decode(self._sample_rows[: key.size], key.kind)
+        return self._hidden[: key.size].copy_(hidden)
+
+    def _run_mixed(self, key: _Forward, inputs: StepInputs) -> Tensor:
+        """Returns whether each token's values are finite."""
+        finite = torch.empty(key.size, dtype=torch.bool, device=self._hidden.device)
+        narrow = key.size == self._sizes.full
+        lists = inputs.lists
+        hidden = self._program.mixed(lists, key.size, key.kind, finite, num_tokens=key.size, narrow=narrow)
+        self._hidden.copy_(hidden if narrow else self._program.select(hidden, lists.sample_tokens))
+        self._sample_rows.copy_(lists.sample_rows)
+        return finite
+
+    def _usual_captures(self) -> Iterator[bool]:
+        """Captures the kinds of steps that nearly every engine comes to, the smallest first, one at a time."""
+        program, sizes = self._program, self._sizes
+        powers = [1 << power for power in range(sizes.max_samples.bit_length())]
+        for size in sizes.decode:
+            alike = program.backend.decode_kind([1] * size, size)
+            for kind in dict.fromkeys((program.backend.decode_kind(None, size), alike)):
+                if (key := _Forward(size, True, kind)) not in self._forwards:
+                    self._captured(key)
+                    yield True
+        for size in sorted({*sizes.decode, *powers}):
+            for sampling in program.sampler.usual_kinds:
+                if (size, sampling) not in self._samples:
+                    self._sampling(size, sampling)
+                    yield True
+        full = [] if sizes.full is None else [sizes.full]
+        for size in chain(sizes.mixed, full):
+            for kind in program.backend.usual_kinds(size, size == sizes.full):
+                if (key := _Forward(size, False, kind)) not in self._forwards:
+                    self._captured(key)
+                    yield True

@@ -1,0 +1,95 @@
+"""Eager execution: every op is called by the host, at the size of the step. Takes every step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.base import HostLengths
+from quire.platform.transfer import Download, upload
+from quire.runner.forward import StepProgram
+from quire.runner.inputs import StepInputs
+from quire.runner.logits import LogitsHead
+from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.step import PlannedTokens, Sampled, Step
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Sizes that eager steps are padded to, where a matmul's bits depend on its number of rows; empty: none."""
+
+    tokens: list[int]
+    samples: list[int]
+    narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from
+
+
+class Eager:
+    def __init__(
+        self, program: StepProgram, head: LogitsHead, prompt_logprobs: PromptLogprobs, padding: Padding
+    ) -> None:
+        self._program, self._head, self._prompt_logprobs, self._padding = program, head, prompt_logprobs, padding
+
+    def capture_next(self) -> bool:
+        return False
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> bool:
+        program, plan, tokens, shape = self._program, step.plan, step.tokens, step.shape
+        above = self._padding.narrow_above
+        narrow = above is not None and shape.num_tokens > above and not shape.every_token
+        size = padded(shape.num_tokens, self._padding.tokens)
+        lengths = HostLengths(plan.num_tokens, tokens.contexts)
+        work = program.backend.divide(lengths)
+        wanted = self._wanted(step) if narrow else tokens
+        device, scratch = program.tables.tables.device, program.rows.scratch_row
+        inputs = StepInputs(shape.num_rows, len(wanted.sample_rows), tuple(map(len, work.lists)), scratch, device)
+        inputs.load(plan.rows, wanted, work.lists)
+        finite = torch.empty(size, dtype=torch.bool, device=device)
+        hidden = program.mixed(
+            inputs.lists,
+            size,
+            work.kind,
+            finite,
+            num_tokens=shape.num_tokens,
+            narrow=narrow,
+            lengths=lengths,
+            sample_lengths=HostLengths([1] * len(wanted.sample_rows), wanted.sample_contexts) if narrow else None,
+            max_context=max(tokens.contexts),
+        )
+        step.prompt_logprobs = self._prompt_logprobs.compute(plan, tokens.starts, hidden)
+        if narrow:
+            step.hidden = hidden
+        elif tokens.sample_rows:
+            step.hidden = program.select(hidden, inputs.lists.sample_tokens)
+        if not shape.is_decode:  # there the sampler finds it out from the logits
+            step.finite = Download(finite[: shape.num_tokens])
+        return True
+
+    @torch.inference_mode()
+    def sample(self, step: Step) -> None:
+        program, kind, rows = self._program, step.shape.sampling, step.sample_rows
+        assert step.hidden is not None
+        logits = self._head(step.hidden[: len(rows)])
+        out = program.sampler.sample(kind, logits, upload(rows, logits.device, torch.int64), program.rows)
+        step.sampled = Sampled(Download(out), errors=program.sampler.errors(rows) if kind.eager else {})
+        wanted = program.sampler.wanted_logprobs(rows)
+        if wanted:
+            places = upload(list(wanted), logits.device, torch.int64)
+            chosen = out[:, 0].index_select(0, places)
+            found = program.sampler.logprobs(logits.index_select(0, places), chosen, max(wanted.values()))
+            step.sampled.logprobs = Download(found)
+            step.sampled.places, step.sampled.counts = list(wanted), list(wanted.values())
+            step.sampled.lines = range(len(wanted))
+
+    def _wanted(self, step: Step) -> PlannedTokens:
+        """The step's tokens with samples padded by the last one: some token if no row samples."""
+        indices = list(step.tokens.sample_indices) or [len(step.plan.rows) - 1]
+        indices += indices[-1:] * (padded(len(indices), self._padding.samples) - len(indices))
+        return step.tokens.sampling_at(step.plan, indices)
+
+
+def padded(count: int, ladder: list[int]) -> int:
+    """The next size of the ladder; without one, the count itself."""
+    return ladder[bisect_left(ladder, count)] if ladder else count

@@ -1,0 +1,150 @@
+"""The description of a step: gather inputs -> attention metadata -> forward, then logits -> sample -> append.
+
+Written once, over ops that every device has. How it runs is apart from it: eagerly, captured as CUDA graphs, or as a
+list of CPU kernel calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, HostLengths
+from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.models.base import CausalLM
+from quire.ops.base import Target
+from quire.ops.gather import GATHER_DECODE, GATHER_MIXED
+from quire.ops.select import GATHER_ROWS
+from quire.runner.block_tables import BlockTables
+from quire.runner.inputs import InputLists
+from quire.runner.request_rows import RequestRows
+from quire.runner.sampling.sampler import Sampler, SamplingKind
+
+
+class StepProgram:
+    def __init__(
+        self,
+        model: CausalLM,
+        rows: RequestRows,
+        tables: BlockTables,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        max_model_len: int,
+    ) -> None:
+        self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
+        self.max_model_len = max_model_len
+        target = Target(tables.tables.device.type)
+        self._gather_decode, self._gather_mixed = GATHER_DECODE.bind(target), GATHER_MIXED.bind(target)
+        self._gather_rows = GATHER_ROWS.bind(target)
+        limit = 2 * max(8, rows.scratch_row)  # samples are padded, to less than twice their number
+        self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
+
+    def decode(self, rows: Tensor, kind: Hashable) -> Tensor:
+        """Hidden states [n, hidden] of rows [n] int64 that each compute their one last known token."""
+        state, tables, count = self.rows, self.tables, rows.shape[0]
+        input_ids, positions, contexts, *slots = self._gather_decode(
+            rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
+        )
+        attention = self._single_queries(rows, contexts, slots, kind, None)
+        hidden: Tensor = self.model(input_ids, positions, ForwardBatch(attention))
+        assert hidden.shape[0] == count
+        return hidden
+
+    def mixed(
+        self,
+        lists: InputLists[Tensor],
+        size: int,
+        kind: Hashable,
+        finite: Tensor,
+        *,
+        num_tokens: int,
+        narrow: bool,
+        lengths: HostLengths | None = None,
+        sample_lengths: HostLengths | None = None,
+        max_context: int | None = None,
+    ) -> Tensor:
+        """Hidden states of rows with any numbers of tokens; writes to finite [size] bool whether each token's are.
+
+        The tokens are padded to `size`; without padding there are at most `num_tokens`. With `narrow` the last layer
+        computes only the tokens that are sampled from, and hidden states are of those; else of all tokens.
+        """
+        state, tables = self.rows, self.tables
+        rows, contexts, starts = lists.rows, lists.contexts, lists.query_starts
+        input_ids, positions, *slots = self._gather_mixed(
+            rows, contexts, starts, state.token_ids, state.num_computed, tables.tables, tables.block_size, size
+        )
+        attention = [
+            self.backend.prepare(
+                AttentionBatch(
+                    tables=tables.tables[group],
+                    rows=rows,
+                    contexts=contexts,
+                    query_starts=starts,
+                    slot_mapping=of_group,
+                    block_size=tables.block_size,
+                    num_tokens=num_tokens,
+                    max_context=max_context or self.max_model_len,
+                    padding_row=state.scratch_row,
+                    lengths=lengths,
+                ),
+                kind,
+                lists.work,
+            )
+            for group, of_group in enumerate(slots)
+        ]
+        wanted = None
+        if narrow:
+            nothing = [of_group[:0] for of_group in slots]  # nothing is written
+            decode = self.backend.decode_kind(None, lists.sample_rows.shape[0])
+            place = (lists.sample_rows, lists.sample_contexts, nothing, decode, sample_lengths)
+            wanted = WantedTokens(lists.sample_tokens, self._single_queries(*place), finite)
+        hidden: Tensor = self.model(input_ids, positions, ForwardBatch(attention, wanted))
+        if not narrow:
+            self.backend.note_finite(hidden, finite)
+        return hidden
+
+    def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """hidden[tokens]"""
+        return self._gather_rows(hidden, tokens)
+
+    def sample(self, kind: SamplingKind, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Choose and append a token for each of rows [m] from hidden states [m, hidden].
+
+        Returns [m, 2] int32 as Sampler.sample does, with packed log-probabilities behind where the kind has them.
+        """
+        logits = self.model.compute_logits(hidden)
+        out = self.sampler.sample(kind, logits, rows, self.rows)
+        if kind.logprobs is None:
+            return out
+        return torch.cat([out, self.sampler.logprobs(logits, out[:, 0].contiguous(), kind.logprobs)], dim=1)
+
+    def _single_queries(
+        self,
+        rows: Tensor,
+        contexts: Tensor,
+        slots: Sequence[Tensor],
+        kind: Hashable,
+        lengths: HostLengths | None,
+    ) -> list[AttentionMetadata]:
+        count = rows.shape[0]
+        return [
+            self.backend.prepare(
+                AttentionBatch(
+                    tables=self.tables.tables[group],
+                    rows=rows,
+                    contexts=contexts,
+                    query_starts=self._single_starts[: count + 1],
+                    slot_mapping=of_group,
+                    block_size=self.tables.block_size,
+                    num_tokens=count,
+                    max_context=self.max_model_len if lengths is None else max(lengths.contexts),
+                    padding_row=self.rows.scratch_row,
+                    lengths=lengths,
+                ),
+                kind,
+                (),
+            )
+            for group, of_group in enumerate(slots)
+        ]

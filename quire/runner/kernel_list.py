@@ -1,0 +1,180 @@
+"""Steps as lists of CPU kernel calls: traced once when the engine starts, then replayed with one call, at any size.
+
+The forward pass of any step is one list; sampling is another for each kind of it, traced when it first comes up. A
+model or a kind of sampling that does more than call kernels runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quire.platform.recording import NotRecordableError, SizedRecorder, SizedRecording
+from quire.platform.transfer import Download
+from quire.runner.eager import Eager
+from quire.runner.forward import StepProgram
+from quire.runner.inputs import InputLists, StepInputs
+from quire.runner.sampling.sampler import SamplingKind
+from quire.runner.step import PlannedTokens, Sampled, Step
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+# Numbers of tokens, of rows and of samples: the forward pass is traced at the first three, then a replay is compared
+# with eager execution at the last.
+_TRIALS = ((4, 2, 1), (7, 3, 3), (12, 2, 4))
+_CHECK = (10, 4, 3)
+# The same for sampling, by the number of rows.
+_SAMPLE_TRIALS = ((2,), (5,))
+_SAMPLE_CHECK = (3,)
+MOST_TOKENS = 12
+_MOST_ROWS = 5
+
+
+class KernelList:
+    def __init__(
+        self, program: StepProgram, recorder: SizedRecorder, eager: Eager, max_tokens: int, max_rows: int
+    ) -> None:
+        """No row is in use yet, and the cache has room for MOST_TOKENS."""
+        self._program, self._recorder, self._eager = program, recorder, eager
+        tokens, rows = max(max_tokens, MOST_TOKENS), max(max_rows, _MOST_ROWS)
+        self._limits = (tokens, rows, rows)
+        self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
+        self._finite = torch.zeros(tokens, dtype=torch.bool)
+        self._samples: dict[SamplingKind, SizedRecording | None] = {}  # None: not recordable
+        self._forward: SizedRecording | None = None
+        try:
+            self._forward = self._record_forward()
+        except NotRecordableError as error:
+            logger.info("steps run eagerly: the model %s", error)
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._forward is not None
+
+    def capture_next(self) -> bool:
+        """Trace a usual kind of sampling that is missing."""
+        if self._forward is None:
+            return False
+        missing = [kind for kind in self._program.sampler.usual_kinds if kind not in self._samples]
+        if missing:
+            self._sampling(missing[0])
+        return bool(missing)
+
+    def forward(self, step: Step) -> bool:
+        shape = step.shape
+        if self._forward is None or shape.every_token or shape.num_samples > self._limits[2]:
+            return False
+        tokens = step.tokens if shape.num_samples else _with_a_sample(step)
+        self._inputs.load(step.plan.rows, tokens, ())
+        self._forward(shape.num_tokens, shape.num_rows, len(tokens.sample_rows))
+        step.hidden = self._forward.results[0]
+        if not shape.is_decode:  # there the sampler finds it out from the logits
+            step.finite = Download(self._finite[: shape.num_tokens])
+        return True
+
+    def sample(self, step: Step) -> None:
+        kind, count = step.shape.sampling, step.shape.num_samples
+        recording = self._sampling(kind)
+        if recording is None:
+            self._eager.sample(step)
+            return
+        recording(count)
+        step.sampled = Sampled(Download(recording.results[0]))
+
+    @torch.inference_mode()
+    def _record_forward(self) -> SizedRecording:
+        with self._scratch_sequence():
+            recording = self._recorder.record(self._run_forward, _TRIALS, self._limits)
+            self._load_trial(*_CHECK)
+            (expected,) = self._run_forward(*_CHECK)
+            recording(*_CHECK)
+            if not torch.equal(recording.results[0][: len(expected)], expected):
+                raise NotRecordableError("does more than call kernels")
+        return recording
+
+    def _run_forward(self, num_tokens: int, num_rows: int, num_samples: int) -> list[Tensor]:
+        """The forward pass of what the buffers hold."""
+        lists = self._inputs.lists
+        part = InputLists(
+            rows=lists.rows[:num_rows],
+            sample_tokens=lists.sample_tokens[:num_samples],
+            sample_rows=lists.sample_rows[:num_samples],
+            contexts=lists.contexts[:num_rows],
+            query_starts=lists.query_starts[: num_rows + 1],
+            sample_contexts=lists.sample_contexts[:num_samples],
+            work=(),
+        )
+        finite = self._finite[:num_tokens]
+        return [self._program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True)]
+
+    @torch.inference_mode()
+    def _sampling(self, kind: SamplingKind) -> SizedRecording | None:
+        if kind not in self._samples:
+            self._samples[kind] = None
+            if not kind.eager and kind.logprobs is None:
+                try:
+                    self._samples[kind] = self._record_sampling(kind)
+                except NotRecordableError as error:
+                    logger.info("some sampling runs eagerly: it %s", error)
+        return self._samples[kind]
+
+    def _record_sampling(self, kind: SamplingKind) -> SizedRecording:
+        assert self._forward is not None
+        program, lists, hidden = self._program, self._inputs.lists, self._forward.results[0]
+        kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
+
+        def run(count: int) -> list[Tensor]:
+            return [program.sample(kind, hidden[:count], lists.sample_rows[:count])]
+
+        try:
+            lists.sample_rows[:_MOST_ROWS] = program.rows.scratch_row
+            recording = self._recorder.record(run, _SAMPLE_TRIALS, self._limits[2:])
+            hidden[: _SAMPLE_CHECK[0]] = torch.linspace(-1, 1, kept[0].numel()).view(kept[0].shape)
+            (expected,) = run(*_SAMPLE_CHECK)
+            recording(*_SAMPLE_CHECK)
+            if not torch.equal(recording.results[0][: len(expected)], expected):
+                raise NotRecordableError("does more than call kernels")
+        finally:
+            hidden[: _SAMPLE_CHECK[0]], lists.sample_rows[:_MOST_ROWS] = kept
+        return recording
+
+    def _load_trial(self, num_tokens: int, num_rows: int, num_samples: int) -> None:
+        """Rows that continue each other: the first has all tokens but one for each other row."""
+        first = num_tokens - num_rows + 1
+        scratch = self._program.rows.scratch_row
+        tokens = PlannedTokens(
+            total=num_tokens,
+            starts=[0, *range(first, num_tokens)],
+            contexts=list(range(first, num_tokens + 1)),
+            sample_indices=range(num_samples),
+            sample_rows=[scratch] * num_samples,
+            sample_tokens=[first - 1 + index for index in range(num_samples)],
+        )
+        self._inputs.load([scratch] * num_rows, tokens, ())
+
+    @contextmanager
+    def _scratch_sequence(self) -> Iterator[None]:
+        """Give the scratch row some tokens and the first blocks, and leave nothing of it behind."""
+        rows, tables = self._program.rows, self._program.tables
+        blocks = 1 + torch.arange(-(-MOST_TOKENS // tables.block_size))
+        table = tables.tables[:, rows.scratch_row, : len(blocks)]
+        table[:] = blocks
+        tokens = rows.token_ids[rows.scratch_row, :MOST_TOKENS]
+        tokens[:] = torch.arange(len(tokens), dtype=torch.int32)
+        try:
+            yield
+        finally:
+            table.zero_()
+            tokens.zero_()
+            rows.num_computed[rows.scratch_row] = 0
+            for layer in self._program.model.attention_layers():
+                layer.backend.heal(layer.cache, blocks)
+
+
+def _with_a_sample(step: Step) -> PlannedTokens:
+    """Of a step in which no row samples: some token, since there is no forward pass for none."""
+    return step.tokens.sampling_at(step.plan, [len(step.plan.rows) - 1])

@@ -1,0 +1,68 @@
+"""Permanent rows: what the device knows about each running request, written once and then advanced in place."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.ops.base import Target
+from quire.ops.rows import START_ROWS, pack_starts
+from quire.platform.transfer import Lent
+from quire.types.errors import EngineError
+from quire.types.step import RowStart
+
+# Steps in flight may sample past the end of a request that has just finished.
+SPARE_TOKENS = 8
+
+
+class RequestRows:
+    """Device tensors indexed by row, and the host's copy of the two lengths it needs to plan a batch.
+
+    The last row belongs to nobody: it stands in for the padding of a batch, and its table holds the null block.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, device: torch.device) -> None:
+        self.scratch_row = max_rows
+        count = max_rows + 1
+        self.token_ids = torch.empty(count, max_model_len + SPARE_TOKENS, dtype=torch.int32, device=device)
+        self.token_ids[self.scratch_row, 0] = 0
+        # One tensor, as START_ROWS fills it: known tokens, prompt tokens, computed tokens, seeds.
+        self._numbers = torch.zeros(4, count, dtype=torch.int64, device=device)
+        self.num_tokens, self.num_prompt_tokens, self.num_computed, self.seeds = self._numbers.unbind(0)
+        self.host_num_tokens = [0] * count
+        self.host_num_computed = [0] * count
+        self.request_ids: list[str | None] = [None] * count
+        self._staged: list[RowStart] = []
+        self._start_rows = START_ROWS.bind(Target(device.type))
+        self._lent = Lent(device)
+
+    def start(self, start: RowStart) -> None:
+        """Take a row; the device hears of it at `apply_staged_writes`."""
+        row = start.row
+        if self.request_ids[row] is not None:
+            raise EngineError(f"row {row} given to {start.request_id} still belongs to {self.request_ids[row]}")
+        self.request_ids[row] = start.request_id
+        self.host_num_tokens[row] = len(start.token_ids)
+        self.host_num_computed[row] = start.num_computed_tokens
+        self._staged.append(start)
+
+    def apply_staged_writes(self) -> None:
+        """Write all started rows to the device."""
+        if not self._staged:
+            return
+        starts, self._staged = self._staged, []
+        longest = max(len(start.token_ids) for start in starts)
+        with self._lent.list(pack_starts(starts)) as packed:
+            self._start_rows(self.token_ids, self._numbers, packed, len(starts), longest)
+
+    def free(self, row: int) -> None:
+        self.request_ids[row] = None
+
+    def note_computed(self, row_list: list[int], count_list: list[int]) -> None:
+        """Only the host's copy: the device itself has counted these tokens."""
+        for row, count in zip(row_list, count_list, strict=True):
+            self.host_num_computed[row] += count
+
+    def note_appended(self, row_list: list[int]) -> None:
+        """The same for a token that was appended to each of these rows."""
+        for row in row_list:
+            self.host_num_tokens[row] += 1

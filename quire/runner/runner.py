@@ -1,0 +1,103 @@
+"""The runner: applies a plan to the rows, picks a way to run the step, and builds its result. Orchestration only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.runner.block_tables import BlockTables
+from quire.runner.containment import MESSAGE, Containment
+from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.request_rows import RequestRows
+from quire.runner.sampling.sampler import Sampler
+from quire.runner.step import Step, StepShape, planned_tokens
+from quire.runner.ways import Way
+from quire.types.masks import Masks
+from quire.types.step import StepPlan, StepResult
+
+
+class RunningStep:
+    """A step that has been started. The device may still be computing it."""
+
+    def __init__(self, runner: Runner, step: Step, way: Way) -> None:
+        self._runner, self._step, self._way = runner, step, way
+
+    def sample(self, masks: Masks) -> None:
+        """Let a step with mask_slots sample under these masks, a line per entry. Does not wait for the device."""
+        self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
+        self._way.sample(self._step)
+
+    def result(self) -> StepResult:
+        """Wait for the step; tell which of its rows broke, and make their blocks fit for others."""
+        return self._runner.finish(self._step)
+
+
+class Runner:
+    def __init__(
+        self,
+        rows: RequestRows,
+        tables: BlockTables,
+        sampler: Sampler,
+        prompt_logprobs: PromptLogprobs,
+        containment: Containment,
+        ways: Sequence[Way],
+    ) -> None:
+        """The last of `ways` takes every step."""
+        self.rows, self.tables, self.sampler = rows, tables, sampler
+        self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
+
+    def execute(self, plan: StepPlan) -> RunningStep:
+        """Start a step. One with mask_slots stops before sampling: its `sample` comes next, with the masks."""
+        if plan.starts or plan.freed_rows or plan.block_ids:
+            self._apply(plan)
+        step = self._describe(plan)
+        way = next(way for way in self.ways if way.forward(step))
+        self.rows.note_computed(plan.rows, plan.num_tokens)
+        self.rows.note_appended(step.sample_rows)
+        if step.shape.num_samples and not plan.mask_slots:
+            way.sample(step)
+        return RunningStep(self, step, way)
+
+    def capture_next(self) -> bool:
+        """Capture one more kind of step that may come; False if there is none."""
+        return any(way.capture_next() for way in self.ways)
+
+    def finish(self, step: Step) -> StepResult:
+        result, plan = step.result(), step.plan
+        for index in step.broken_rows():
+            result.errors[index] = MESSAGE
+        for index in result.errors:
+            self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        return result
+
+    def _describe(self, plan: StepPlan) -> Step:
+        computed, known = self.rows.host_num_computed, self.rows.host_num_tokens
+        num_tokens, num_rows = sum(plan.num_tokens), len(plan.rows)
+        # A single token may also be the end or the whole of a chunk, after which more of the prompt follows.
+        is_decode = num_tokens == num_rows and all(computed[row] + 1 == known[row] for row in plan.rows)
+        tokens = None if is_decode else planned_tokens(plan, self.rows)
+        rows = plan.rows if tokens is None else tokens.sample_rows
+        shape = StepShape(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_samples=len(rows),
+            is_decode=is_decode,
+            every_token=self.prompt_logprobs.wants(plan.rows),
+            sampling=self.sampler.kind(rows, bool(plan.mask_slots)),
+        )
+        return Step(plan, shape, self.rows, planned=tokens)
+
+    @torch.inference_mode()
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            self.rows.free(row)
+            self.sampler.remove_request(row)
+            self.prompt_logprobs.remove_request(row)
+        for start in plan.starts:
+            self.rows.start(start)
+            self.sampler.add_request(start.row, start)
+            self.prompt_logprobs.add_request(start.row, start)
+        self.rows.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        self.tables.apply(plan)

@@ -1,0 +1,65 @@
+"""Masks where ops read them: lines of bits, and which of them each row has to obey."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.platform.transfer import Staging, refresh, upload, upload_array
+from quire.types.masks import Masks
+
+
+class MaskBuffer:
+    """`kinds` masks a row; those of each kind have as many lines as there are rows."""
+
+    def __init__(self, vocab_size: int, max_rows: int, kinds: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._masks = torch.zeros(kinds * max_rows, mask_words(vocab_size), dtype=torch.int32, device=device)
+        # One more row, for the padding of a batch.
+        self._host_lines = np.full((kinds, max_rows + 1), -1, dtype=np.int32)
+        self._lines = torch.from_numpy(self._host_lines).to(device)
+        self._staging = Staging(self._masks[:max_rows])  # of the first kind
+        self._room: Masks = self._staging.host.numpy()
+
+    @property
+    def masks(self) -> Tensor:
+        """[kinds * max_rows, words] int32, always the same tensor."""
+        return self._masks
+
+    @property
+    def lines(self) -> Tensor:
+        """[kinds, max_rows + 1] int32, the same tensor too: the lines of `masks` for each row, -1 for none."""
+        return self._lines
+
+    def write(self, kind: int, rows: list[int], masks: NDArray[np.int32]) -> None:
+        """Masks [n, words] of these rows, which stay until they are written again. Does not wait."""
+        order = upload([kind * self._max_rows + row for row in rows], self._masks.device, torch.int64)
+        self._masks.index_copy_(0, order, upload_array(masks, self._masks.device))
+
+    def room(self, count: int) -> Masks:
+        """[count, words] on the host, always the same memory: where masks are best made for `stage`."""
+        return self._room[:count]
+
+    def stage(self, masks: Masks) -> None:
+        """Have masks ready for `copy_staged`. No step that copied others is still under way."""
+        if masks.ctypes.data != self._room.ctypes.data:
+            self._room[: len(masks)] = masks
+
+    def copy_staged(self, count: int) -> None:
+        """Copy so many masks into the first lines of the first kind. Does not wait, and may be captured."""
+        self._staging.copy(count)
+
+    def line_up(self, kind: int, places: Mapping[int, int]) -> None:
+        """Say which rows have a mask of this kind, and in which of its lines."""
+        lines = self._host_lines[kind]
+        lines[:] = -1
+        lines[list(places)] = [kind * self._max_rows + place for place in places.values()]
+        refresh(self._lines, torch.from_numpy(self._host_lines))
+
+
+def mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)

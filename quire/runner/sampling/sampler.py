@@ -1,0 +1,184 @@
+"""The sampler: from logits to tokens, on the device, each row as if it were alone.
+
+Order, with the results of vLLM's:
+
+1. masks: the grammar's, and that of allowed_token_ids
+2. the features of registry.py: edits (logit_bias, min_tokens, bad_words), then penalties
+3. greedy rows take the highest logit, the lower id among equals; for the others
+4. temperature, min_p, top_k, top_p, then argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
+5. log-probabilities, of the logits as the model gave them
+
+Eager and captured steps run this one list of ops; which of them a step needs is its SamplingKind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
+from quire.ops.base import Target
+from quire.ops.draw_within import DRAW_WITHIN
+from quire.ops.gather import GATHER_SAMPLING
+from quire.ops.keep_allowed import KEEP_ALLOWED
+from quire.ops.logprobs import LOGPROBS
+from quire.runner.sampling import allowed_tokens, grammar_masks
+from quire.runner.sampling.allowed_tokens import AllowedTokens
+from quire.runner.sampling.base import Feature, RowState
+from quire.runner.sampling.draw import DrawTable
+from quire.runner.sampling.grammar_masks import GrammarMasks
+from quire.runner.sampling.logprobs import Logprobs, pack_logprobs
+from quire.runner.sampling.mask_buffer import MaskBuffer
+from quire.runner.sampling.registry import FEATURES, MakeFeature
+from quire.types.sampling import SamplingParams
+from quire.types.step import RowStart
+
+CAPTURED_LOGPROBS = (0, 5, 20)  # numbers of top logprobs for which sampling is captured
+
+
+class SamplingKind(NamedTuple):
+    """What the sampling of a step has to do: what some of its rows ask for.
+
+    There are few kinds, since each is captured when it first comes up, and everybody waits for that.
+    """
+
+    greedy: bool = True  # every row takes the highest logit
+    masked: bool = False  # some row has a grammar's mask
+    groups: frozenset[str] = frozenset()  # of features that some row asks for
+    logprobs: int | None = None  # number of top logprobs
+    eager: bool = False  # some row asks for what cannot be captured
+
+
+class Sampler:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        features: Sequence[MakeFeature] = FEATURES,
+    ) -> None:
+        self.mask_buffer = MaskBuffer(vocab_size, max_rows, 2, device)
+        self.masks = GrammarMasks(self.mask_buffer)
+        place = (vocab_size, max_rows, device)
+        self._features: list[Feature] = [
+            AllowedTokens(*place, self.mask_buffer),
+            *(make(*place) for make in features),
+        ]
+        self._draw_table = DrawTable(*place)
+        self._logprobs = Logprobs(vocab_size)
+        self._max_rows = max_rows
+        target = Target(device.type)
+        self._keep_allowed = KEEP_ALLOWED.bind(target)
+        self._gather, self._draw_within = GATHER_SAMPLING.bind(target), DRAW_WITHIN.bind(target)
+        self._append, self._append_greedy = APPEND_TOKENS.bind(target), APPEND_GREEDY.bind(target)
+        self._gather_logprobs = LOGPROBS.bind(target)
+        self._asked: dict[int, list[Feature]] = {}  # row -> features that it asks for; none: no entry
+        self._sampled: set[int] = set()  # rows that are not greedy
+        self._last: tuple[bool, list[int], SamplingKind] | None = None  # a steady batch is looked at once
+
+    def add_request(self, row: int, start: RowStart) -> None:
+        """Stage the parameters of a request that takes this row; one that pools is never sampled. Host only."""
+        if not isinstance(start.params, SamplingParams):
+            return
+        params = start.params
+        self._last = None
+        asked = [feature for feature in self._features if feature.add_request(row, start)]
+        if asked:
+            self._asked[row] = asked
+        if not params.greedy:
+            self._sampled.add(row)
+        self._draw_table.set(row, params)
+        self._logprobs.add_request(row, start)
+
+    def remove_request(self, row: int) -> None:
+        """Forget the row; one that is not there does no harm."""
+        self._last = None
+        for feature in self._features:
+            feature.remove_request(row)
+        self._asked.pop(row, None)
+        self._sampled.discard(row)
+        self._logprobs.remove_request(row)
+
+    def apply_staged_writes(self) -> None:
+        """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
+        for feature in self._features:
+            feature.apply_staged_writes()
+        self._draw_table.apply_staged_writes()
+
+    def kind(self, row_list: list[int], masked: bool) -> SamplingKind:
+        """What sampling for these rows has to do, some of which may have a grammar's mask."""
+        if self._last is None or self._last[:2] != (masked, row_list):
+            self._last = (masked, list(row_list), self._find_kind(row_list, masked))
+        return self._last[2]
+
+    @property
+    def usual_kinds(self) -> list[SamplingKind]:
+        """Those that nearly every engine comes to."""
+        return [SamplingKind(), SamplingKind(greedy=False)]
+
+    def _find_kind(self, row_list: list[int], masked: bool) -> SamplingKind:
+        asking = [] if self._asked.keys().isdisjoint(row_list) else [row for row in row_list if row in self._asked]
+        asked = {feature for row in asking for feature in self._asked[row]}
+        most = max(self.wanted_logprobs(row_list).values(), default=None)
+        is_wide = most is not None and most > CAPTURED_LOGPROBS[-1]
+        if most is not None and not is_wide:
+            most = next(count for count in CAPTURED_LOGPROBS if count >= most)
+        return SamplingKind(
+            greedy=self._sampled.isdisjoint(row_list),
+            masked=masked,
+            groups=frozenset(feature.group for feature in asked),
+            logprobs=most,
+            eager=is_wide
+            or any(not feature.capturable for feature in asked)
+            or any(feature.is_oversized(row) for row in asking for feature in self._asked[row]),
+        )
+
+    def wanted_logprobs(self, row_list: list[int]) -> dict[int, int]:
+        """Place in the batch -> number of top logprobs, for those rows that want any."""
+        return self._logprobs.wanted(row_list)
+
+    def errors(self, row_list: list[int]) -> dict[int, str]:
+        """Place in the batch -> why a feature failed for this row, after an eager step has sampled."""
+        found = {}
+        for place, row in enumerate(row_list):
+            for feature in self._asked.get(row, ()):
+                if (message := feature.error_of(row)) is not None:
+                    found[place] = message
+        return found
+
+    def sample(self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState) -> Tensor:
+        """Choose a token for each of rows [m] int64 from logits [m, vocab_size], and append it to the row. No sync.
+
+        Returns [m, 2] int32: the tokens, and OK or a code of quire/types/status.py. The logits stay as they are.
+        """
+        place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
+        shaped, raw_highest = logits, None
+        if kind.masked or kind.groups:
+            shaped, raw_highest = self._shape(kind, logits, rows, state)
+        elif kind.greedy:
+            return self._append_greedy(logits, *place)
+        drawn = self._gather(
+            rows, self._draw_table.parameters, state.seeds, state.num_tokens, state.num_prompt_tokens
+        )
+        tokens, highest = self._draw_within(shaped, *drawn)
+        return self._append(tokens, highest, *place, raw_highest)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """Packed log-probabilities [m, 2 + 2 * k] int32 of tokens [m] and of the `count` top tokens. No sync."""
+        return pack_logprobs(*self._gather_logprobs(logits, tokens, count))
+
+    def _shape(self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
+        """Logits with every change that may move the highest, and the highest of what they were."""
+        if kind.masked:
+            self.masks.copy(min(len(rows), self._max_rows))
+        first = grammar_masks.KIND if kind.masked else allowed_tokens.KIND
+        last = allowed_tokens.KIND if kind.groups else grammar_masks.KIND
+        buffer = self.mask_buffer
+        shaped, raw_highest = self._keep_allowed(logits, rows, buffer.masks, buffer.lines[first : last + 1])
+        for feature in self._features:
+            if feature.group in kind.groups:
+                feature.apply(shaped, rows, state)
+        return shaped, raw_highest

@@ -1,0 +1,119 @@
+"""Every field of SamplingParams, set alone, does the same on every way to run steps, and does something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.types.sampling import SamplingParams
+from tests.e2e.tiny import Driver, make_engine, make_model
+from tests.kernels.triton.paged import needs_triton
+from tests.runner.engines import capture_steps, run_eagerly, spy_on
+
+PROMPT = [5, 9, 5, 17, 30, 5, 9]
+BASE: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 6, "ignore_eos": True}
+# A value for each field that the engine reads, which changes what the request above is answered.
+PROBES: dict[str, dict[str, Any]] = {
+    # Negative penalties reward what was said: without them, six tokens of this model repeat nothing.
+    "presence_penalty": {"presence_penalty": -2.0},
+    "frequency_penalty": {"frequency_penalty": -2.0},
+    "repetition_penalty": {"repetition_penalty": 0.02},
+    "temperature": {"temperature": 0.0},
+    "top_p": {"top_p": 0.02},
+    "top_k": {"top_k": 1},
+    "min_p": {"min_p": 1.0},
+    "seed": {"seed": 12},
+    "stop_token_ids": {"stop_token_ids": list(range(3, 190))},
+    "ignore_eos": {"ignore_eos": False, "allowed_token_ids": [2]},
+    "max_tokens": {"max_tokens": 3},
+    "min_tokens": {"min_tokens": 2, "allowed_token_ids": [2, 7]},
+    "logprobs": {"logprobs": 2},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "logit_bias": {"logit_bias": {33: 60.0}},
+    "allowed_token_ids": {"allowed_token_ids": [7, 8]},
+    "bad_words_token_ids": {"bad_words_token_ids": tuple((token,) for token in range(100))},
+}
+# What the frontend does with text, or what only reaches plug-ins.
+ELSEWHERE = {
+    "n",
+    "stop",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "output_kind",
+    "bad_words",
+    "structured_outputs",
+    "extra_args",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=1)
+
+
+def answers(core: EngineCore) -> dict[str, object]:
+    """Each probe beside the base, so that most steps have rows of several kinds."""
+    found: dict[str, object] = {}
+    for name, probe in {"": {}, **PROBES}.items():
+        driver = Driver(core)
+        driver.add("probe", PROMPT, SamplingParams(**{**BASE, **probe}))
+        driver.add("beside", PROMPT[2:], SamplingParams(**{**BASE, "seed": 3}))
+        done = driver.finish()
+        answer = done["probe"]
+        assert answer.error is None
+        found[name] = (answer.token_ids, answer.logprobs, answer.prompt_logprobs, answer.finish_reason)
+        found[f"{name} beside"] = done["beside"].content()
+    return found
+
+
+def test_every_field_has_its_place() -> None:
+    fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert fields == set(PROBES) | ELSEWHERE, "a new field needs a probe here, or a reason to be elsewhere"
+
+
+@pytest.fixture(scope="module")
+def eager(model: Path) -> dict[str, object]:
+    core = make_engine(model, max_num_seqs=4, max_model_len=64)
+    run_eagerly(core)
+    return answers(core)
+
+
+@pytest.mark.parametrize("field", PROBES)
+def test_each_field_alone_does_something(eager: dict[str, object], field: str) -> None:
+    assert eager[field] != eager[""]
+    assert eager[f"{field} beside"] == eager[" beside"], "and nothing to the row beside it"
+
+
+def kernel_list(model: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    return make_engine(model, max_num_seqs=4, max_model_len=64)
+
+
+def cuda_graphs(model: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    capture_steps(monkeypatch)
+    return make_engine(model, max_num_seqs=4, max_model_len=64, attention_backend="triton")
+
+
+@pytest.mark.parametrize("make", [kernel_list, pytest.param(cuda_graphs, marks=[needs_triton, pytest.mark.nightly])])
+def test_every_way_answers_alike(
+    model: Path,
+    eager: dict[str, object],
+    make: Callable[[Path, pytest.MonkeyPatch], EngineCore],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = make(model, monkeypatch)
+    spy = spy_on(core)
+    found = answers(core)
+    if make is kernel_list:
+        assert found == eager, "to the bit"
+    for name, expected in eager.items():
+        assert found[name][0] == expected[0], name  # type: ignore[index]  # the tokens of a tuple
+    refused = {shape.every_token for shape in spy.refused}
+    assert refused <= {True}, "only prompt logprobs run eagerly"
