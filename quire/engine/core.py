@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quire.engine.constraints import Constraints
 from quire.sched.scheduler import Scheduler
@@ -25,12 +25,15 @@ class EngineCore:
         executor: Executor,
         steps_in_flight: int,
         constraints: Constraints | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.constraints = constraints or Constraints()
         self._depth = steps_in_flight
-        self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
+        self._clock = clock
+        self._in_flight: deque[tuple[StepPlan, StartedStep, float]] = deque()  # with the time it was started
+        self._last_result = 0.0  # when a step was last known to be done
         self._unmasked = False  # whether the newest step waits for masks before it samples
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
@@ -63,7 +66,7 @@ class EngineCore:
 
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
-        begin = time.monotonic()
+        begin = self._clock()
         refused = self._admit_held() if self.constraints.has_news else []
         while self._may_plan():
             plan = self.scheduler.schedule(begin)
@@ -75,22 +78,29 @@ class EngineCore:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
             return EngineOutputs(refused, self.scheduler.stats())
         self.scheduler.work_ahead()
-        plan, future = self._in_flight.popleft()
+        plan, future, started = self._in_flight.popleft()
         try:
             result = future.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
             outputs = self._contain(plan, error)
         else:
-            outputs = self.scheduler.update(plan, result)
+            outputs = self.scheduler.update(plan, result, self._seconds(started))
             if self.constraints.in_use:
                 self.scheduler.finish(self.constraints.follow(outputs.outputs))
             if self._unmasked and len(self._in_flight) == 1:  # its masks need all tokens before it
-                self._give_masks(*self._in_flight[0])
+                self._give_masks(*self._in_flight[0][:2])
             if outputs.stats is not None:
-                outputs.stats.step_time = time.monotonic() - begin
+                outputs.stats.step_time = self._clock() - begin
         if refused:
             outputs.outputs[:0] = refused
         return outputs
+
+    def _seconds(self, started: float) -> float:
+        """How long the step whose result has just come kept the device: it waited for the one before it."""
+        now = self._clock()
+        seconds = now - max(started, self._last_result)
+        self._last_result = now
+        return seconds
 
     def _may_plan(self) -> bool:
         """Whether another step can be started on top of those in flight. None on one that is known to have failed."""
@@ -103,6 +113,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
+        begin = self._clock()
         if plan.mask_slots and not self._in_flight:
             masks = self.constraints.start_masks(self.scheduler.masked_requests(plan))
             started = self.executor.execute(plan)
@@ -110,7 +121,7 @@ class EngineCore:
         else:
             started = self.executor.execute(plan)
             self._unmasked = bool(plan.mask_slots)
-        self._in_flight.append((plan, started))
+        self._in_flight.append((plan, started, begin))
 
     def _give_masks(self, plan: StepPlan, started: StartedStep) -> None:
         started.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))

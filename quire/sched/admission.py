@@ -12,6 +12,7 @@ from quire.types.step import RowStart
 # While others run, this part of the pool stays free at an admission: room for them to grow, so that they do
 # not preempt at once what was just admitted.
 _SPARE_SHARE = 100
+_MOST_PASSED = 64  # requests, by one behind them: looking at each costs time in every step
 
 
 def check_request(state: SchedulerState, request: EngineRequest) -> None:
@@ -46,13 +47,28 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
 
 
 def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
-    """Start waiting requests in order, until one does not fit. None in a step that had to preempt."""
+    """Start waiting requests in order, until one does not fit. None in a step that had to preempt.
+
+    Some requests that are not to start yet may be passed; they keep their places.
+    """
     waiting = state.waiting
+    passed: list[Request] = []
     while waiting and step.budget and state.rows.free and not step.preempted:
         request = waiting.peek()
-        if request.num_pending or not admit(state, step, request):
-            return
+        if request.num_pending:
+            break
+        if not state.shares.may_start(state, step, request):
+            if len(passed) == _MOST_PASSED:
+                break
+            passed.append(waiting.pop())
+            continue
+        if not admit(state, step, request):
+            state.blocked = request.key
+            break
+        state.blocked = None
         waiting.pop()
+    for request in reversed(passed):
+        waiting.push_back_in(request)
 
 
 def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
@@ -65,9 +81,8 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
         spare = max(1, kv.num_blocks // _SPARE_SHARE)
         if not kv.fits_now(hit, request.num_tokens, state.limits.max_num_batched_tokens, spare):
             return False
-    count = min(request.num_tokens - num_cached, step.budget)
-    if not step.retry and (state.running or len(state.waiting) > 1):
-        count = min(count, state.limits.long_prefill_token_threshold)
+    wanted = request.num_tokens - num_cached
+    count = min(wanted, step.budget) if step.retry else state.shares.of_new(state, step, request, num_cached, wanted)
     row = state.rows.free[-1]
     if not kv.start(request.kv, hit, num_cached + count, row, step.deltas):
         return False
@@ -85,6 +100,7 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
     state.add_running(request)
     step.starts.append(_row_start(request))
     step.add(request, count)
+    state.note_progress(request)
     return True
 
 

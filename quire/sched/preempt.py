@@ -44,6 +44,7 @@ def detach(state: SchedulerState, request: Request) -> None:
     state.kv.free(request.kv)
     state.rows.give_back(request.row)
     request.row = -1
+    state.prefilling.pop(request, None)
     request.status = Status.WAITING
     request.steady = False
     request.num_computed_tokens = 0

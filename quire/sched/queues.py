@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Set
+from itertools import islice
 from typing import Protocol
 
 from quire.sched.request import OrderKey, Request
@@ -23,6 +24,9 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request:
         """The next request, without taking it."""
+
+    def first(self, count: int) -> list[Request]:
+        """The next requests in order, at most `count`, without taking them."""
 
     def pop(self) -> Request: ...
 
@@ -49,6 +53,9 @@ class FCFSQueue:
 
     def peek(self) -> Request:
         return self._requests[0]
+
+    def first(self, count: int) -> list[Request]:
+        return list(islice(self._requests, count))
 
     def pop(self) -> Request:
         return self._requests.popleft()
@@ -80,6 +87,9 @@ class PriorityQueue:
 
     def peek(self) -> Request:
         return self._heap[0][1]
+
+    def first(self, count: int) -> list[Request]:
+        return [request for _, request in heapq.nsmallest(count, self._heap)]
 
     def pop(self) -> Request:
         return heapq.heappop(self._heap)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.sched.preempt import make_room
 from quire.sched.request import Request
-from quire.sched.state import SchedulerState, StepDraft
+from quire.sched.state import SchedulerState, StepDraft, order_key
 
 
 def plan_running(state: SchedulerState, step: StepDraft) -> None:
@@ -22,8 +22,8 @@ def plan_running(state: SchedulerState, step: StepDraft) -> None:
         start = request.num_computed_tokens
         if num_tokens - start > 1:
             step.budget = budget
-            count = share_of_step(state, step, num_tokens - start, num_behind)
-            if not plan_tokens(state, step, request, count):
+            count = state.shares.of_running(state, step, request, num_tokens - start, num_behind)
+            if count and not plan_tokens(state, step, request, count):
                 break
             budget = step.budget
         else:
@@ -43,20 +43,12 @@ def plan_tokens(state: SchedulerState, step: StepDraft, request: Request, count:
     if end > request.capacity and not make_room(state, request, end, step):
         return False
     step.add(request, count)
+    state.note_progress(request)
     return True
 
 
-def share_of_step(state: SchedulerState, step: StepDraft, wanted: int, num_behind: int) -> int:
-    """How many tokens a request may compute that wants many: at least one, all if nobody else wants to run.
-
-    Otherwise a long prompt is capped, and leaves a token for every running request behind it and, if the next
-    waiting request is short, room for that one; so short requests keep flowing past several long ones.
-    """
-    waiting = state.waiting
-    if step.retry or not (num_behind or step.requests or waiting):
-        return min(wanted, step.budget)
-    threshold = state.limits.long_prefill_token_threshold
-    kept_back = num_behind
-    if waiting and state.rows.free and waiting.peek().num_tokens <= threshold:
-        kept_back += waiting.peek().num_tokens
-    return max(1, min(wanted, threshold, step.budget - kept_back))
+def plan_oldest_prompt(state: SchedulerState, step: StepDraft) -> None:
+    """Plan a little of the first prompt in order: room was kept for waiting requests that could not start."""
+    request = min(state.prefilling, key=order_key)
+    wanted = request.num_tokens - request.num_computed_tokens
+    plan_tokens(state, step, request, min(wanted, step.budget, state.kv.block_size))

@@ -13,8 +13,9 @@ from quire.sched.admission import admit_waiting, check_request
 from quire.sched.queues import make_queue
 from quire.sched.recovery import fail_requests, plan_retry, unwind
 from quire.sched.request import Request, Status
-from quire.sched.running import plan_running
-from quire.sched.state import InFlight, Limits, SchedulerState, StepDraft
+from quire.sched.running import plan_oldest_prompt, plan_running
+from quire.sched.shares import TokenShares
+from quire.sched.state import InFlight, Limits, SchedulerState, Shares, StepDraft
 from quire.sched.update import apply_result, first_output
 from quire.types.errors import EngineError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
@@ -32,10 +33,12 @@ class Scheduler:
         policy: str,
         max_model_len: int,
         kv: KVCacheManager,
+        shares: Shares | None = None,
     ) -> None:
+        """`shares` is how prompts share a step; None: by numbers of tokens alone."""
         self.kv = kv
         limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
-        self._state = SchedulerState(limits, kv, make_queue(policy))
+        self._state = SchedulerState(limits, kv, make_queue(policy), shares or TokenShares())
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -78,13 +81,19 @@ class Scheduler:
         if state.retries:
             plan_retry(state, step)
         else:
+            state.shares.begin(state, step)
             plan_running(state, step)
             admit_waiting(state, step)
+            if not step.requests and state.prefilling:
+                plan_oldest_prompt(state, step)
         return self._issue(step) if step.requests else None
 
-    def update(self, plan: StepPlan, result: StepResult) -> EngineOutputs:
-        """Apply the result of the oldest plan in flight."""
-        outputs = apply_result(self._state, self._oldest(plan), result)
+    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> EngineOutputs:
+        """Apply the result of the oldest plan in flight; `seconds` is how long it kept the device, 0 if unknown."""
+        step = self._oldest(plan)
+        outputs = apply_result(self._state, step, result)
+        if seconds > 0.0:
+            self._state.shares.measured(step.work, seconds)
         self._state.step_tokens = sum(plan.num_tokens)
         return EngineOutputs(outputs, self.stats())
 
@@ -145,6 +154,9 @@ class Scheduler:
             state.prefix_queries,
             state.prefix_hits,
             state.step_tokens,
+            prompt_tokens=state.prompt_tokens,
+            num_prefilling=len(state.prefilling),
+            prefill_tokens_left=sum(r.num_tokens - r.num_computed_tokens for r in state.prefilling),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -174,6 +186,8 @@ class Scheduler:
             assert request.num_computed_tokens < request.num_tokens <= request.max_tokens_total
             assert bool(request.retry_until) == (request in state.retries)
             assert request.status is Status.RUNNING or request.row == -1
+        wanting = {request for request in running if request.num_tokens - request.num_computed_tokens > 1}
+        assert set(state.prefilling) == wanting, "a prompt is lost, or has ended"
         state.kv.check_integrity(request.kv for request in state.requests.values())
 
     def _issue(self, step: StepDraft) -> StepPlan:
@@ -198,7 +212,7 @@ class Scheduler:
                 for index, request in enumerate(step.requests)
                 if request.constrained and index not in step.chunks
             }
-        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.retry))
+        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.retry, step.work))
         return plan
 
     def _drop(self, request_ids: Iterable[str]) -> list[Request]:

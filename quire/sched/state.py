@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.kv.deltas import BlockDeltas
 from quire.kv.manager import KVCacheManager
 from quire.sched.queues import WaitingQueue
 from quire.sched.request import OrderKey, Request, Status
+from quire.sched.step_times import StepWork, pairs_of
 from quire.types.step import RowStart, StepPlan
 
 
@@ -32,7 +34,21 @@ class Chunk:
 class StepDraft:
     """A step while it is being planned."""
 
-    __slots__ = ("budget", "chunks", "deltas", "now", "num_tokens", "preempted", "requests", "retry", "starts")
+    __slots__ = (
+        "budget",
+        "chunks",
+        "deltas",
+        "now",
+        "num_prompts",
+        "num_tokens",
+        "pairs",
+        "preempted",
+        "prompt_tokens",
+        "requests",
+        "retry",
+        "shares",
+        "starts",
+    )
 
     def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
@@ -44,9 +60,20 @@ class StepDraft:
         self.deltas = BlockDeltas()
         self.preempted = False
         self.retry = False
+        self.shares: dict[Request, int] = {}  # tokens that prompts are to get, where they were decided beforehand
+        self.num_prompts = 0  # requests that more is computed of than the token sampled last
+        self.prompt_tokens = 0  # theirs
+        self.pairs = 0.0  # of these tokens and those before them
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(len(self.requests) - self.num_prompts, self.prompt_tokens, self.pairs)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Plan `num_tokens` of a request that has the blocks for them."""
+        self.num_prompts += 1
+        self.prompt_tokens += num_tokens
+        self.pairs += pairs_of(request.num_computed_tokens, num_tokens)
         end = request.num_computed_tokens + num_tokens
         request.num_computed_tokens = end
         if end == request.num_tokens:
@@ -66,6 +93,7 @@ class InFlight:
     requests: list[Request]  # parallel to plan.rows
     chunks: dict[int, Chunk]
     retry: bool  # a step that runs one request alone after a failure
+    work: StepWork
 
 
 class Rows:
@@ -88,14 +116,39 @@ class Rows:
         return told
 
 
+class Shares(Protocol):
+    """The rule that shares a step between prompts. One token of every request that decodes is not its business."""
+
+    def begin(self, state: SchedulerState, step: StepDraft) -> None:
+        """A step is about to be planned."""
+
+    def of_running(
+        self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
+    ) -> int:
+        """How many of the `wanted` tokens a running request gets; `num_behind` are later in order."""
+
+    def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
+        """Whether a waiting request is to be started in this step; if not, those behind it may be."""
+
+    def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
+        """How many tokens, at least one, a request gets that begins with `start` cached tokens."""
+
+    def measured(self, work: StepWork, seconds: float) -> None:
+        """A step with this work took so long."""
+
+
 class SchedulerState:
-    def __init__(self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+    def __init__(self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue, shares: Shares) -> None:
         self.limits = limits
         self.kv = kv
+        self.shares = shares
         self.requests: dict[str, Request] = {}  # all that are not finished
         # In order of service, so the one to preempt is always the last and is planned after all others.
         self.running: list[Request] = []
+        # Running requests that want more than one token, in the order in which they began.
+        self.prefilling: dict[Request, None] = {}
         self.waiting = waiting
+        self.blocked: OrderKey | None = None  # a waiting request that blocks were short for: nobody passes it
         self.retries: list[Request] = []  # to be run alone, one per step, because a step they were in failed
         self.num_constrained = 0  # of the requests: those with a grammar
         self.rows = Rows(limits.max_num_seqs)
@@ -104,6 +157,7 @@ class SchedulerState:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.step_tokens = 0
+        self.prompt_tokens = 0  # computed since start
 
     def add_running(self, request: Request) -> None:
         running = self.running
@@ -112,11 +166,19 @@ class SchedulerState:
         else:
             insort(running, request, key=order_key)
 
+    def note_progress(self, request: Request) -> None:
+        """A running request wants more than one token now, or does not any more."""
+        if request.num_tokens - request.num_computed_tokens > 1:
+            self.prefilling[request] = None
+        else:
+            self.prefilling.pop(request, None)
+
     def end(self, request: Request) -> None:
         """Drop a request. The caller then calls forget_finished() once for all it has dropped."""
         if request.status is Status.RUNNING:
             self.kv.free(request.kv)
             self.rows.give_back(request.row)
+        self.prefilling.pop(request, None)
         request.status = Status.FINISHED
         request.steady = False
         self.num_constrained -= request.constrained

@@ -66,6 +66,7 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     chunk = step.chunks.get(index)
     num_tokens = step.plan.num_tokens[index]
     end = chunk.end if chunk is not None else len(request.token_ids)
+    state.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - (end - num_tokens))
     prompt_logprobs = _new_prompt_logprobs(request, end - num_tokens, result.prompt_logprobs.get(index))
     if chunk is not None:
         if request.status is Status.RUNNING and chunk.num_preemptions == request.num_preemptions:
@@ -84,6 +85,7 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     if request.status is Status.RUNNING:
         request.store_above = state.kv.store(request.kv, request.token_ids, end)
         request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
+        state.note_progress(request)
         _end_retry(state, request, end)
     logprobs = result.logprobs.get(index)
     output = first_output(request, tokens, reason, prompt_logprobs=prompt_logprobs)

@@ -40,6 +40,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0  # tokens found since start
     step_tokens: int = 0  # tokens computed in this step
     step_time: float = 0.0  # seconds this step took; 0 when no step was finished
+    prompt_tokens: int = 0  # computed since start
+    num_prefilling: int = 0  # of those running: their prompts are not computed yet
+    prefill_tokens_left: int = 0  # theirs
 
     @property
     def kv_cache_usage(self) -> float:

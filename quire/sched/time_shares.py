@@ -1,0 +1,161 @@
+"""How the time of a step is shared between prompts: bounded while anybody would be delayed, the shortest first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.sched.request import OrderKey, Request
+from quire.sched.state import SchedulerState, StepDraft
+from quire.sched.step_times import StepTimes, StepWork, pairs_of
+
+_ALONE = 0.3  # seconds of a step that delays nobody: whoever comes next waits for it
+_STUB = 1.25  # a lone prompt is finished if it is longer than fits by this much
+_LEAST = 16  # tokens; a smaller part of a prompt is not worth its row in a step
+_OLDEST_SHARE = 0.25  # of all prompt tokens, those that the oldest prompt gets at least
+_LOOK_AHEAD = 8  # waiting requests that room is kept for
+
+
+class _Prompt(NamedTuple):
+    request: Request
+    start: int  # computed tokens
+    wanted: int  # tokens that are left
+
+
+class TimeShares:
+    """Decodes come first; prompts get what is left of the target time, those with the fewest tokens left first.
+
+    Nobody starves: the oldest prompt gets a quarter of all prompt tokens, counted over steps, and requests that
+    memory is short for are not passed. Requests of a better priority always come before others.
+    """
+
+    def __init__(self, times: StepTimes, target: float, stretch: float = 2.0) -> None:
+        """`target`: seconds of a step. One may take `stretch` times as long as its decodes alone, if that is more."""
+        self._times = times
+        self._target = target
+        self._stretch = stretch
+        self._credit = 0.0  # prompt tokens that the oldest prompt is behind its share
+        self._oldest: OrderKey | None = None
+        # Of the step that is being planned:
+        self._limit = 0.0  # seconds
+        self._target_now = 0.0
+        self._work = StepWork(0)
+        self._budget = 0
+        self._cap = 0
+
+    def measured(self, work: StepWork, seconds: float) -> None:
+        self._times.measured(work, seconds)
+
+    def begin(self, state: SchedulerState, step: StepDraft) -> None:
+        """Decide what every prompt gets; of waiting ones only the first few are looked at."""
+        if not state.prefilling and not (state.waiting and state.rows.free):
+            return
+        self._begin_step(state, step)
+        prompts = [
+            _Prompt(request, request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+            for request in state.prefilling
+        ]
+        prompts += self._waiting(state)
+        if not prompts:
+            return
+        if len(prompts) == 1 and not self._work.rows:
+            self._cap = self._budget
+        oldest = min(prompts, key=lambda prompt: prompt.request.key)
+        if oldest.request.key != self._oldest:
+            self._oldest, self._credit = oldest.request.key, 0.0
+        prompts.sort(key=lambda prompt: (prompt.request.key[0], prompt.wanted, prompt.request.key))
+        if self._credit > 0.0:
+            prompts.remove(oldest)
+            prompts.insert(0, oldest)
+        decodes = self._work
+        self._allot(step, prompts)
+        total = self._work.prompt_tokens
+        self._credit = max(self._credit + _OLDEST_SHARE * total - step.shares[oldest.request], -float(total))
+        # Waiting requests are counted when they start: not all of them may.
+        self._work = decodes
+        self._budget += total
+        for prompt in prompts:
+            if prompt.request in state.prefilling:
+                self._take(prompt.start, step.shares[prompt.request])
+
+    def of_running(
+        self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
+    ) -> int:
+        return min(step.shares.get(request, wanted), step.budget)
+
+    def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
+        """Whether a waiting request is to be started now. Others may pass it if not."""
+        if not step.requests or state.blocked == request.key:
+            return True
+        if request in step.shares:
+            return step.shares[request] > 0
+        start = _cached(state, request)
+        return self._fitting(start, request.num_tokens - start, self._limit) >= request.num_tokens - start
+
+    def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
+        count = self._fitting(start, wanted, self._limit)
+        if count < wanted:
+            count = max(min(count, step.shares.get(request, 0)), min(_LEAST, wanted))
+        count = min(count, step.budget)
+        self._take(start, count)
+        return count
+
+    def _begin_step(self, state: SchedulerState, step: StepDraft) -> None:
+        num_rows = len(state.running) - len(state.prefilling)
+        self._work = StepWork(num_rows)
+        self._target_now = max(self._target, self._stretch * self._times.of(self._work))
+        self._limit = self._target_now if num_rows else max(self._target_now, _ALONE)
+        self._budget = max(1, step.budget - num_rows)
+        self._cap = min(self._budget, state.limits.long_prefill_token_threshold)
+
+    def _waiting(self, state: SchedulerState) -> list[_Prompt]:
+        """The waiting requests that room is kept for: none if they could not start anyway."""
+        if not state.rows.free:
+            return []
+        first = state.waiting.first(_LOOK_AHEAD)
+        if state.blocked is not None:
+            if any(request.key == state.blocked for request in first):
+                return []
+            state.blocked = None  # it was aborted
+        found = []
+        for request in first:
+            if not request.num_pending:
+                start = _cached(state, request)
+                found.append(_Prompt(request, start, request.num_tokens - start))
+        return found
+
+    def _allot(self, step: StepDraft, prompts: list[_Prompt]) -> None:
+        """Share the step's time between prompts in this order; every one has an entry in step.shares afterwards."""
+        some_catch_up = False
+        for request, start, wanted in prompts:
+            count = self._fitting(start, wanted, self._limit)
+            if len(prompts) == 1 and not self._work.rows and count < wanted <= min(_STUB * count, self._budget):
+                count = wanted
+            if count < wanted and some_catch_up:
+                # Others get their first token from this step: it is not filled up.
+                count = self._fitting(start, wanted, 0.5 * self._target_now)
+            if count < min(wanted, _LEAST):
+                # Somebody must go on, however slow a token is.
+                count = 0 if self._work.prompt_tokens else min(wanted, _LEAST, self._budget)
+            step.shares[request] = count
+            self._take(start, count)
+            some_catch_up |= count == wanted
+
+    def _fitting(self, start: int, wanted: int, limit: float) -> int:
+        """How many of `wanted` tokens fit, besides what is planned, into `limit` seconds and the budget."""
+        most = min(wanted, self._budget, self._cap)
+        work = self._work
+        all_of_it = StepWork(work.rows, work.prompt_tokens + most, work.pairs + pairs_of(start, most))
+        if self._times.of(all_of_it) <= limit:
+            return most
+        return min(most, self._times.fitting(work, start, limit))
+
+    def _take(self, start: int, count: int) -> None:
+        if count:
+            rows, tokens, pairs = self._work
+            self._work = StepWork(rows, tokens + count, pairs + pairs_of(start, count))
+            self._budget = max(0, self._budget - count)
+
+
+def _cached(state: SchedulerState, request: Request) -> int:
+    """How many tokens of a waiting request the prefix cache has now."""
+    return state.kv.find_prefix(request.kv, request.token_ids).num_tokens if request.may_reuse_prefix else 0
