@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import date, datetime
+from math import inf
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -109,6 +110,9 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(f"num_threads is {threads} but must be at most {MAX_THREADS}; as many as cores is usual")
     if config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None:
         check_budget(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    target = config.scheduler.step_time_target
+    if target is not None and not 0 <= target < inf:
+        raise ConfigError(f"step_time_target is {target} but must be a number of seconds; 0 is no bound")
     timeout = config.structured.structured_outputs_compile_timeout
     if not timeout > 0:
         raise ConfigError(f"structured_outputs_compile_timeout is {timeout} but must be above 0")

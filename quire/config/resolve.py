@@ -21,10 +21,11 @@ class DeviceDefaults:
     attention_backend: str
     activations: str = "auto"  # what `quantization` rounds rows to
     deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
+    step_time_target: float = 0.08  # seconds
 
 
-# What a mode makes of the default budget of a step and of the default number of requests at once.
-_MODES = {"balanced": (1.0, 1), "interactivity": (0.25, 1), "throughput": (2.0, 2)}
+# What a mode makes of the default budget of a step, number of requests at once, and time of a step.
+_MODES = {"balanced": (1.0, 1, 1.0), "interactivity": (0.25, 1, 0.45), "throughput": (2.0, 2, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
+    step_time_target: float  # seconds; 0: no bound
     steps_in_flight: int
     attention_backend: str
     reasons: dict[str, str]
@@ -48,14 +50,14 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     reasons: dict[str, str] = {}
 
-    def pick(name: str, given: int | str | None, default: int | str, reason: str) -> int | str:
+    def pick(name: str, given: float | str | None, default: float | str, reason: str) -> float | str:
         unset = given is None or given == "auto"
         reasons[name] = reason if unset else "set by the user"
         return default if unset or given is None else given
 
     on_device = f"default on {defaults.device}"
     sched = config.scheduler
-    budget_factor, seqs_factor = _MODES[sched.performance_mode]
+    budget_factor, seqs_factor, time_factor = _MODES[sched.performance_mode]
     for_mode = on_device if sched.performance_mode == "balanced" else f"{on_device}, for {sched.performance_mode}"
     dtype = str(pick("dtype", config.model.dtype, defaults.dtype, defaults.dtype_reason))
     method = str(
@@ -99,6 +101,9 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
             "half of max_num_batched_tokens",
         )
     )
+    target = float(
+        pick("step_time_target", sched.step_time_target, defaults.step_time_target * time_factor, for_mode)
+    )
     in_flight = int(pick("steps_in_flight", sched.steps_in_flight, defaults.steps_in_flight, on_device))
     fixed = config.device.deterministic and defaults.deterministic_backend
     backend = str(
@@ -116,6 +121,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=min(threshold, budget),
+        step_time_target=target,
         steps_in_flight=in_flight,
         attention_backend=backend,
         reasons=reasons,

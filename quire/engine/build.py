@@ -9,6 +9,8 @@ from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.step_times import Prior, StepTimes
+from quire.sched.time_shares import make_shares
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
@@ -31,6 +33,11 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         policy=config.scheduler.policy,
         max_model_len=ledger.max_model_len,
         kv=kv,
+        shares=make_shares(
+            settings.step_time_target,
+            config.scheduler.performance_mode,
+            StepTimes(Prior(*worker.platform.step_times), worker.step_sizes),
+        ),
     )
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, worker.mask_room)
     core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight, Constraints(grammars))

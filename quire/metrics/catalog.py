@@ -37,6 +37,9 @@ NUM_RUNNING = Metric("num_requests_running", "gauge", "Completions that the engi
 NUM_WAITING = Metric("num_requests_waiting", "gauge", "Completions that wait in the engine's queue.")
 KV_USAGE = Metric("kv_cache_usage_perc", "gauge", "Share of KV blocks in use; 1 is all of them.")
 ENGINE_UP = Metric("engine_up", "gauge", "1 while an engine serves, 0 while there is none.")
+NUM_PREFILLING = Metric(
+    "num_requests_prefilling", "gauge", "Of those that run: completions whose prompts are not computed yet."
+)
 CACHE_INFO = Metric(
     "cache_config_info",
     "gauge",
@@ -44,6 +47,11 @@ CACHE_INFO = Metric(
     ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs"),
 )
 PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token.")
+COMPUTED_PROMPT_TOKENS = Metric(
+    "prompt_tokens_computed_total",
+    "counter",
+    "Prompt tokens that steps have computed, at once and not only with a first token; again after a preemption.",
+)
 CACHED_TOKENS = Metric(
     "prompt_tokens_cached_total", "counter", "Those of prompt_tokens_total that the prefix cache had already."
 )

@@ -29,7 +29,10 @@ def _call_later(seconds: float, call: Callable[[], None]) -> Timer:
 
 
 class StatsLog(Observer):
-    """The first event after a quiet time starts a timer; an interval without events stops it, so idling is free."""
+    """The first event after a quiet time starts a timer; an interval without work stops it, so idling is free.
+
+    Prompt tokens are counted as steps compute them. A step that is longer than an interval is work, too.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,6 @@ class StatsLog(Observer):
 
     def on_tokens(self, event: TokenEvent) -> None:
         self._note()
-        self._num_prompt_tokens += event.num_prompt_tokens
         self._num_generation_tokens += event.num_generation_tokens
         self._num_first_tokens += len(event.first_token_latencies)
         self._first_token_seconds += sum(event.first_token_latencies)
@@ -84,7 +86,7 @@ class StatsLog(Observer):
 
     def _tick(self) -> None:
         self._timer = None
-        if not self._changed:
+        if not self._changed and not self._stats.num_running and not self._stats.num_waiting:
             return
         fields = self._fields()
         logger.info("%s", _line(fields), extra={"fields": fields})
@@ -94,7 +96,6 @@ class StatsLog(Observer):
     def _begin_interval(self) -> None:
         self._changed = False
         self._begin = self._clock()
-        self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_first_tokens = 0
         self._first_token_seconds = 0.0
@@ -102,6 +103,7 @@ class StatsLog(Observer):
         self._queries_before = self._counters.prefix_queries
         self._hits_before = self._counters.prefix_hits
         self._preemptions_before = self._counters.num_preemptions
+        self._prompt_tokens_before = self._counters.prompt_tokens
 
     def _fields(self) -> dict[str, float]:
         """What the interval was like. What has no value in it is left out."""
@@ -111,13 +113,18 @@ class StatsLog(Observer):
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "kv_usage": 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
-            "prompt_tokens_per_second": self._num_prompt_tokens / seconds,
+            "prompt_tokens_per_second": (self._counters.prompt_tokens - self._prompt_tokens_before) / seconds,
             "generation_tokens_per_second": self._num_generation_tokens / seconds,
             "finished": ends["stop"] + ends["length"] + ends["repetition"],
             "aborted": ends["abort"],
             "failed": ends["error"],
             "preempted": self._counters.num_preemptions - self._preemptions_before,
         }
+        if stats.num_prefilling:
+            fields["prefilling"] = stats.num_prefilling
+            fields["prefill_tokens_left"] = stats.prefill_tokens_left
+        if not self._changed:
+            fields["stalled_seconds"] = seconds
         queries = self._counters.prefix_queries - self._queries_before
         if queries:
             fields["prefix_hit_rate"] = (self._counters.prefix_hits - self._hits_before) / queries
@@ -127,11 +134,16 @@ class StatsLog(Observer):
 
 
 def _line(fields: dict[str, float]) -> str:
+    running = f"{fields['running']} running"
+    if "prefilling" in fields:
+        running += f" ({fields['prefilling']} in prefill, {fields['prefill_tokens_left']} tokens left)"
     parts = [
-        f"{fields['running']} running, {fields['waiting']} waiting, KV {100 * fields['kv_usage']:.1f} %",
+        f"{running}, {fields['waiting']} waiting, KV {100 * fields['kv_usage']:.1f} %",
         f"prompt {fields['prompt_tokens_per_second']:.1f} tok/s"
         f", generation {fields['generation_tokens_per_second']:.1f} tok/s",
     ]
+    if "stalled_seconds" in fields:
+        parts.append(f"no step finished in {fields['stalled_seconds']:.0f} s")
     if "mean_ttft" in fields:
         parts.append(f"TTFT {fields['mean_ttft']:.3f} s")
     if "prefix_hit_rate" in fields:

@@ -53,6 +53,7 @@ class PrometheusObserver(Observer, Collector):
     def on_stats(self, stats: EngineStats) -> None:
         self._running.value = stats.num_running
         self._waiting.value = stats.num_waiting
+        self._prefilling.value = stats.num_prefilling
         if stats.num_blocks:
             self._kv_usage.value = stats.kv_cache_usage
         counters = self._counters
@@ -60,6 +61,7 @@ class PrometheusObserver(Observer, Collector):
         self._preemptions.value = counters.num_preemptions
         self._prefix_queries.value = counters.prefix_queries
         self._prefix_hits.value = counters.prefix_hits
+        self._computed_prompt_tokens.value = counters.prompt_tokens
         if stats.step_time:
             self._step_time.observe(stats.step_time)
             self._step_tokens.observe(stats.step_tokens)
@@ -93,7 +95,7 @@ class PrometheusObserver(Observer, Collector):
         self._http_time.at(event.route).observe(event.seconds)
 
     def on_engine_down(self) -> None:
-        for gauge in (self._up, self._running, self._waiting, self._kv_usage):
+        for gauge in (self._up, self._running, self._waiting, self._prefilling, self._kv_usage):
             gauge.value = 0
         self._counters.restart()
 
@@ -124,6 +126,7 @@ class PrometheusObserver(Observer, Collector):
     def _make_engine_series(self) -> None:
         self._running = self._number(catalog.NUM_RUNNING)
         self._waiting = self._number(catalog.NUM_WAITING)
+        self._prefilling = self._number(catalog.NUM_PREFILLING)
         self._kv_usage = self._number(catalog.KV_USAGE)
         self._up = self._number(catalog.ENGINE_UP)
         self._cache_info = self._numbers(catalog.CACHE_INFO)
@@ -136,6 +139,7 @@ class PrometheusObserver(Observer, Collector):
 
     def _make_request_series(self) -> None:
         self._prompt_tokens = self._number(catalog.PROMPT_TOKENS)
+        self._computed_prompt_tokens = self._number(catalog.COMPUTED_PROMPT_TOKENS)
         self._cached_tokens = self._number(catalog.CACHED_TOKENS)
         self._generation_tokens = self._number(catalog.GENERATION_TOKENS)
         self._success = self._numbers(catalog.SUCCESS)

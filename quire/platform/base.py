@@ -55,6 +55,10 @@ class Platform(ABC):
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
     default_steps_in_flight: int
+    default_step_time_target: float  # seconds of a step with prompts while it delays others
+    # What a step of a middling model takes, in seconds: in any case, for a row that decodes, for a prompt token, and
+    # for a pair of a prompt token and a token before it.
+    step_times: tuple[float, float, float, float]
     attention_backends: tuple[str, ...]  # in order of preference
     deterministic_backend: str  # the one for --deterministic; "": all are
     uses_host_memory: bool  # whether the engine's memory is the machine's own, which other processes take from too

@@ -86,6 +86,10 @@ class CudaGraphs:
         self._sample_size = 0
         self._usual = self._usual_captures()
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return self._sizes.mixed
+
     @torch.inference_mode()
     def forward(self, step: Step) -> bool:
         shape = step.shape

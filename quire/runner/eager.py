@@ -31,6 +31,10 @@ class Eager:
     ) -> None:
         self._program, self._head, self._prompt_logprobs, self._padding = program, head, prompt_logprobs, padding
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return ()
+
     def capture_next(self) -> bool:
         return False
 

@@ -55,6 +55,10 @@ class KernelList:
     def is_recorded(self) -> bool:
         return self._forward is not None
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return ()
+
     def capture_next(self) -> bool:
         """Trace a usual kind of sampling that is missing."""
         if self._forward is None:

@@ -59,6 +59,11 @@ class Runner:
             way.sample(step)
         return RunningStep(self, step, way)
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that mixed steps are padded to, up to the largest of them."""
+        return max((way.step_sizes for way in self.ways), key=len)
+
     def capture_next(self) -> bool:
         """Capture one more kind of step that may come; False if there is none."""
         return any(way.capture_next() for way in self.ways)

@@ -8,6 +8,10 @@ from quire.runner.step import Step
 
 
 class Way(Protocol):
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that mixed steps are padded to, up to the largest of them; none: they are not."""
+
     def forward(self, step: Step) -> bool:
         """Start the forward pass of a step and leave what it samples from; False if this way cannot run it.
 

@@ -11,7 +11,7 @@ class TokenShares:
     """Prompts in order of service, each as much as the step has room for, whatever time that takes."""
 
     def begin(self, state: SchedulerState, step: StepDraft) -> None:
-        pass
+        return None
 
     def of_running(
         self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
@@ -40,4 +40,4 @@ class TokenShares:
         return count
 
     def measured(self, work: StepWork, seconds: float) -> None:
-        pass
+        return None

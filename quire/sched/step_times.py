@@ -53,7 +53,10 @@ class StepTimes:
         """Return the predicted seconds of a step."""
         fixed, per_row, per_token, per_pair = self._factors
         return (
-            fixed + per_row * work.rows + per_token * self._padded(work.rows, work.prompt_tokens) + per_pair * work.pairs
+            fixed
+            + per_row * work.rows
+            + per_token * self._padded(work.rows, work.prompt_tokens)
+            + per_pair * work.pairs
         )
 
     def measured(self, work: StepWork, seconds: float) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.sched.request import OrderKey, Request
-from quire.sched.state import SchedulerState, StepDraft
+from quire.sched.shares import TokenShares
+from quire.sched.state import SchedulerState, Shares, StepDraft
 from quire.sched.step_times import StepTimes, StepWork, pairs_of
 
 _ALONE = 0.3  # seconds of a step that delays nobody: whoever comes next waits for it
@@ -13,6 +14,7 @@ _STUB = 1.25  # a lone prompt is finished if it is longer than fits by this much
 _LEAST = 16  # tokens; a smaller part of a prompt is not worth its row in a step
 _OLDEST_SHARE = 0.25  # of all prompt tokens, those that the oldest prompt gets at least
 _LOOK_AHEAD = 8  # waiting requests that room is kept for
+_STRETCH = {"interactivity": 1.5}  # how much longer than its decodes a step may be in any case; 2 in other modes
 
 
 class _Prompt(NamedTuple):
@@ -154,6 +156,11 @@ class TimeShares:
             rows, tokens, pairs = self._work
             self._work = StepWork(rows, tokens + count, pairs + pairs_of(start, count))
             self._budget = max(0, self._budget - count)
+
+
+def make_shares(target: float, mode: str, times: StepTimes) -> Shares:
+    """The rule for a mode and a target in seconds, 0 for none."""
+    return TimeShares(times, target, _STRETCH.get(mode, 2.0)) if target else TokenShares()
 
 
 def _cached(state: SchedulerState, request: Request) -> int:

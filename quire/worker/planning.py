@@ -183,6 +183,7 @@ def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype
         steps_in_flight=platform.default_steps_in_flight,
         attention_backend=_best_backend(platform, default if given == "auto" else getattr(torch, given)),
         deterministic_backend=platform.deterministic_backend,
+        step_time_target=platform.default_step_time_target,
     )
 
 

@@ -106,6 +106,11 @@ class Worker:
         """Do something that steps to come will need, if there is anything; False if not."""
         return self.runner.capture_next()
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that steps with prompts are padded to, up to the largest of them."""
+        return self.runner.step_sizes
+
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,6 +12,9 @@ from quire.engine.core import EngineCore
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.shares import TokenShares
+from quire.sched.state import Shares
+from quire.sched.step_times import StepWork
 from quire.types.errors import EngineDeadError
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
@@ -48,7 +52,19 @@ class Device(Executor):
         self.unread = 0
 
 
-def make_core(steps_in_flight: int = 1) -> tuple[EngineCore, Device]:
+class Measured(TokenShares):
+    """Remembers the durations of steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def measured(self, work: StepWork, seconds: float) -> None:
+        self.seconds.append(round(seconds, 6))
+
+
+def make_core(
+    steps_in_flight: int = 1, shares: Shares | None = None, clock: Callable[[], float] = time.monotonic
+) -> tuple[EngineCore, Device]:
     layout = plan_layout([LayerKV("full", None, 4)] * 2, 4)
     kv = KVCacheManager(layout, 65, True)
     scheduler = Scheduler(
@@ -58,9 +74,10 @@ def make_core(steps_in_flight: int = 1) -> tuple[EngineCore, Device]:
         policy="fcfs",
         max_model_len=MAX_LEN,
         kv=kv,
+        shares=shares,
     )
     device = Device(FakeExecutor(layout, 65, 8))
-    return EngineCore(scheduler, device, steps_in_flight), device
+    return EngineCore(scheduler, device, steps_in_flight, clock=clock), device
 
 
 def request(name: str, length: int = 5, max_tokens: int = 8) -> EngineRequest:
@@ -152,3 +169,34 @@ def test_stats_come_also_when_an_abort_leaves_nothing_to_do() -> None:
     stats = core.step().stats
     assert stats is not None
     assert (stats.num_running, stats.num_free_blocks, stats.step_time) == (0, stats.num_blocks, 0.0)
+
+
+class Late(Device):
+    """Steps run one after the other on a fake clock; a result comes when its step is done."""
+
+    now = 0.0
+    ends = 0.0
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        future = super().execute(plan)
+        self.ends = end = max(self.now, self.ends) + 0.010
+        done = future.result
+
+        def result(timeout: float | None = None) -> StepResult:
+            self.now = max(self.now, end)
+            return done(timeout)
+
+        future.result = result  # type: ignore[method-assign]
+        return future
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_a_step_is_measured_without_those_it_waited_for(steps_in_flight: int) -> None:
+    shares = Measured()
+    core, device = make_core(steps_in_flight, shares, lambda: late.now)
+    core.executor = late = Late(device.fake)
+    core.add_request(request("a", 3, 6))
+    while core.has_work():
+        core.step()
+        late.now += 0.002  # the loop does other things, too
+    assert shares.seconds == [0.01] * 6

@@ -58,7 +58,7 @@ def ended(*reasons: str) -> RequestEnd:
 def test_a_line_says_what_the_last_ten_seconds_were_like(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     log = make(clock)
     log.on_tokens(TokenEvent(300, 1000, 500, [0.1, 0.3]))
-    log.on_stats(EngineStats(3, 2, 200, 150, 1, 1000, 250, 64, 0.01))
+    log.on_stats(EngineStats(3, 2, 200, 150, 1, 1000, 250, 64, 0.01, prompt_tokens=1000))
     log.on_request_end(ended("stop", "length", "abort"))
     log.on_request_end(ended("error"))
     clock.pass_by(9.9)
@@ -79,9 +79,36 @@ def test_each_line_is_about_its_own_interval(clock: Clock, caplog: pytest.LogCap
     log.on_tokens(TokenEvent(50, 10, 0, [0.1]))
     clock.pass_by(10)
     log.on_stats(EngineStats(1, 0, 100, 80, 4, 1000, 500))
-    log.on_tokens(TokenEvent(20))
+    log.on_tokens(TokenEvent(20, 500, 0, [0.1]))  # a first token brings no prompt tokens: they were counted before
     clock.pass_by(10)
-    assert caplog.messages[1:] == ["1 running, 0 waiting, KV 20.0 %; prompt 0.0 tok/s, generation 2.0 tok/s"]
+    assert caplog.messages[1:] == [
+        "1 running, 0 waiting, KV 20.0 %; prompt 0.0 tok/s, generation 2.0 tok/s; TTFT 0.100 s"
+    ]
+
+
+def test_a_long_prefill_is_counted_as_it_is_computed(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    log = make(clock)
+    for step in range(1, 21):  # no token comes out of these
+        log.on_stats(
+            EngineStats(1, 0, 100, 90, step_time=1.0, prompt_tokens=300 * step, num_prefilling=1,
+                        prefill_tokens_left=7000 - 300 * step)
+        )  # fmt: skip
+        clock.pass_by(1)
+    assert caplog.messages == [
+        f"1 running (1 in prefill, {left} tokens left), 0 waiting, KV 10.0 %;"
+        " prompt 300.0 tok/s, generation 0.0 tok/s"
+        for left in (4000, 1000)
+    ]
+
+
+def test_a_step_longer_than_the_interval_is_not_idleness(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    log = make(clock)
+    log.on_stats(EngineStats(1, 2, 100, 90, prompt_tokens=512, num_prefilling=1, prefill_tokens_left=6488))
+    clock.pass_by(20)
+    assert caplog.messages[1].endswith("generation 0.0 tok/s; no step finished in 10 s")
+    log.on_stats(EngineStats(0, 0, 100, 100, prompt_tokens=7000))
+    clock.pass_by(60)
+    assert len(caplog.messages) == 3, "then nothing runs or waits, and there is nothing to say"
 
 
 def test_silence_when_nothing_happens_and_no_timer_runs(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,10 @@ class Spy:
         self.ran: list[StepShape] = []
         self.refused: list[StepShape] = []
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return self.way.step_sizes
+
     def forward(self, step: Step) -> bool:
         taken = self.way.forward(step)
         (self.ran if taken else self.refused).append(step.shape)

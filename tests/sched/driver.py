@@ -10,6 +10,8 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
+from quire.sched.step_times import StepTimes
+from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -51,7 +53,9 @@ class Driver:
         max_model_len: int = 64,
         prefix_caching: bool = True,
         depth: int = 1,
+        step_time: float = 0.0,
     ) -> None:
+        """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
         self.kv = KVCacheManager(layout, num_blocks, prefix_caching)
         self.scheduler = Scheduler(
@@ -61,6 +65,7 @@ class Driver:
             policy=policy,
             max_model_len=max_model_len,
             kv=self.kv,
+            shares=make_shares(step_time, "balanced", StepTimes()),
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget
@@ -110,7 +115,8 @@ class Driver:
             else:
                 self.scheduler.recover(plan)
         else:
-            self._collect(self.scheduler.update(plan, result).outputs)
+            seconds = 0.001 * (plan.step_id * 37 % 50)
+            self._collect(self.scheduler.update(plan, result, seconds).outputs)
         self.scheduler.check_integrity()
 
     def step(self) -> None:

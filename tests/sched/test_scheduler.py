@@ -43,6 +43,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=draw(st.booleans()),
         depth=draw(st.integers(1, 3)),
+        step_time=draw(st.sampled_from([0.0, 0.001, 0.02, 1.0])),
     )
 
 
@@ -176,8 +177,33 @@ def test_stats_follow_the_steps() -> None:
     driver.run()
     stats = driver.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (31, 8)
+    assert stats.prompt_tokens == 31 - 8
     assert driver.outputs["c"][0].num_cached_tokens == 8
     assert stats.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("budget", [3, 7, 19, 64])
+def test_prompt_tokens_are_counted_as_they_are_computed(budget: int) -> None:
+    driver = Driver(budget=budget, prefix_caching=False)
+    driver.add(make_request("a", SHARED[:20], 5))
+    counted = []
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        counted.append(driver.scheduler.stats().prompt_tokens)
+    assert counted == [min(20, budget * step) for step in range(1, len(counted) + 1)]
+
+
+def test_stats_tell_of_prompts_in_the_making() -> None:
+    driver = Driver(budget=8)
+    driver.add(make_request("a", [1], 8))
+    driver.step()
+    driver.add(make_request("b", SHARED[:20], 2))
+    driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.num_running, stats.num_prefilling, stats.prefill_tokens_left) == (2, 1, 13)
+    driver.abort("b")
+    stats = driver.scheduler.stats()
+    assert (stats.num_running, stats.num_prefilling, stats.prefill_tokens_left) == (1, 0, 0)
 
 
 def test_a_steady_decode_step_carries_no_changes() -> None:
