@@ -1,169 +1,283 @@
-"""What refusing prompts that are far too long costs: time, memory of the API process, the stall of another stream.
+"""What long prompts do to running streams and short requests, in each performance mode, and what the bound costs.
 
-    python benchmarks/long_prompts.py [--before FOLDER]
+    python benchmarks/long_prompts.py                                  # the default model, two prompts of 7,000 tokens
+    python benchmarks/long_prompts.py --shape llama-8b --streams 16 --long-prompts 1 --long-tokens 100000
 
-The real server with the default model's tokenizer and a context of 8,192 tokens, over the fake engine of
-api_process.py. With --before, the same requests go to the Quire in that folder first.
+In each mode streams and short requests run alone first, then beside the long prompts. A time to first token counts
+from when a request was due; HTTP is left out. `before` is the rule by tokens alone with today's default budget.
+Writes JSON and, where both `before` and `balanced` ran, a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import json
-import os
-import re
-import subprocess
-import sys
+import random
+import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import resident_bytes
-from report import environment, write_results
-from rich.console import Console
-from rich.table import Table
+from gpu import SHAPES
+from report import RESULTS, environment, write_results
 
-import quire
-from quire.types.errors import EngineDeadError
+from quire.bench.svg import Panel, Svg, linear_ticks, log_ticks
+from quire.config.engine import EngineConfig
+from quire.engine.client import EngineClient, make_inproc_client
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
 
-RATE = 100.0  # tokens per second of the stream that is watched
-MEGABYTE = 1 << 20
-REQUESTS: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
-    "15 MB of text": ("completions", lambda: {"prompt": "The quick brown fox. " * 750_000}, 1),
-    "10 MB of 'a '": ("completions", lambda: {"prompt": "a " * 5_000_000}, 1),
-    "10 MB of 'a ', four at once": ("completions", lambda: {"prompt": "a " * 5_000_000}, 4),
-    "15 MB of chat": (
-        "chat/completions",
-        lambda: {"messages": [{"role": "user", "content": "The quick brown fox. " * 750_000}]},
-        1,
-    ),
-    "200,000 messages": (
-        "chat/completions",
-        lambda: {"messages": [{"role": "user", "content": "Hello"}] * 200_000},
-        1,
-    ),
-    "100,000 bad words": ("completions", lambda: {"prompt": "Hi", "bad_words": [f"w{i}" for i in range(100_000)]}, 1),
+MODES: dict[str, dict[str, Any]] = {
+    "before": {"performance_mode": "balanced", "step_time_target": 0.0},
+    "throughput": {"performance_mode": "throughput"},
+    "balanced": {"performance_mode": "balanced"},
+    "interactivity": {"performance_mode": "interactivity"},
 }
+COLOURS = {"before": "orange", "balanced": "blue"}
+SHORT_OUTPUTS = 4
+WARM_UP = 3.0  # seconds
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """The server of the Quire in that folder, and its port."""
-    script = Path(__file__).with_name("api_process.py")
-    command = [sys.executable, str(script), "--serve", "--rate", str(RATE)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(folder)}
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"serving on http://\S+:(\d+), ready", line):
-            return process, int(found[1])
-    raise EngineDeadError("the server did not start")
+@dataclass
+class Life:
+    """What became of one request; seconds on the clock of the run."""
+
+    kind: str
+    due: float
+    prompt_tokens: int
+    times: list[float] = field(default_factory=list)  # of its tokens
 
 
-def head(path: str, body: bytes) -> bytes:
-    lines = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+class Load:
+    """One engine, driven by its caller: requests go in when they are due, as between the steps of a server's engine."""
+
+    def __init__(self, client: EngineClient, seed: int = 0) -> None:
+        self.client = client
+        self.random = random.Random(seed)
+        self.lives: dict[str, Life] = {}
+        self._due: deque[tuple[float, str, int, int]] = deque()
+        self._begin = time.perf_counter()
+        self._vocab_size = client.info.vocab_size
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def add(self, kind: str, num_prompt_tokens: int, num_outputs: int, due: float | None = None) -> str:
+        name = f"{kind}-{len(self.lives)}"
+        self.lives[name] = Life(kind, self.now if due is None else due, num_prompt_tokens)
+        params = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True, detokenize=False)
+        token_ids = [self.random.randrange(10, self._vocab_size - 10) for _ in range(num_prompt_tokens)]
+        self.client.add_request(
+            EngineRequest(request_id=name, token_ids=token_ids, params=params, max_tokens=num_outputs)
+        )
+        return name
+
+    def step(self) -> None:
+        """One step, if there is work."""
+        outputs = self.client.get_outputs()
+        now = self.now
+        for output in outputs.outputs:
+            assert output.error is None, output.error
+            self.lives[output.request_id].times += [now] * len(output.token_ids)
+
+    def run_until(self, seconds: float, short_every: float, short_tokens: int, awaited: list[str]) -> None:
+        """Short requests come at even times until `seconds` have passed and all of `awaited` have a first token."""
+        begin = next_due = self.now
+        while self.now < begin + seconds or not all(self.lives[name].times for name in awaited):
+            while next_due <= self.now:
+                self.add("short", short_tokens, SHORT_OUTPUTS, next_due)
+                # Not quite even, so that arrivals do not fall in step with steps.
+                next_due += short_every * self.random.uniform(0.7, 1.3)
+            self.step()
+
+    def finish(self) -> None:
+        while self.client.has_unfinished():
+            self.step()
+
+    def within(self, kind: str, begin: float, end: float) -> list[Life]:
+        return [life for life in self.lives.values() if life.kind == kind and begin <= life.due < end]
+
+    def gaps(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """(time, seconds since the token before) of the streams' tokens."""
+        pairs = [
+            (later, later - time)
+            for life in self.lives.values()
+            if life.kind == "stream"
+            for time, later in zip(life.times, life.times[1:], strict=False)
+            if begin <= time and later <= end
+        ]
+        return sorted(pairs)
 
 
-async def ask(port: int, path: str, body: bytes) -> int:
-    """The status; 0 if the connection was lost."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(head(path, body))
-        writer.write(body)
-        await writer.drain()
-        line = await reader.readline()
-        await reader.read()
-        return int(line.split()[1]) if line else 0
-    except ConnectionError:
-        return 0
-    finally:
-        writer.close()
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-async def watch(port: int, gaps: list[float]) -> None:
-    """Read a stream for ever, and note the time between its events."""
-    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 8000}).encode()
-    while True:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head("completions", body) + body)
-        await reader.readuntil(b"data: ")
-        last = time.monotonic()
-        while await reader.read(1 << 16):
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-        writer.close()
-
-
-async def measure(pid: int, port: int, path: str, body: bytes, count: int) -> dict[str, float]:
-    gaps: list[float] = []
-    peak = before = resident_bytes(pid)
-    stream = asyncio.create_task(watch(port, gaps))
-    await asyncio.sleep(1)
-    quiet = max(gaps, default=0.0)
-    gaps.clear()
-    begin = time.monotonic()
-    asked = asyncio.gather(*(ask(port, path, body) for _ in range(count)))
-    while not asked.done():
-        peak = max(peak, resident_bytes(pid))
-        await asyncio.sleep(0.01)
-    seconds = time.monotonic() - begin
-    stall = max(gaps, default=seconds)
-    await asyncio.sleep(1)
-    stream.cancel()
-    await asyncio.gather(stream, return_exceptions=True)
+def summary(load: Load, begin: float, end: float) -> dict[str, Any]:
+    gaps = [gap for _, gap in load.gaps(begin, end)]
+    # Those that have not been answered yet have waited until now at least.
+    ttfts = [(life.times[0] if life.times else load.now) - life.due for life in load.within("short", begin, end)]
+    in_time = [life for life in load.lives.values() if life.times and begin <= life.times[0] <= end]
+    outputs = sum(sum(begin <= time <= end for time in life.times) for life in load.lives.values())
+    tokens = outputs + sum(life.prompt_tokens for life in in_time)
     return {
-        "status": max(asked.result()),
-        "seconds": seconds,
-        "stall_s": stall,
-        "stall_before_s": quiet,
-        "peak_mb": (peak - before) / MEGABYTE,
-        "kept_mb": (resident_bytes(pid) - before) / MEGABYTE,
+        "seconds": end - begin,
+        "inter_token_ms": {name: 1e3 * percentile(gaps, share) for name, share in _SHARES.items()},
+        "short_ttft_ms": {name: 1e3 * percentile(ttfts, share) for name, share in _SHARES.items()},
+        "num_short": len(ttfts),
+        "output_tokens": outputs,
+        "tokens_per_s": tokens / (end - begin),
     }
 
 
-def run(folder: Path) -> dict[str, dict[str, float]]:
-    """Each kind of request against a server that has just started."""
-    results = {}
-    for name, (path, make, count) in REQUESTS.items():
-        process, port = start(folder)
-        try:
-            asyncio.run(measure(process.pid, port, "completions", b'{"prompt": "Hi"}', 1))
-            results[name] = asyncio.run(measure(process.pid, port, path, json.dumps(make()).encode(), count))
-        finally:
-            process.terminate()
-            process.communicate()
-    return results
+_SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
-def show(name: str, results: dict[str, dict[str, float]]) -> None:
-    table = Table("request", "status", "s", "stall of a stream, ms", "peak, MB", "kept, MB", title=name)
-    for request, row in results.items():
-        table.add_row(
-            request,
-            f"{row['status']:.0f}",
-            f"{row['seconds']:.2f}",
-            f"{1000 * row['stall_s']:.0f}",
-            f"{row['peak_mb']:.0f}",
-            f"{row['kept_mb']:.0f}",
-        )
-    Console().print(table)
+def make_client(args: argparse.Namespace, settings: dict[str, Any]) -> EngineClient:
+    chosen: dict[str, Any] = {"enable_prefix_caching": False, **settings}
+    if args.shape is not None:
+        folder = Path(tempfile.mkdtemp())
+        longest = args.long_tokens + 4096
+        shared = {"max_position_embeddings": longest, "hidden_act": "silu", "eos_token_id": 2}
+        (folder / "config.json").write_text(json.dumps({**shared, **SHAPES[args.shape]}))
+        chosen |= {"model": str(folder), "load_format": "dummy", "max_model_len": longest}
+    else:
+        chosen["model"] = args.model
+    return make_inproc_client(EngineConfig.from_flat(**chosen))
+
+
+def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    client = make_client(args, MODES[mode])
+    load = Load(client)
+    every, short = args.short_every, args.short_tokens
+    # What is compiled, captured and learnt at first is no part of the figures: a long prompt beside everything else.
+    streams = [load.add("warm-up", args.stream_tokens, 4000) for _ in range(args.streams)]
+    load.run_until(WARM_UP, every, short, streams)
+    if not args.no_warm_up:
+        load.run_until(0.0, every, short, [load.add("warm-up", args.long_tokens, 1)])
+    client.abort(streams)
+    load.finish()
+    streams = [load.add("stream", args.stream_tokens, 1 << 20 if args.shape is None else 4000)]
+    streams += [load.add("stream", args.stream_tokens, 4000) for _ in range(args.streams - 1)]
+    load.run_until(1.0, every, short, streams)
+    begin = load.now
+    load.run_until(args.alone_seconds, every, short, [])
+    alone = summary(load, begin, load.now)
+    begin = load.now
+    prompts = [load.add("long", args.long_tokens, SHORT_OUTPUTS) for _ in range(args.long_prompts)]
+    load.run_until(0.0, every, short, prompts)
+    end = load.now
+    load.run_until(0.5, every, short, [])
+    beside = summary(load, begin, end)
+    beside["long_ttft_s"] = [load.lives[name].times[0] - begin for name in prompts]
+    client.abort(list(load.lives))
+    load.finish()
+    client.shutdown()
+    return {
+        "alone": alone,
+        "beside": beside,
+        "gaps": [(round(at - begin, 4), round(gap, 5)) for at, gap in load.gaps(begin, end)],
+        "short_ttfts": [
+            (round(life.due - begin, 4), round(life.times[0] - life.due, 5))
+            for life in load.within("short", begin, end)
+            if life.times
+        ],
+    }
+
+
+def show(found: dict[str, dict[str, Any]]) -> None:
+    print(f"\n{'':14}{'inter-token ms':>34}{'TTFT of short ms':>26}{'long prompts':>13}{'all':>9}")
+    print(f"{'':14}{'':8}" + f"{'p50':>8}{'p99':>9}{'max':>9}" * 2 + f"{'s':>13}{'tok/s':>9}")
+    for mode, result in found.items():
+        for part in ("alone", "beside"):
+            one = result[part]
+            times = [one[name][share] for name in ("inter_token_ms", "short_ttft_ms") for share in _SHARES]
+            row = f"{mode:14}{part:8}" + "".join(
+                f"{value:{8 if index % 3 == 0 else 9}.1f}" for index, value in enumerate(times)
+            )
+            last = f"{max(one['long_ttft_s']):13.2f}" if "long_ttft_s" in one else f"{'':13}"
+            print(row + last + f"{one['tokens_per_s']:9.0f}")
+
+
+def draw(found: dict[str, dict[str, Any]], title: str, subtitle: str) -> str:
+    """Gaps of the streams and TTFT of the short requests over time, before and after."""
+    svg = Svg(920, 420, title, subtitle)
+    svg.legend(896, 32, COLOURS.items())
+    length = max(found[mode]["beside"]["seconds"] for mode in COLOURS)
+    panels = (("gaps", "Time between two tokens of a stream, ms"), ("short_ttfts", "Short requests: TTFT, ms"))
+    for column, (name, text) in enumerate(panels):
+        values = [1e3 * value for mode in COLOURS for _, value in found[mode][name] if value > 0]
+        if not values:
+            continue
+        box = (72.0 + column * 460, 104.0, 352.0, 250.0)
+        ticks = log_ticks(max(0.5, min(values)), max(values))
+        panel = Panel(svg, box, linear_ticks(0, length), ticks, title=text, x_label="s since they came", log_y=True)
+        for mode, colour in COLOURS.items():
+            points = found[mode][name]
+            for at, value in points[:: max(1, len(points) // 1500)]:
+                svg.dot(*panel.at(at, 1e3 * value), colour, 2.0)
+    return svg.render()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", type=Path, help="folder of another Quire to compare with")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="smollm2")
+    model.add_argument("--shape", choices=list(SHAPES), help="a model of this shape with dummy weights")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--stream-tokens", type=int, default=32, help="prompt tokens of a stream")
+    parser.add_argument("--long-prompts", type=int, default=2)
+    parser.add_argument("--long-tokens", type=int, default=7000)
+    parser.add_argument("--short-tokens", type=int, default=24, help="prompt tokens of a short request")
+    parser.add_argument("--short-every", type=float, default=0.5, help="mean seconds between two short requests")
+    parser.add_argument("--alone-seconds", type=float, default=20.0, help="how long to run without long prompts")
+    parser.add_argument("--no-warm-up", action="store_true", help="no long prompt before those that are measured")
+    parser.add_argument(
+        "--out", default="long_prompts", help="name of the JSON file in benchmarks/results, without .json"
+    )
+    parser.add_argument("--picture", type=Path, help="where the SVG file goes; unset: beside the JSON")
     args = parser.parse_args()
-    folders = {"before": args.before, "after": Path(quire.__file__).parents[1]}
-    results = {}
-    for name, folder in folders.items():
-        if folder is not None:
-            results[name] = run(folder)
-            show(name, results[name])
-    print(f"written to {write_results('long_prompts', environment('quire', 'tokenizers', 'uvicorn'), results)}")
+    found: dict[str, dict[str, Any]] = {}
+    where = environment("quire", "torch", *(["triton"] if args.shape else []))
+    if args.shape:
+        where["machine"]["device"] = device_name()
+    for mode in args.modes:
+        print(f"{mode} ...", flush=True)
+        found[mode] = measure(args, mode)
+        show({mode: found[mode]})
+        gc.collect()
+        free_memory()
+        path = write_results(args.out, where, found)
+    show(found)
+    print(f"written to {path}")
+    if all(mode in found for mode in COLOURS):
+        what = f"{args.long_prompts} x {args.long_tokens:,} prompt tokens, {args.streams} streams, short requests"
+        machine = where["machine"].get("device") or f"{where['machine']['cores']} cores"
+        commit = (where["commit"] or "unknown")[:7]
+        text = draw(found, f"Beside long prompts: {args.shape or args.model}", f"{what}; {machine}; commit {commit}")
+        picture = args.picture or RESULTS / f"{args.out}.svg"
+        picture.write_text(text, encoding="utf-8")
+        print(f"written to {picture}")
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def free_memory() -> None:
+    """Give an engine's memory back to the device, so that the next one finds it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

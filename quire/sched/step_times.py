@@ -29,6 +29,10 @@ class StepWork(NamedTuple):
     prompt_tokens: int = 0
     pairs: float = 0.0
 
+    def plus(self, start: int, num_tokens: int) -> StepWork:
+        """This and `num_tokens` of another prompt that has `start` computed ones."""
+        return StepWork(self.rows, self.prompt_tokens + num_tokens, self.pairs + pairs_of(start, num_tokens))
+
 
 def pairs_of(start: int, num_tokens: int) -> float:
     """Pairs of tokens that attention sees when `num_tokens` are computed after `start` computed ones."""

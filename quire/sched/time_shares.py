@@ -7,20 +7,47 @@ from typing import NamedTuple
 from quire.sched.request import OrderKey, Request
 from quire.sched.shares import TokenShares
 from quire.sched.state import SchedulerState, Shares, StepDraft
-from quire.sched.step_times import StepTimes, StepWork, pairs_of
+from quire.sched.step_times import StepTimes, StepWork
 
 _ALONE = 0.3  # seconds of a step that delays nobody: whoever comes next waits for it
 _STUB = 1.25  # a lone prompt is finished if it is longer than fits by this much
 _LEAST = 16  # tokens; a smaller part of a prompt is not worth its row in a step
 _OLDEST_SHARE = 0.25  # of all prompt tokens, those that the oldest prompt gets at least
+_PROBED = 16  # of so many steps that are cut to their target, one is cut to half, to see what that saves
+_FLAT, _STEEP = 0.8, 0.65  # parts of the time that half of the tokens take: too much, and fair
 _LOOK_AHEAD = 8  # waiting requests that room is kept for
-_STRETCH = {"interactivity": 1.5}  # how much longer than its decodes a step may be in any case; 2 in other modes
+_FOR_MODE = {"interactivity": (1.5, 1.0)}  # stretch and patience
 
 
 class _Prompt(NamedTuple):
     request: Request
     start: int  # computed tokens
     wanted: int  # tokens that are left
+
+
+class _Floor:
+    """The smallest part of a prompt worth a step, found by comparing steps with halves of them.
+
+    Where attention leaves part of a device idle, half of the tokens of a long prompt take nearly as long as all.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = _LEAST
+        self._before = (StepWork(0), 0.0)
+        self._was_flat = False
+
+    def measured(self, work: StepWork, seconds: float, decodes: float) -> None:
+        """A step with prompts took `seconds`, of which `decodes` for other rows."""
+        (before, before_seconds), self._before = self._before, (work, seconds)
+        tokens, whole = work.prompt_tokens, before.prompt_tokens
+        if not 0.4 * whole < tokens < 0.6 * whole or not 0.9 < work.pairs * whole / (before.pairs * tokens) < 1.1:
+            return
+        part = (seconds - decodes) / max(before_seconds - decodes, 1e-9)
+        if part > _FLAT and self._was_flat:
+            self.tokens = 2 * whole
+        elif part < _STEEP:
+            self.tokens = max(_LEAST, self.tokens // 2)
+        self._was_flat = part > _FLAT
 
 
 class TimeShares:
@@ -30,13 +57,20 @@ class TimeShares:
     memory is short for are not passed. Requests of a better priority always come before others.
     """
 
-    def __init__(self, times: StepTimes, target: float, stretch: float = 2.0) -> None:
-        """`target`: seconds of a step. One may take `stretch` times as long as its decodes alone, if that is more."""
+    def __init__(self, times: StepTimes, target: float, stretch: float = 2.0, patience: float = 4.0) -> None:
+        """`target`: seconds of a step. One may take `stretch` times as long as its decodes alone, if that is more.
+
+        Where a smaller part of a prompt would hardly be faster, a step may take `patience` times its target.
+        """
         self._times = times
         self._target = target
         self._stretch = stretch
+        self._patience = patience
         self._credit = 0.0  # prompt tokens that the oldest prompt is behind its share
         self._oldest: OrderKey | None = None
+        self._floor = _Floor()
+        self._num_cut = 0  # steps whose first prompt did not fit
+        self._last_cut = 4 * _LEAST  # tokens that it got
         # Of the step that is being planned:
         self._limit = 0.0  # seconds
         self._target_now = 0.0
@@ -46,6 +80,8 @@ class TimeShares:
 
     def measured(self, work: StepWork, seconds: float) -> None:
         self._times.measured(work, seconds)
+        if work.prompt_tokens:
+            self._floor.measured(work, seconds, self._times.of(StepWork(work.rows)))
 
     def begin(self, state: SchedulerState, step: StepDraft) -> None:
         """Decide what every prompt gets; of waiting ones only the first few are looked at."""
@@ -132,6 +168,9 @@ class TimeShares:
             count = self._fitting(start, wanted, self._limit)
             if len(prompts) == 1 and not self._work.rows and count < wanted <= min(_STUB * count, self._budget):
                 count = wanted
+            most = min(wanted, self._budget, self._cap)
+            if count < most and not self._work.prompt_tokens:
+                count = self._cut(start, most, count)
             if count < wanted and some_catch_up:
                 # Others get their first token from this step: it is not filled up.
                 count = self._fitting(start, wanted, 0.5 * self._target_now)
@@ -142,25 +181,35 @@ class TimeShares:
             self._take(start, count)
             some_catch_up |= count == wanted
 
+    def _cut(self, start: int, most: int, count: int) -> int:
+        """How many tokens the first prompt of a step gets of the `count` that are predicted to fit."""
+        # What was never measured is not believed, and what is not faster is not made smaller.
+        bearable = self._fitting(start, most, self._patience * self._target_now)
+        count = min(max(count, min(self._floor.tokens, bearable)), 2 * self._last_cut + _LEAST)
+        self._last_cut = count
+        self._num_cut += 1
+        if self._num_cut % _PROBED == 0:
+            self._limit = 0.0  # for others in this step
+            return count // 2
+        return count
+
     def _fitting(self, start: int, wanted: int, limit: float) -> int:
         """How many of `wanted` tokens fit, besides what is planned, into `limit` seconds and the budget."""
         most = min(wanted, self._budget, self._cap)
         work = self._work
-        all_of_it = StepWork(work.rows, work.prompt_tokens + most, work.pairs + pairs_of(start, most))
-        if self._times.of(all_of_it) <= limit:
+        if self._times.of(work.plus(start, most)) <= limit:
             return most
         return min(most, self._times.fitting(work, start, limit))
 
     def _take(self, start: int, count: int) -> None:
         if count:
-            rows, tokens, pairs = self._work
-            self._work = StepWork(rows, tokens + count, pairs + pairs_of(start, count))
+            self._work = self._work.plus(start, count)
             self._budget = max(0, self._budget - count)
 
 
 def make_shares(target: float, mode: str, times: StepTimes) -> Shares:
     """The rule for a mode and a target in seconds, 0 for none."""
-    return TimeShares(times, target, _STRETCH.get(mode, 2.0)) if target else TokenShares()
+    return TimeShares(times, target, *_FOR_MODE.get(mode, ())) if target else TokenShares()
 
 
 def _cached(state: SchedulerState, request: Request) -> int:

@@ -28,6 +28,7 @@ class Device:
     per_pair: float
     sizes: tuple[int, ...] = ()
     weights: float = 0.0  # what reading the weights takes, while that is more than computing with them
+    per_context: float = 0.0  # the same of what came before a prompt's tokens
 
     def seconds(self, plan: StepPlan, computed: dict[int, int]) -> float:
         """`computed` are the tokens that each row had before the step."""
@@ -36,9 +37,9 @@ class Device:
         rows = len(plan.rows) - len(chunks)
         if tokens:
             tokens = next((size for size in self.sizes if size >= rows + tokens), rows + tokens) - rows
-        pairs = sum(pairs_of(start, n) for start, n in chunks)
+        attention = sum(max(self.per_context * start, self.per_pair * pairs_of(start, n)) for start, n in chunks)
         linear = max(self.weights, self.per_token * tokens)
-        return self.fixed + self.per_row * rows + linear + self.per_pair * pairs
+        return self.fixed + self.per_row * rows + linear + attention
 
 
 # The default model on two cores, and Llama 8B on an H200 with recorded sizes, both roughly as measured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +73,21 @@ def test_a_very_long_prompt_on_a_gpu(mode: str, target: float, gap: float, ttft:
             assert p99(ttfts) <= ttft
     cost = (ends[mode] - 1.0) / (ends["throughput"] - 1.0)
     assert cost < {"balanced": 1.17, "interactivity": 1.7}[mode]
+
+
+def test_a_prompt_is_not_cut_smaller_where_that_saves_no_time() -> None:
+    """On a device that 400 tokens of a prompt fill, fewer of them take as long."""
+    ends = {}
+    for target in (0.0, 0.022):
+        shares = make_shares(target, "balanced", StepTimes(Prior(0.004, 5e-5, 2.5e-5, 1e-9), GPU.sizes))
+        found = Simulation(replace(GPU, per_context=4.6e-7), shares, budget=8192, depth=2)
+        for number in range(16):
+            found.add(f"stream {number}", 0.0, 100, 2500)
+        found.add("long", 1.0, 100_000, 1)
+        found.run()
+        ends[target] = end = found.lives["long"].times[0]
+        assert not target or p99(found.lives["stream 0"].gaps(1.0, end)) < 5 * target
+    assert ends[0.022] < 1.3 * ends[0.0]
 
 
 def test_the_first_long_prompt_is_bounded_already() -> None:
