@@ -163,7 +163,7 @@ def main() -> None:
         if folder is not None:
             results[name] = run(folder)
             show(name, results[name])
-    print(f"written to {write_results('long_prompts', environment('quire', 'tokenizers', 'uvicorn'), results)}")
+    print(f"written to {write_results('refused_prompts', environment('quire', 'tokenizers', 'uvicorn'), results)}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,18 @@ def test_a_mode_changes_only_what_is_unset(mode: str, budget: int, seqs: int) ->
     assert (explicit.max_num_batched_tokens, explicit.max_num_seqs) == (200, 7)
 
 
+@pytest.mark.parametrize(("mode", "target"), [("balanced", 0.08), ("interactivity", 0.036), ("throughput", 0.0)])
+def test_a_mode_has_its_step_time(mode: str, target: float) -> None:
+    assert resolved(performance_mode=mode).step_time_target == pytest.approx(target)
+    assert resolved(performance_mode=mode, step_time_target=0.5).step_time_target == 0.5
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_a_step_time_that_cannot_be(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"step_time_target is .* number of seconds; 0 is no bound"):
+        resolved(step_time_target=value)
+
+
 def test_deterministic_takes_the_backend_that_is() -> None:
     fixed = replace(DEFAULTS, deterministic_backend="stone")
     assert resolve(EngineConfig.from_flat(deterministic=True), fixed).attention_backend == "stone"
