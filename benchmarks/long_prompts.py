@@ -1,6 +1,6 @@
 """What long prompts do to running streams and short requests, in each performance mode, and what the bound costs.
 
-    python benchmarks/long_prompts.py                                  # the default model, two prompts of 7,000 tokens
+    python benchmarks/long_prompts.py        # on a CPU: the default model, a stream, two prompts of 7,000 tokens
     python benchmarks/long_prompts.py --shape llama-8b --streams 16 --long-prompts 1 --long-tokens 100000
 
 In each mode streams and short requests run alone first, then beside the long prompts. A time to first token counts
@@ -16,7 +16,6 @@ import json
 import random
 import tempfile
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,12 @@ class Life:
 
 
 class Load:
-    """One engine, driven by its caller: requests go in when they are due, as between the steps of a server's engine."""
+    """One engine, driven by its caller: requests go in between steps, as in a server's engine process."""
 
     def __init__(self, client: EngineClient, seed: int = 0) -> None:
         self.client = client
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
-        self._due: deque[tuple[float, str, int, int]] = deque()
         self._begin = time.perf_counter()
         self._vocab_size = client.info.vocab_size
 
@@ -156,14 +154,14 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     load = Load(client)
     every, short = args.short_every, args.short_tokens
     # What is compiled, captured and learnt at first is no part of the figures: a long prompt beside everything else.
-    streams = [load.add("warm-up", args.stream_tokens, 4000) for _ in range(args.streams)]
+    outputs = client.info.max_model_len - args.stream_tokens
+    streams = [load.add("warm-up", args.stream_tokens, outputs) for _ in range(args.streams)]
     load.run_until(WARM_UP, every, short, streams)
     if not args.no_warm_up:
         load.run_until(0.0, every, short, [load.add("warm-up", args.long_tokens, 1)])
     client.abort(streams)
     load.finish()
-    streams = [load.add("stream", args.stream_tokens, 1 << 20 if args.shape is None else 4000)]
-    streams += [load.add("stream", args.stream_tokens, 4000) for _ in range(args.streams - 1)]
+    streams = [load.add("stream", args.stream_tokens, outputs) for _ in range(args.streams)]
     load.run_until(1.0, every, short, streams)
     begin = load.now
     load.run_until(args.alone_seconds, every, short, [])
