@@ -102,7 +102,12 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(config))
         self.client = make_inproc_client(
             EngineConfig.from_flat(
-                model=str(folder), load_format="dummy", max_model_len=16384, max_num_seqs=256, **settings
+                step_time_target=0.0,  # as LLM has it
+                model=str(folder),
+                load_format="dummy",
+                max_model_len=16384,
+                max_num_seqs=256,
+                **settings,
             )
         )
         self.ready = time.perf_counter() - started

@@ -53,6 +53,7 @@ class LLM:
         """
         if seed is not None:
             settings["seed"] = seed
+        settings.setdefault("step_time_target", 0.0)  # nobody waits for a part of a batch
         config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
         check_settings(config)
         with paused_collector():

@@ -19,7 +19,7 @@ from quire.types.errors import EngineDeadError
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.step import StepPlan
+from quire.types.step import StepPlan, StepResult
 from quire.worker.executor import Executor
 from tests.fakes import FakeExecutor, FakeStep, FakeStepError, generate_alone
 
@@ -177,7 +177,7 @@ class Late(Device):
     now = 0.0
     ends = 0.0
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> FakeStep:
         future = super().execute(plan)
         self.ends = end = max(self.now, self.ends) + 0.010
         done = future.result
