@@ -84,6 +84,11 @@ class AsyncEngine:
         """Streams that are open."""
         return len(self._mailboxes)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the streams that are open, oldest first."""
+        return list(self._mailboxes)
+
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""
         await self._idle.wait()
@@ -103,13 +108,15 @@ class AsyncEngine:
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
         reading: Reading | None = None,
+        announce: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
         What each output holds is chosen by sampling_params.output_kind. A slow reader gets several steps' deltas
         in one output; it delays nobody else. `add_special_tokens` lets the tokenizer add its own to a text.
         `arrival_time`, on the monotonic clock, is when the request came to the caller; it came now if not given.
-        With a `reading`, outputs also have the text as events.
+        With a `reading`, outputs also have the text as events. With `announce`, the first output comes as soon as
+        the request was checked and sent to the engine, and has no completions.
         """
         params = sampling_params or self.get_default_sampling_params()
         arrived = time.monotonic() if arrival_time is None else arrival_time
@@ -119,7 +126,7 @@ class AsyncEngine:
                 prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived
             )
 
-        return self._stream(prepare, reading)
+        return self._stream(prepare, reading, announce)
 
     def chat(
         self,
@@ -223,7 +230,10 @@ class AsyncEngine:
         return process()
 
     async def _stream(
-        self, prepare: Callable[[], Awaitable[PreparedRequest]], reading: Reading | None = None
+        self,
+        prepare: Callable[[], Awaitable[PreparedRequest]],
+        reading: Reading | None = None,
+        announce: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
         request = await prepare()
@@ -234,6 +244,8 @@ class AsyncEngine:
         try:
             for child in request.children:
                 self._client.add_request(child)
+            if announce:
+                yield RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [], finished=False)
             finished = False
             while not finished:
                 output = await mailbox.get()

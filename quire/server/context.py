@@ -50,6 +50,10 @@ class EngineProvider(Protocol):
         """The engine that takes requests now; EngineUnavailableError while there is none."""
         ...
 
+    async def wait_engine(self) -> AsyncEngine:
+        """Wait out a restart of the engine; EngineUnavailableError when no other engine will come."""
+        ...
+
     def health(self) -> HealthReport: ...
 
 

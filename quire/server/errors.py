@@ -18,6 +18,7 @@ from quire.server.missing import missing_capability
 from quire.server.validation import explain_validation
 from quire.types.errors import ContextLengthError, EngineUnavailableError, QueueFullError, QuireError, RequestError
 
+BUG_MESSAGE = "the server failed on this request; its log says why"
 STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
 
 _CODES = {
@@ -202,7 +203,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
-    return plain_error_response(request.scope, 500, "the server failed on this request; its log says why")
+    return plain_error_response(request.scope, 500, BUG_MESSAGE)
 
 
 def _printable(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ClientDisconnectedError, encode_error
+from quire.server.errors import BUG_MESSAGE, ClientDisconnectedError, encode_error
 from quire.types.errors import QuireError
 from quire.utils.log import get_logger
 
@@ -23,6 +23,15 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+ACCEPTED = b""
+"""What a generator of events yields first: the engine has the request, and has said nothing yet."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip."""
+
+# Seconds that the engine has to refuse a request with a status of its own. Without a word it has accepted.
+VERDICT_SECONDS = 1.0
+# Seconds of silence before a keep-alive, twice that at most. Clients and proxies wait for 30 to 300 seconds.
+KEEP_ALIVE_SECONDS = 5.0
 
 
 def event(data: bytes) -> bytes:
@@ -36,10 +45,10 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the events of a generator as they come.
+    """Sends the events of a generator as they come, and keep-alives while none come.
 
-    Headers wait for the first event: what fails before it is answered with a status of its own. What fails later is
-    the stream's last event.
+    Headers wait for the first event, but no longer than VERDICT_SECONDS after the generator's ACCEPTED: what fails
+    before is answered with a status of its own. What fails later is told by the stream's last event.
     """
 
     media_type = "text/event-stream"
@@ -48,16 +57,26 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        end: bytes = DONE,
+        opening: Callable[[], bytes] = lambda: KEEP_ALIVE,
+        keep_alive: Callable[[], bytes] = lambda: KEEP_ALIVE,
         failed: Callable[[QuireError], bytes] = lambda error: event(encode_error(error)),
+        end: bytes = DONE,
     ) -> None:
-        """`end` closes the stream, and `failed` makes the event that tells of an error before it."""
+        """What an API says apart from the events themselves.
+
+        `opening` comes before the first event where that takes long, `keep_alive` whenever the stream is silent,
+        `failed` tells of an error, and `end` closes the stream.
+        """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._end = end
+        self._opening = opening
+        self._keep_alive = keep_alive
         self._failed = failed
+        self._end = end
         self._has_begun = False
+        self._is_silent = True
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,21 +88,45 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            first = await anext(events)
-            self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send(send, first)
+            accepted = await anext(events)
+            assert accepted == ACCEPTED, "a generator of events says first that its request was accepted"
+            keeper = asyncio.create_task(self._break_silence(send))
             try:
                 async for data in events:
-                    await _send(send, data)
+                    await self._send(send, data)
             except QuireError as error:
+                if not self._has_begun:
+                    raise
                 logger.warning("a stream ended with an error: %s", error)
-                await _send(send, self._failed(error))
+                await self._send(send, self._failed(error))
+            except Exception:
+                if self._has_begun:
+                    await self._send(send, self._failed(QuireError(BUG_MESSAGE)))
+                raise
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
             await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
+    async def _send(self, send: Send, data: bytes) -> None:
+        """Send data, after the headers if it is the first."""
+        async with self._sending:
+            if not self._has_begun:
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._is_silent = False
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _break_silence(self, send: Send) -> None:
+        """Begin the stream if nothing else has, and send a keep-alive whenever it has been silent for long."""
+        await asyncio.sleep(VERDICT_SECONDS)
+        if not self._has_begun:
+            await self._send(send, self._opening())
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if self._is_silent:
+                await self._send(send, self._keep_alive())
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,8 @@ Status = Literal["starting", "ready", "restarting", "stalled", "draining", "fail
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
 _SPARE_LOOKS = 12  # after so many looks at an engine that was never idle, a spare is launched all the same
+_DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
+_MOST_NAMED = 4  # requests in such a line
 _RETRY_AFTER = 2.0  # seconds, where nothing better is known
 
 
@@ -63,6 +66,12 @@ class Health:
 def backoff(options: SupervisorOptions, num_deaths: int) -> float:
     """Seconds to wait after the last of so many deaths within the window."""
     return float(min(options.max_backoff, options.restart_backoff * 2 ** (num_deaths - 1)))
+
+
+def _in_words(request_ids: Sequence[str]) -> str:
+    more = len(request_ids) - _MOST_NAMED
+    named = ", ".join(request_ids[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{len(request_ids)} request{'' if len(request_ids) == 1 else 's'} ({named})"
 
 
 LaunchClient = Callable[[EngineConfig, OnPhase], ZmqClient]
@@ -105,6 +114,7 @@ class EngineSupervisor:
         self._status: Status = "starting"
         self._detail = "the engine has not been started"
         self._is_draining = False
+        self._status_changed = asyncio.Event()
         self._num_restarts = 0
         self._deaths: deque[float] = deque()
         self._has_dumped = False
@@ -132,6 +142,12 @@ class EngineSupervisor:
             health = self.health()
             raise EngineUnavailableError(f"the engine is {health.status}: {health.detail}", _RETRY_AFTER)
         return self._engine
+
+    async def wait_engine(self) -> AsyncEngine:
+        """The engine, after a restart if there is one; EngineUnavailableError when no other will come."""
+        while self._status in ("starting", "restarting") or (self._status == "ready" and not self._serves()):
+            await self._status_changed.wait()
+        return self.engine
 
     @property
     def stats(self) -> EngineStats:
@@ -165,20 +181,22 @@ class EngineSupervisor:
         if self._status in ("failed", "stopped"):
             return True
         self._is_draining = True
-        self._status, self._detail = "draining", "it finishes what runs and takes no more requests"
+        self._set_status("draining", "it finishes what runs and takes no more requests")
         if self._engine is None:
             return True
-        try:
-            await asyncio.wait_for(self._engine.wait_idle(), self._options.drain_timeout)
-        except TimeoutError:
-            logger.warning("%d requests have not finished in time; they are cut off", self._engine.num_requests)
-            return False
-        return True
+        engine, end = self._engine, time.monotonic() + self._options.drain_timeout
+        while engine.num_requests and (left := end - time.monotonic()) > 0:
+            logger.info("waiting at most %.0f s for %s to finish", left, _in_words(engine.request_ids))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.wait_idle(), min(left, _DRAIN_INTERVAL))
+        if engine.num_requests:
+            logger.warning("%s did not finish in time and will be cut off", _in_words(engine.request_ids))
+        return engine.num_requests == 0
 
     async def stop(self) -> None:
         """End the engine process; open streams end with EngineDeadError. May be called twice."""
         if self._status != "failed":
-            self._status, self._detail = "stopped", "the server is stopping"
+            self._set_status("stopped", "the server is stopping")
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -216,15 +234,15 @@ class EngineSupervisor:
         preparing = asyncio.create_task(self._prepare(self._engine))
         sparing = asyncio.create_task(self._start_spare(self._engine))
         if self._status in ("starting", "restarting"):
-            self._status, self._detail = "ready", "it takes requests"
+            self._set_status("ready", "it takes requests")
         self._settled.set()
         try:
-            death = await self._watch(client)
+            death = await self._watch(client, self._engine)
         finally:
             sparing.cancel()
         await preparing
         if self._status == "ready":
-            self._status, self._detail = "restarting", str(death)
+            self._set_status("restarting", str(death))
         return death
 
     async def _prepare(self, engine: AsyncEngine) -> None:
@@ -242,12 +260,14 @@ class EngineSupervisor:
                 break
         self._spare.start()
 
-    async def _watch(self, client: ZmqClient) -> EngineError:
-        """Look after a serving engine until it dies."""
+    async def _watch(self, client: ZmqClient, engine: AsyncEngine) -> EngineError:
+        """Look after a serving engine until it dies, or nobody can read its outputs any more."""
         interval = min(_LOOK_INTERVAL, self._options.stall_timeout / 2)
         death = asyncio.create_task(client.wait_dead())
         try:
             while not death.done():
+                if engine.is_dead:
+                    return EngineDeadError("the engine's outputs cannot be read any more; the log says why")
                 await asyncio.wait([death], timeout=interval)
                 self._look_for_stall(client)
         finally:
@@ -284,12 +304,12 @@ class EngineSupervisor:
     async def _back_off(self, error: EngineError) -> None:
         wait = backoff(self._options, len(self._deaths))
         self._num_restarts += 1
-        self._status, self._detail = "restarting", str(error)
+        self._set_status("restarting", str(error))
         logger.error("%s; restart %d in %.1f s", error, self._num_restarts, wait)
         await asyncio.sleep(wait)
 
     def _give_up(self, error: EngineError) -> None:
-        self._status, self._detail = "failed", str(error)
+        self._set_status("failed", str(error))
         self._error = error
         self._failed.set()
         self._settled.set()
@@ -299,6 +319,14 @@ class EngineSupervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("supervising the engine failed", exc_info=error)
             self._give_up(EngineDeadError(f"supervising the engine failed: {error!r}"))
+
+    def _set_status(self, status: Status, detail: str) -> None:
+        self._status, self._detail = status, detail
+        self._status_changed.set()
+        self._status_changed = asyncio.Event()
+
+    def _serves(self) -> bool:
+        return self._engine is not None and not self._engine.is_dead
 
     async def _retire(self) -> None:
         """End the process, if it lives, and every stream that is still open on it. Who comes second waits."""

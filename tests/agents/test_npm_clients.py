@@ -110,11 +110,11 @@ def codex_folder(config: pytest.Config) -> Path:
     return package_folder(config, CODEX, limit=INSTALL_LIMIT)
 
 
-def run_node(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_node(code: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".mjs", encoding="utf-8") as script:
         script.write(code)  # node looks for packages beside the script
         script.flush()
-        return subprocess.run(["node", script.name], capture_output=True, text=True, timeout=120)
+        return subprocess.run(["node", script.name], capture_output=True, text=True, timeout=timeout)
 
 
 def run_codex(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:

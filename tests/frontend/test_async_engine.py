@@ -98,6 +98,21 @@ async def test_n_completions_come_in_one_stream() -> None:
     assert len(client.added) == 3
 
 
+async def test_an_announcement_comes_before_any_token() -> None:
+    engine, client = make()
+    stream = engine.generate("Hello", DELTA, announce=True)
+    announcement = await anext(stream)
+    assert len(client.added) == 1
+    assert client.num_steps == 0
+    assert (announcement.outputs, announcement.finished) == ([], False)
+    assert announcement.prompt_token_ids == client.added[0].token_ids
+    assert joined(await collect(stream)) == "Hello"
+    left = engine.generate("Hello", DELTA, announce=True)
+    await anext(left)
+    await left.aclose()
+    assert client.aborted == [client.added[1].request_id]
+
+
 async def test_a_bad_request_raises_to_its_caller_and_reaches_no_engine() -> None:
     engine, client = make()
     with pytest.raises(RequestError, match="empty"):

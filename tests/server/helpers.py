@@ -42,6 +42,8 @@ class FakeProvider:
     text: TextModel = field(default_factory=text_model)
     unavailable: str | None = None
     status: str = "ready"
+    successors: list[FakeClient] = field(default_factory=list)
+    """The engines that come after a death, one after the other."""
 
     def __post_init__(self) -> None:
         self._engine = AsyncEngine(self.client, self.text)
@@ -50,6 +52,13 @@ class FakeProvider:
     def engine(self) -> AsyncEngine:
         if self.unavailable is not None:
             raise EngineUnavailableError(self.unavailable, retry_after=2.5)
+        return self._engine
+
+    async def wait_engine(self) -> AsyncEngine:
+        if not self.successors:
+            raise EngineUnavailableError("the engine is failed: there is no other")
+        self.client = self.successors.pop(0)
+        self._engine = AsyncEngine(self.client, self.text)
         return self._engine
 
     def health(self) -> FakeHealth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -87,14 +88,53 @@ def test_sigint_twice_stops_now_even_inside_a_step(tmp_path: Path, token: int) -
     waiting = ask_and_leave(server, token, max_tokens=4000, ignore_eos=True)
     if token == STALL:
         server.wait_line("^stalling")
+    else:
+        assert b"200 OK" in waiting.recv(100)
     begin = time.monotonic()
     server.process.send_signal(signal.SIGINT)
     server.wait_line("SIGINT: finishing .* press Ctrl-C again")
+    server.wait_line(r"waiting at most 600 s for 1 request \(cmpl-\w+\) to finish")
     server.process.send_signal(signal.SIGINT)
     assert server.wait() == 0
     assert time.monotonic() - begin < 10  # less than any grace that a drain would give
     engine.wait()
+    assert "Traceback" not in "".join(server.log)
+    said = b"".join(iter(lambda: waiting.recv(1 << 16), b""))
+    assert b"the engine was shut down" in said or b"the server is stopping" in said
     waiting.close()
+
+
+def test_a_stream_without_a_token_outlives_its_engine(tmp_path: Path) -> None:
+    """Another request hangs the engine, which is killed; the stream's client hears keep-alives, then its answer."""
+    server = ready(serve(tmp_path / "fake"))
+    culprit = ask_and_leave(server, STALL)
+    server.wait_line("^stalling")
+    begun = len(server.log)
+    body = {"prompt": [5], "max_tokens": 4, "stream": True}
+    with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=30) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert next(lines) == ": keep-alive"
+        culprit.close()
+        server.wait_line("POST '/v1/completions' 499", after=begun)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        heard = "\n".join(lines)
+    assert "error" not in heard
+    assert '"finish_reason":"length"' in heard
+    server.engine_pid(after=begun)
+    assert server.stop() == 0
+
+
+def test_a_stream_that_kills_engines_kills_two_and_no_more(tmp_path: Path) -> None:
+    server = ready(serve(tmp_path / "fake"))
+    answer = ask(server, EXIT, stream=True)
+    assert "exited with status 9" in answer.text
+    server.wait_line("restart 2 in")
+    second = next(index for index, line in enumerate(server.log) if "restart 2 in" in line)
+    server.engine_pid(after=second)
+    assert ask(server, 5).status_code == 200
+    assert server.stop() == 0
+    assert not any("restart 3 in" in line for line in server.log)
 
 
 def ask_and_leave(server: Running, token: int, **fields: object) -> socket.socket:

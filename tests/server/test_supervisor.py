@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.spare import NO_SPARE, SpareEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.server import supervisor as supervisor_module
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
 from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError
 from quire.types.outputs import RequestOutput
@@ -151,6 +153,44 @@ async def test_meanwhile_requests_are_refused_and_health_says_why() -> None:
         assert kept.supervisor.health().status == "draining"
 
 
+async def test_who_waits_for_an_engine_gets_the_next_one() -> None:
+    async with keeper() as kept:
+        supervisor, first = kept.supervisor, kept.supervisor.engine
+        assert await supervisor.wait_engine() is first
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        await kept.until(lambda: first.is_dead)
+        second = await asyncio.wait_for(supervisor.wait_engine(), LIMIT)
+        assert second is not first
+        assert second is supervisor.engine
+
+
+@pytest.mark.parametrize("end", ["drain", "stop", "give up"])
+async def test_who_waits_for_an_engine_that_will_not_come_is_told(end: str) -> None:
+    options = {} if end == "give up" else {"restart_backoff": 3600.0, "max_backoff": 3600.0}
+    async with keeper(max_restarts=1, **options) as kept:
+        kept.words = "die-at-start"
+        os.kill(kept.clients[0].pid, signal.SIGKILL)
+        await kept.until(lambda: kept.supervisor.health().status != "ready")
+        waiting = asyncio.create_task(kept.supervisor.wait_engine())
+        if end == "drain":
+            await kept.supervisor.drain()
+        elif end == "stop":
+            await kept.supervisor.stop()
+        with pytest.raises(EngineUnavailableError, match=r"draining|stopped|failed"):
+            await asyncio.wait_for(waiting, LIMIT)
+
+
+async def test_an_engine_whose_outputs_nobody_reads_any_more_is_replaced() -> None:
+    async with keeper(stall_timeout=0.1) as kept:
+        engine = kept.supervisor.engine
+        assert await complete(kept.supervisor, [1, 2]) == expected([1, 2])
+        (reader,) = (task for task in asyncio.all_tasks() if task.get_name() == "quire-outputs")
+        reader.cancel()
+        await kept.until(lambda: engine.is_dead)
+        await asyncio.wait_for(kept.supervisor.wait_engine(), LIMIT)
+        assert await complete(kept.supervisor, [1, 2]) == expected([1, 2])
+
+
 async def test_a_lost_device_restarts_the_engine() -> None:
     async with keeper() as kept:
         with pytest.raises(EngineDeadError, match="device failed"):
@@ -233,6 +273,32 @@ async def test_an_engine_without_requests_or_with_steps_is_not_stalled() -> None
         assert await complete(kept.supervisor, [1], 200) == expected([1], 200)  # takes 0.4 s and more
         assert kept.supervisor.health().status == "ready"
         assert not any("most recent call" in line for line in kept.lines)
+
+
+async def test_a_drain_says_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_DRAIN_INTERVAL", 0.05)
+    caplog.set_level(logging.INFO, "quire")
+    async with keeper("long,slow", drain_timeout=0.3) as kept:
+        streams = [asyncio.create_task(complete(kept.supervisor, [1, i], 4000)) for i in range(6)]
+        await kept.until(lambda: kept.supervisor.stats.num_running == 6)
+        first = kept.supervisor.engine.request_ids[0]
+        assert await kept.supervisor.drain() is False
+        await kept.supervisor.stop()
+        await asyncio.gather(*streams, return_exceptions=True)
+    said = [record.getMessage() for record in caplog.records if "6 requests" in record.getMessage()]
+    assert len(said) >= 3  # it is said again
+    assert said[0].startswith(f"waiting at most 0 s for 6 requests ({first}, ")
+    assert said[0].endswith(" and 2 more) to finish")
+    assert said[-1].endswith("did not finish in time and will be cut off")
+
+
+async def test_a_drain_of_an_idle_engine_has_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire")
+    async with keeper() as kept:
+        assert await kept.supervisor.drain() is True
+    assert not any("waiting at most" in record.getMessage() for record in caplog.records)
 
 
 async def test_drain_lets_streams_end_and_takes_no_more() -> None:

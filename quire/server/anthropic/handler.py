@@ -33,7 +33,7 @@ from quire.server.middleware import arrival_time_of, request_id_of, trace_header
 from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
 from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.sampling import engine_prompt
-from quire.server.sse import EventStream, named_event, while_connected
+from quire.server.sse import ACCEPTED, EventStream, named_event, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
@@ -73,6 +73,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
         format_field=prepared.format_field,
         params=prepared.params,
         reading=prepared.reading,
+        is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=False,
         trace_headers=trace_headers_of(request.scope),
@@ -85,6 +86,9 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(run(context, generation)) as outputs:
+            _, announcement = await anext(outputs)
+            answer.count_prompt(announcement)
+            yield ACCEPTED
             async for _, output in outputs:
                 data = b"".join(encoded(answer.events(output, piece)) for piece in reader.read(output))
                 if data:
@@ -93,7 +97,13 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
     def failed(error: QuireError) -> bytes:
         return named_event("error", anthropic_error(error, request_id))
 
-    return EventStream(events(), end=b"", failed=failed)
+    return EventStream(
+        events(),
+        opening=lambda: encoded(answer.begin()),
+        keep_alive=lambda: encoded([Ping()]),
+        failed=failed,
+        end=b"",
+    )
 
 
 async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
@@ -141,25 +151,34 @@ class MessageAnswer:
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._blocks = BlockReader()
         self._begun = False
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._output_tokens = 0
 
     def message(self, output: RequestOutput, piece: ChoicePiece) -> Message:
         """The whole answer."""
+        self.count_prompt(output)
         self._output_tokens += len(piece.token_ids)
         blocks = blocks_of([*self._blocks.read(piece.events), *self._blocks.finish()])
         content = [content_block(block, self._show_thinking) for block in blocks]
         stop = self._stop(piece)
-        message = Message(self._generation.response_id, self._generation.model, content, self._usage(output))
+        message = Message(self._generation.response_id, self._generation.model, content, self._usage())
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         return message
 
+    def count_prompt(self, output: RequestOutput) -> None:
+        """How much of a prompt was cached is not known before its first token."""
+        self._prompt_tokens, self._cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens or 0
+
+    def begin(self) -> list[StreamEvent]:
+        self._begun = True
+        start = Message(self._generation.response_id, self._generation.model, [], self._usage())
+        return [MessageStart(start), Ping()]
+
     def events(self, output: RequestOutput, piece: ChoicePiece) -> list[StreamEvent]:
         """What a stream says of one output."""
-        events: list[StreamEvent] = []
-        if not self._begun:
-            self._begun = True
-            start = Message(self._generation.response_id, self._generation.model, [], self._usage(output))
-            events += [MessageStart(start), Ping()]
+        self.count_prompt(output)
+        events = [] if self._begun else self.begin()
         self._output_tokens += len(piece.token_ids)
         blocks = self._blocks.read(piece.events)
         if piece.finish_reason is not None:
@@ -167,11 +186,11 @@ class MessageAnswer:
         for block in blocks:
             events += stream_events(block, self._show_thinking)
         if piece.finish_reason is not None:
-            events += [MessageDelta(self._stop(piece), self._usage(output)), MessageStop()]
+            events += [MessageDelta(self._stop(piece), self._usage()), MessageStop()]
         return events
 
-    def _usage(self, output: RequestOutput) -> Usage:
-        return usage_of(len(output.prompt_token_ids), output.num_cached_tokens or 0, self._output_tokens)
+    def _usage(self) -> Usage:
+        return usage_of(self._prompt_tokens, self._cached_tokens, self._output_tokens)
 
     def _stop(self, piece: ChoicePiece) -> StopInfo:
         return stop_info(piece.finish_reason, piece.stop_reason, self._output_tokens, self._max_tokens)

@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.reading import Reading
 from quire.server.context import ServerContext
 from quire.server.conversation.grammar import renamed
 from quire.server.middleware import is_request_id, request_id_of
 from quire.server.openai.sampling import GenerationFields
-from quire.types.errors import RequestError
+from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 from quire.utils.log import get_logger
@@ -40,6 +41,8 @@ class Generation:
     params: SamplingParams
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
+    is_streamed: bool = False
+    """Whether a client hears of each output, and can be kept waiting for the first."""
     priority: int
     add_special_tokens: bool
     trace_headers: dict[str, str] | None
@@ -69,7 +72,11 @@ def unique_id(response_id: str) -> str:
 
 
 async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the prompt, output) as they come. Closing it aborts everything that has not finished."""
+    """(index of the prompt, output) as they come. Closing it aborts everything that has not finished.
+
+    The first output comes when the engine has all prompts, and has no completions. A stream whose engine dies between
+    that and its first token asks the next engine, once.
+    """
     engine = context.provider.engine
     prompts, params = generation.prompts, generation.params
     if context.settings.log_requests:
@@ -78,25 +85,48 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
     with context.admission.enter(
         params.n * len(prompts), engine.info.max_num_seqs, "n" if len(prompts) == 1 else generation.prompt_field
     ):
-        streams = [
-            engine.generate(
-                prompt,
-                params,
-                generation.engine_id if len(prompts) == 1 else f"{generation.engine_id}-{index}",
-                priority=generation.priority,
-                add_special_tokens=generation.add_special_tokens,
-                trace_headers=generation.trace_headers,
-                arrival_time=generation.arrival_time,
-                reading=generation.reading,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        is_first, may_ask_again = True, False
         try:
-            async with aclosing(merged(streams)) as outputs:
-                async for item in outputs:
-                    yield item
+            while True:
+                try:
+                    async with aclosing(merged(_streams(engine, generation))) as outputs:
+                        announcement = await anext(outputs)
+                        if is_first:
+                            yield announcement
+                        may_ask_again = is_first and generation.is_streamed
+                        async for item in outputs:
+                            may_ask_again = False
+                            yield item
+                    return
+                except EngineDeadError as error:
+                    if not may_ask_again:
+                        raise
+                    logger.warning(
+                        "%s has no token yet and will ask the next engine: %s", generation.engine_id, error
+                    )
+                is_first = may_ask_again = False
+                engine = await context.provider.wait_engine()
         except RequestError as error:
             raise_named(error, generation)
+
+
+def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator[RequestOutput, None]]:
+    """One for each prompt; they ask the engine when they are read."""
+    prompts = generation.prompts
+    return [
+        engine.generate(
+            prompt,
+            generation.params,
+            generation.engine_id if len(prompts) == 1 else f"{generation.engine_id}-{index}",
+            priority=generation.priority,
+            add_special_tokens=generation.add_special_tokens,
+            trace_headers=generation.trace_headers,
+            arrival_time=generation.arrival_time,
+            reading=generation.reading,
+            announce=True,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def raise_named(error: RequestError, generation: Generation) -> NoReturn:
@@ -112,7 +142,10 @@ def raise_named(error: RequestError, generation: Generation) -> NoReturn:
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all streams as they come. A stream is read on only when its last output was taken."""
+    """The outputs of all streams as they come. A stream is read on only when its last output was taken.
+
+    Each stream begins with an announcement; of these only one is handed on, when all have come.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as outputs:
             async for output in outputs:
@@ -122,17 +155,18 @@ async def merged(
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    await queue.put((index, output))
+            async for output in stream:
+                await queue.put((index, output))
         except Exception as error:  # whatever ended one stream must reach the reader of all of them
             await queue.put(error)
 
     tasks: list[asyncio.Task[None]] = []
     try:
-        for index, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(pump(index, stream)))
-            await asyncio.sleep(0)  # a prompt is tokenized when its task begins: let others go between two
+        for stream in streams:
+            announcement = await anext(stream)
+            await asyncio.sleep(0)  # a prompt was tokenized: let others go before the next
+        yield 0, announcement
+        tasks += [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
         left = len(streams)
         while left:
             item = await queue.get()
@@ -144,6 +178,8 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def finished_outputs(context: ServerContext, generation: Generation) -> list[RequestOutput]:

@@ -41,6 +41,7 @@ async def test_other_streams_get_their_turn_between_the_prompts_of_a_batch() -> 
 
     async def answers(name: str) -> AsyncGenerator[RequestOutput, None]:
         begun.append(name)
+        yield RequestOutput(name, None, [], [], finished=False)
         yield RequestOutput(name, None, [], [], finished=True)
 
     async def read() -> None:

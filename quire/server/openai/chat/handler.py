@@ -31,7 +31,7 @@ from quire.server.openai.generation import Generation, finished_outputs, respons
 from quire.server.openai.logprobs import ChatLogprobs, LogprobsFormatter, prompt_logprobs
 from quire.server.openai.sampling import check_logprobs, check_stream_options, engine_prompt, sampling_params
 from quire.server.openai.usage import Usage, UsageCounter
-from quire.server.sse import EventStream, event, while_connected
+from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 
@@ -74,6 +74,7 @@ async def prepare(
         format_field=prepared.format_field,
         params=prepared.params,
         reading=prepared.reading,
+        is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
         trace_headers=trace_headers_of(request.scope),
@@ -134,6 +135,8 @@ class ChatAnswer:
         """Server-sent events; each holds the chunks that one output came to."""
         begun: set[int] = set()
         async with aclosing(run(self._context, self._generation)) as outputs:
+            await anext(outputs)
+            yield ACCEPTED
             async for _, output in outputs:
                 chunks = self._chunks(output, begun)
                 if chunks:

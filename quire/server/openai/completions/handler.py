@@ -24,7 +24,7 @@ from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, 
 from quire.server.openai.sampling import check_n, check_stream_options, engine_prompt, sampling_params
 from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, UsageCounter
-from quire.server.sse import EventStream, event, while_connected
+from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.request import FinishReason
@@ -60,6 +60,7 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
         prompt_field="prompt",
         format_field=None if wanted is None else wanted.where,
         params=_params(context, body, engine.info.max_model_len, wanted),
+        is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         trace_headers=trace_headers_of(request.scope),
@@ -168,6 +169,8 @@ class CompletionAnswer:
         waiting: dict[int, list[RequestOutput]] = {}  # by prompt: outputs that came before its log-probabilities
         needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._formatter else set()
         async with aclosing(run(self._context, self._generation)) as outputs:
+            await anext(outputs)
+            yield ACCEPTED
             async for index, item in outputs:
                 output = item
                 if index in needs_prompt:

@@ -66,7 +66,11 @@ class ResponseEvents:
     def begin(self) -> list[Event]:
         events = [self._event("response.created", response=self._snapshot())]
         self.response.status = "in_progress"
-        return [*events, self._event("response.in_progress", response=self._snapshot())]
+        return [*events, self.in_progress()]
+
+    def in_progress(self) -> Event:
+        """May be said again while nothing else is to be said."""
+        return self._event("response.in_progress", response=self._snapshot())
 
     def next_turn(self) -> None:
         """The blocks that follow are of another answer of the model, in the same response."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -23,16 +24,18 @@ from quire.server.openai.responses.items import Item, items_of, response_id_of
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
-from quire.server.openai.responses.run import Plan, error_of, run_response
+from quire.server.openai.responses.run import Plan, begin, fail, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
 from quire.server.openai.sampling import check_logprobs
-from quire.server.sse import EventStream, named_event, while_connected
+from quire.server.sse import KEEP_ALIVE, EventStream, named_event, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
 MOST_ITEMS = 100  # of a page of input items
+# Codex gives up after 300 seconds without an event, and does not count comments: every minute, say an event.
+LOOKS_PER_EVENT = 12
 
 
 class Responses:
@@ -48,7 +51,7 @@ class Responses:
         if body.background:
             return self._start(plan)
         if body.stream:
-            return EventStream(self._encoded(plan), end=b"")
+            return self._stream(plan)
         await while_connected(request.receive, self._finish(plan))
         return json_response(msgspec.json.encode(plan.response))
 
@@ -171,16 +174,42 @@ class Responses:
             )
         return stored
 
+    def _stream(self, plan: Plan) -> EventStream:
+        looks = itertools.count(1)
+
+        def keep_alive() -> bytes:
+            is_due = next(looks) % LOOKS_PER_EVENT == 0
+            return _encode(plan.events.in_progress()) if is_due else KEEP_ALIVE
+
+        return EventStream(
+            self._encoded(plan),
+            opening=lambda: b"".join(map(_encode, begin(plan))),
+            keep_alive=keep_alive,
+            failed=lambda error: _encode(self._fail(plan, error)),
+            end=b"",
+        )
+
     async def _encoded(self, plan: Plan) -> AsyncGenerator[bytes, None]:
         async with aclosing(run_response(self._context, plan)) as batches:
             async for events in batches:
                 self._keep_if_done(plan)
-                yield b"".join(_encode(event) for event in events)
+                yield b"".join(map(_encode, events))
 
     async def _finish(self, plan: Plan) -> None:
-        async with aclosing(run_response(self._context, plan)) as batches:
-            async for _ in batches:
-                self._keep_if_done(plan)
+        try:
+            async with aclosing(run_response(self._context, plan)) as batches:
+                async for _ in batches:
+                    self._keep_if_done(plan)
+        except QuireError as error:
+            if not plan.events.has_begun:
+                raise
+            self._fail(plan, error)
+
+    def _fail(self, plan: Plan, error: QuireError) -> Event:
+        """End a response whose client has heard its beginning; its last event."""
+        last = fail(plan, error)
+        self._keep_if_done(plan)
+        return last
 
     def _keep_if_done(self, plan: Plan) -> None:
         response = plan.response
@@ -204,8 +233,7 @@ class Responses:
                 await self._finish(plan)
             except QuireError as error:
                 logger.warning("%s failed in the background: %s", response_id, error)
-                plan.response.status = "failed"
-                plan.response.error = error_of(error)
+                fail(plan, error)
             finally:
                 del self._running[response_id]
 

@@ -75,6 +75,7 @@ class TurnMaker:
             format_field=prepared.format_field,
             params=prepared.params,
             reading=prepared.reading,
+            is_streamed=bool(body.stream),
             priority=body.priority or 0,
             add_special_tokens=False,
             trace_headers=None if self.trace_headers is None else dict(self.trace_headers),

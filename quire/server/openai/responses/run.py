@@ -65,30 +65,21 @@ class Tally:
     """Why the last turn ended."""
 
 
-async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
-    """The events of a response, as they come. What fails before the first is raised; what fails later is told."""
-    begun = False
-    try:
-        async with aclosing(_answer(context, plan)) as batches:
-            async for events in batches:
-                begun = True
-                yield events
-    except QuireError as error:
-        if not begun:
-            raise
-        plan.response.status = "failed"
-        plan.response.error = error_of(error)
-        yield [plan.events.end()]
-
-
-def error_of(error: QuireError) -> ResponseError:
+def fail(plan: Plan, error: QuireError) -> Event:
+    """End a response with an error; its last event."""
+    plan.response.status = "failed"
+    code = "server_error"
     if isinstance(error, RequestError):
-        return ResponseError(request_error_code(error) or "invalid_prompt", str(error))
-    return ResponseError("server_error", str(error))
+        code = request_error_code(error) or "invalid_prompt"
+    plan.response.error = ResponseError(code, str(error))
+    return plan.events.end()
 
 
-async def _answer(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
-    """Turn after turn, as long as the model calls tool servers and nothing else."""
+async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
+    """The events of a response, as they come; the first time none, when the engine has the request.
+
+    There is turn after turn, as long as the model calls tool servers and nothing else.
+    """
     tally = Tally()
     turn, number = plan.first, 0
     while True:
@@ -127,8 +118,11 @@ async def _run_turn(
     reader, blocks = turn.prepared.reader(), BlockReader()
     raw = RawTurn(context, plan.response) if plan.maker.body.enable_response_messages else None
     async with aclosing(run(context, turn.generation)) as outputs:
+        await anext(outputs)
+        if turn is plan.first:
+            yield []
         async for _, output in outputs:
-            events = [] if plan.events.has_begun else _begin(plan)
+            events = [] if plan.events.has_begun else begin(plan)
             if raw is not None:
                 raw.add(output)
             for piece in reader.read(output):
@@ -167,7 +161,8 @@ class RawTurn:
         return RawMessage(self._tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
 
 
-def _begin(plan: Plan) -> list[Event]:
+def begin(plan: Plan) -> list[Event]:
+    """What is known before the first token."""
     events = plan.events.begin()
     for listing in plan.maker.toolbox.listings:
         events += plan.events.listing(listing.label, listing.infos())
