@@ -141,6 +141,16 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def end_answers(self) -> None:
+        """Let answers that were cut off tell their clients why; what takes too long is cancelled."""
+        answers = set(self.server_state.tasks)
+        if not answers:
+            return
+        _, late = await asyncio.wait(answers, timeout=_LAST_WRITES)
+        for answer in late:
+            answer.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
 
 def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
@@ -178,6 +188,7 @@ async def serve(server: Server, supervisor: Supervisor, listener: socket.socket,
         engine.cancel()
         await supervisor.stop()
         await stop.finished()
+        await server.end_answers()
     if failed:
         await engine  # raises why the engine cannot be kept running
     logger.info("stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -36,6 +37,11 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(_encodable(line)).decode()
 
 
+def is_no_cancellation(record: logging.LogRecord) -> bool:
+    """False for the traceback of a request that was cancelled, which happens only where the server ends."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def setup_server_logging(log_format: LogFormat) -> None:
     """Give Quire's handlers the chosen form, and send those of the libraries through them too."""
     own = logging.getLogger(ROOT_NAME)
@@ -47,6 +53,7 @@ def setup_server_logging(log_format: LogFormat) -> None:
         library.handlers = list(own.handlers)
         library.propagate = own.propagate
         library.setLevel(logging.DEBUG if own.level == logging.DEBUG else logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
 
 
 def relay_engine_line(line: str) -> None:

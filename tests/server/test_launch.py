@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -25,10 +26,12 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.server import launch
 from quire.server.app import build_app
 from quire.server.launch import Server, address_of, check_tls, listening_socket, serve, uvicorn_config
+from quire.server.logs import setup_server_logging
 from quire.types.errors import ConfigError, EngineError
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.frontend.fake_client import FakeClient, text_model
 from tests.server.helpers import MODEL, FakeHealth, long_client
+from tests.server.waiting import WaitingClient
 
 
 @dataclass
@@ -43,6 +46,9 @@ class FakeSupervisor:
         self.fails = asyncio.Event()
         self.drained = asyncio.Event()
         self.draining = asyncio.Event()
+
+    async def wait_engine(self) -> AsyncEngine:
+        return self.engine
 
     def health(self) -> FakeHealth:
         return FakeHealth("draining" if self.draining.is_set() else "ready", "")
@@ -125,6 +131,32 @@ async def test_sigint_twice_stops_now() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await task
     assert supervisor.calls == ["start", "drain", "stop"]
+
+
+async def test_an_answer_that_does_not_end_with_its_engine_is_cancelled_without_a_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_LAST_WRITES", 0.05)
+    library = logging.getLogger("uvicorn")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(library, name, getattr(library, name))
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
+    setup_server_logging("text")
+    caplog.set_level(logging.INFO)
+    client = WaitingClient("never said")
+    supervisor = FakeSupervisor(client)
+    supervisor.engine.shutdown = lambda: None  # type: ignore[method-assign]  # what waits for it waits forever
+    async with running(supervisor, ANY_PORT) as (session, task):
+        asked = asyncio.create_task(session.post("/v1/completions", json={"prompt": "x", "stream": True}))
+        while not client.added:
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await supervisor.draining.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await task
+        await asyncio.gather(asked, return_exceptions=True)
+    assert "stopping now" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_failed_engine_ends_the_server_with_its_cause() -> None:
