@@ -81,13 +81,13 @@ def _state(seed: int) -> tuple[torch.Generator, Tensor, Tensor, Tensor]:
 
 def generate_decode(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     generator, token_ids, num_computed, tables = _state(seed)
-    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed]
+    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed % 8]
     return rows, token_ids, num_computed, tables, _BLOCK
 
 
 def generate_mixed(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
     generator, token_ids, num_computed, tables = _state(seed)
-    count = 1 + seed
+    count = 1 + seed % 8
     rows = torch.randperm(_ROWS, generator=generator)[:count]
     contexts = torch.randint(1, _LENGTH + 1, (count,), generator=generator)
     counts = (torch.rand(count, generator=generator) * contexts).long() + 1
@@ -98,7 +98,7 @@ def generate_mixed(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
 def generate_sampling(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed]
+    rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed % 8]
     table = torch.rand(4, _ROWS, generator=generator, dtype=torch.float64)
     seeds, tokens, prompt = torch.randint(1 << 40, (3, _ROWS), generator=generator).unbind(0)
     return rows, table, seeds, tokens + prompt, prompt

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,7 +87,8 @@ def test_a_dead_one_is_not_handed_over(caplog: pytest.LogCaptureFixture) -> None
         watch = Watch(pid)
         os.kill(pid, signal.SIGKILL)
         watch.wait()
-        while (child := spare.take()) is not None and child.returncode is None:  # its end is noticed by a thread
+        deadline = time.monotonic() + 10
+        while (child := spare.take()) is not None and time.monotonic() < deadline:  # its end is noticed by a thread
             spare._child = child
         assert child is None
         assert "the spare was of no use" in caplog.text

@@ -10,18 +10,24 @@ import msgspec
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.kernels.triton.paged import needs_triton
 from tests.runner.engines import capture_steps, run_eagerly, spy_on
 
 PROMPT = [5, 9, 5, 17, 30, 5, 9]
 BASE: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 6, "ignore_eos": True}
+# What both the request with the field and the one without have besides, where the field needs it to be seen.
+AROUND: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), {"allowed_token_ids": [7, 8, 9, 10, 11]}),
+    "ignore_eos": {"allowed_token_ids": [2]},
+    "min_tokens": {"allowed_token_ids": [2, 7], "ignore_eos": False, "logit_bias": {2: 50.0}},
+    "repetition_detection": {"allowed_token_ids": [7]},
+}
 # A value for each field that the engine reads, which changes what the request above is answered.
 PROBES: dict[str, dict[str, Any]] = {
-    # Negative penalties reward what was said: without them, six tokens of this model repeat nothing.
-    "presence_penalty": {"presence_penalty": -2.0},
-    "frequency_penalty": {"frequency_penalty": -2.0},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
     "repetition_penalty": {"repetition_penalty": 0.02},
     "temperature": {"temperature": 0.0},
     "top_p": {"top_p": 0.02},
@@ -29,13 +35,14 @@ PROBES: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 1.0},
     "seed": {"seed": 12},
     "stop_token_ids": {"stop_token_ids": list(range(3, 190))},
-    "ignore_eos": {"ignore_eos": False, "allowed_token_ids": [2]},
+    "ignore_eos": {"ignore_eos": False},
     "max_tokens": {"max_tokens": 3},
-    "min_tokens": {"min_tokens": 2, "allowed_token_ids": [2, 7]},
+    "min_tokens": {"min_tokens": 3},
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "logit_bias": {"logit_bias": {33: 60.0}},
     "allowed_token_ids": {"allowed_token_ids": [7, 8]},
+    "repetition_detection": {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1, min_count=2)},
     "bad_words_token_ids": {"bad_words_token_ids": tuple((token,) for token in range(100))},
 }
 # What the frontend does with text, or what only reaches plug-ins.
@@ -47,6 +54,8 @@ ELSEWHERE = {
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
+    "truncation_side",
+    "stream_interval",
     "output_kind",
     "bad_words",
     "structured_outputs",
@@ -62,7 +71,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(core: EngineCore) -> dict[str, object]:
     """Each probe beside the base, so that most steps have rows of several kinds."""
     found: dict[str, object] = {}
-    for name, probe in {"": {}, **PROBES}.items():
+    without = {f"without {name}": around for name, around in AROUND.items()}
+    probes = {name: {**AROUND.get(name, {}), **probe} for name, probe in PROBES.items()}
+    for name, probe in {"": {}, **without, **probes}.items():
         driver = Driver(core)
         driver.add("probe", PROMPT, SamplingParams(**{**BASE, **probe}))
         driver.add("beside", PROMPT[2:], SamplingParams(**{**BASE, "seed": 3}))
@@ -88,7 +99,7 @@ def eager(model: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("field", PROBES)
 def test_each_field_alone_does_something(eager: dict[str, object], field: str) -> None:
-    assert eager[field] != eager[""]
+    assert eager[field] != eager[f"without {field}" if field in AROUND else ""]
     assert eager[f"{field} beside"] == eager[" beside"], "and nothing to the row beside it"
 
 

@@ -16,11 +16,11 @@ import pytest
 from quire.structured.guidance import GuidanceBackend
 from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarError, GrammarSource
+from tests.runner.sampling.helpers import MAX_ROWS, make_logits, run
+from tests.runner.sampling.reference import Row
 from tests.server.body_holes import Hole, holes
 from tests.server.helpers import http, long_client, make_app
 from tests.structured.words import VOCABULARY
-from tests.worker.sampling.helpers import MAX_ROWS, make_logits, run
-from tests.worker.sampling.reference import Row
 
 EXTREMES = (1e-38, -1e-45, 3.5e38, -1e39, 1e308, 1 << 31, -(1 << 63) - 1, 1 << 64, 10**30, 10**400)
 NAN = ("NaN", "Infinity", "1e999")
