@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.registry import choose_method
-from quire.layers.weights import Blocks, Format, Weight, WeightedLayer
+from quire.layers.scheme import Scheme, Weight, part_of, part_scheme
+from quire.layers.weights import WeightedLayer
 from quire.ops.base import Target
 from quire.ops.embedding import embed_range
 from quire.ops.scale import SCALE
@@ -41,14 +42,14 @@ class VocabParallelEmbedding(WeightedLayer):
         return {None: (self.vocab_size, self.hidden_size)}
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        first, size = self.first_token, self.num_tokens
-        self.method.load(0, weight.rows(first, size) if isinstance(weight, Blocks) else weight[first : first + size])
+        self.method.load(0, part_of(weight, 0, self.first_token, self.num_tokens))
 
     def finish(self) -> None:
         self.method.finish()
 
-    def planned_bytes(self, formats: Mapping[tuple[str, str | None], Format]) -> int:
-        return self.method.planned_bytes([formats[("weight", None)].name])
+    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
+        stored = schemes[("weight", None)]
+        return self.method.planned_bytes([part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)])
 
 
 class TiedProjection(nn.Module):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.registry import choose_method
-from quire.layers.weights import F32, Blocks, Format, Weight, WeightedLayer, as_tensor
+from quire.layers.scheme import Scheme, Weight, as_tensor, part_of, part_scheme
+from quire.layers.weights import WeightedLayer
 from quire.ops.base import Target
 from quire.ops.fp8 import Fp8Lines
 from quire.ops.parts import Parts
@@ -76,9 +77,9 @@ class Linear(WeightedLayer):
         source_row = target_row = 0
         for index, part in enumerate(self._pieces):
             if piece is None or piece == part.name:
-                rows = _rows(weight, source_row + part.start, part.size)
+                rows = part_of(weight, 0, source_row + part.start, part.size)
                 if parameter == "weight":
-                    self.method.load(index, self._columns(rows))
+                    self.method.load(index, part_of(rows, 1, self.in_start, self.in_features))
                 else:
                     self.method.load_bias(target_row, as_tensor(rows))
                 source_row += part.full_size
@@ -87,29 +88,22 @@ class Linear(WeightedLayer):
     def finish(self) -> None:
         self.method.finish()
 
-    def planned_bytes(self, formats: Mapping[tuple[str, str | None], Format]) -> int:
-        whole = formats.get(("weight", None))
-        stored = [formats[("weight", piece.name)] if whole is None else whole for piece in self._pieces]
+    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
         bias = 0 if self.method.bias is None else self.method.bias.nbytes
-        return bias + self.method.planned_bytes([self._format(format).name for format in stored])
+        return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
 
-    def _columns(self, rows: Weight) -> Weight:
-        if self.in_features == self.full_in_features:
-            return rows
-        if isinstance(rows, Blocks):
-            return rows.columns(self.in_start, self.in_features)
-        return rows[:, self.in_start : self.in_start + self.in_features]
-
-    def _format(self, stored: Format) -> Format:
-        """The format in which the method gets what is stored so; see `Blocks.columns`."""
-        whole = self.in_features == self.full_in_features
-        return stored if whole or stored.splits_at(self.in_start, self.in_features) else F32
-
-
-def _rows(weight: Weight, start: int, size: int) -> Weight:
-    if size == weight.shape[0]:
-        return weight
-    return weight.rows(start, size) if isinstance(weight, Blocks) else weight[start : start + size]
+    def _loaded_schemes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> list[Scheme]:
+        """The scheme in which the method gets each piece of what is stored so."""
+        whole, row, loaded = schemes.get(("weight", None)), 0, []
+        outputs = sum(piece.full_size for piece in self._pieces)
+        for piece in self._pieces:
+            if whole is None:
+                rows = part_scheme(schemes[("weight", piece.name)], 0, piece.start, piece.size, piece.full_size)
+            else:
+                rows = part_scheme(whole, 0, row + piece.start, piece.size, outputs)
+            loaded.append(part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features))
+            row += piece.full_size
+        return loaded
 
 
 class ColumnParallelLinear(Linear):

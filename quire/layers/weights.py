@@ -6,72 +6,14 @@ Knows checkpoint names and shapes, not files: reading is the loader's work.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-
-@dataclass(frozen=True)
-class Format:
-    """How a checkpoint stores values: a float type has blocks of one value."""
-
-    name: str  # such as "BF16" or "Q4_K"
-    values_per_block: int
-    bytes_per_block: int
-
-    def splits_at(self, *columns: int) -> bool:
-        """Whether a row can be cut at these columns without cutting a block."""
-        return not any(column % self.values_per_block for column in columns)
-
-
-F32 = Format("F32", 1, 4)
-_FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-def float_format(dtype: torch.dtype) -> Format:
-    """The format of plain values of a type, named as checkpoints name it."""
-    return Format(_FLOAT_NAMES.get(dtype, str(dtype).removeprefix("torch.").upper()), 1, dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix in a block-quantized format, as it is stored: a row is a whole number of blocks."""
-
-    format: Format
-    data: NDArray[np.uint8]  # [rows, bytes per row]; may alias a mapped file, and its rows may lie apart
-    decode: Callable[[NDArray[np.uint8]], Tensor] = field(repr=False)  # such data -> float32 [rows, values]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.data.shape[1] // self.format.bytes_per_block * self.format.values_per_block
-
-    def rows(self, start: int, size: int) -> Blocks:
-        return replace(self, data=self.data[start : start + size])
-
-    def columns(self, start: int, size: int) -> Weight:
-        """Still blocks if the cut falls between them, else decoded."""
-        if not self.format.splits_at(start, size):
-            return self.tensor()[:, start : start + size]
-        return replace(self, data=self.data[:, self._byte(start) : self._byte(start + size)])
-
-    def tensor(self) -> Tensor:
-        """The values in float32, a new tensor."""
-        return self.decode(self.data)
-
-    def _byte(self, column: int) -> int:
-        return column // self.format.values_per_block * self.format.bytes_per_block
-
-
-Weight = Tensor | Blocks
-
-
-def as_tensor(weight: Weight) -> Tensor:
-    return weight.tensor() if isinstance(weight, Blocks) else weight
+from quire.layers.scheme import Scheme, Weight, as_tensor
 
 
 @dataclass(frozen=True)
@@ -156,8 +98,8 @@ class WeightedLayer(nn.Module):
         """All weights are there; called once before the first forward. Most layers have nothing left to do."""
         return None
 
-    def planned_bytes(self, formats: Mapping[tuple[str, str | None], Format]) -> int:
-        """Bytes this layer's weights take when the checkpoint stores (parameter, piece) in these formats."""
+    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
+        """Bytes this layer's weights take when the checkpoint stores (parameter, piece) in these schemes."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.weights import Format, Weight, float_format
+from quire.layers.scheme import Scheme, Weight, float_scheme
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -28,17 +28,17 @@ def _part_key(part: str) -> tuple[int, int, str]:
 @dataclass(frozen=True)
 class TensorInfo:
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the tensor `get` returns; float32 for a dequantized block format
+    dtype: torch.dtype  # of the tensor `get` returns; float32 for what it dequantizes
     num_bytes: int  # stored size in the file
-    blocks: Format | None = None  # how `stored` hands it out, if not as a tensor of `dtype`
+    quantized: Scheme | None = None  # how `stored` hands it out, if not as a tensor of `dtype`
 
     @property
-    def format(self) -> Format:
-        return self.blocks or float_format(self.dtype)
+    def scheme(self) -> Scheme:
+        return self.quantized or float_scheme(self.dtype)
 
 
 class Checkpoint(ABC):
-    """A read-only set of named tensors and the model's config."""
+    """A read-only set of named logical tensors, each stored by a Scheme, and the model's config."""
 
     config: dict[str, Any]  # as in config.json; "architectures"[0] names the implementation
 
@@ -51,7 +51,7 @@ class Checkpoint(ABC):
         """Read one tensor. May block on disk. The result may alias a mapped file: copy before writing."""
 
     def stored(self, name: str) -> Weight:
-        """Read one tensor as it is stored: blocks where the format has them, else what `get` returns."""
+        """Read one tensor as it is stored: a StoredMatrix where it is quantized, else what `get` returns."""
         return self.get(name)
 
     def release(self, name: str) -> None:

@@ -44,6 +44,10 @@ class LayeredRopeSchema(RopeSchema):
     sliding_attention: RopeSchema | None = None
 
 
+class QuantizationSchema(msgspec.Struct):
+    quant_method: str
+
+
 class ConfigSchema(msgspec.Struct):
     architectures: list[str] | None = None
     vocab_size: Count | None = None
@@ -80,3 +84,4 @@ class ConfigSchema(msgspec.Struct):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
+    quantization_config: QuantizationSchema | None = None

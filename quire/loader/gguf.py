@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
-from quire.layers.weights import Blocks, Format, Weight
+from quire.layers.scheme import Scheme, StoredMatrix, Weight
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.gguf_config import architecture_of, config_from_gguf
 from quire.loader.gguf_file import GgufFile, GgufTensor
 from quire.loader.gguf_names import ROPE_TABLES, hf_tensor_name
-from quire.loader.gguf_quants import BLOCK_SIZES, FLOAT_TYPES, SUPPORTED_TYPES, decoded_dtype, dequantize
+from quire.loader.gguf_quants import SCHEMES, SUPPORTED_TYPES, decoded_dtype, dequantize
 from quire.types.errors import CheckpointError
 
 
@@ -29,7 +27,7 @@ class GgufCheckpoint(Checkpoint):
         stored = self._stored_by_hf_name()
         self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
         self._infos = {
-            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_format(tensor))
+            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_scheme(tensor))
             for name, tensor in self._stored.items()
         }
 
@@ -49,15 +47,16 @@ class GgufCheckpoint(Checkpoint):
 
     def stored(self, name: str) -> Weight:
         """A block-quantized matrix as it is, rows in Hugging Face's order; anything else as `get` has it."""
-        tensor, format = self._find(name), self._infos[name].blocks
-        if format is None:
+        tensor, scheme = self._find(name), self._infos[name].quantized
+        if scheme is None:
             return self.get(name)
-        blocks = self.file.data(tensor).reshape(tensor.shape[0], -1)
+        rows, columns = tensor.shape
+        blocks = torch.from_numpy(self.file.data(tensor)).view(rows, -1)
         heads = self._interleaved_heads(name)
         if heads:
-            pairs = blocks.reshape(heads, -1, 2, blocks.shape[1])
-            blocks = pairs.swapaxes(1, 2).reshape(blocks.shape)
-        return Blocks(format, blocks, partial(_decode, format))
+            pairs = blocks.view(heads, -1, 2, blocks.shape[1])
+            blocks = pairs.transpose(1, 2).reshape(blocks.shape)
+        return StoredMatrix(scheme, (rows, columns), {"weight": blocks})
 
     def release(self, name: str) -> None:
         self.file.release(self._find(name))
@@ -103,13 +102,6 @@ class GgufCheckpoint(Checkpoint):
         return stored
 
 
-def _block_format(tensor: GgufTensor) -> Format | None:
-    """The format of a block-quantized matrix; None for what is handed out as a tensor."""
-    if tensor.type in FLOAT_TYPES or len(tensor.shape) != 2:
-        return None
-    return Format(tensor.type, *BLOCK_SIZES[tensor.type])
-
-
-def _decode(format: Format, blocks: NDArray[np.uint8]) -> Tensor:
-    shape = (blocks.shape[0], blocks.shape[1] // format.bytes_per_block * format.values_per_block)
-    return dequantize(blocks.reshape(-1), format.name, shape)
+def _block_scheme(tensor: GgufTensor) -> Scheme | None:
+    """The scheme of a block-quantized matrix; None for what is handed out as a tensor."""
+    return SCHEMES.get(tensor.type) if len(tensor.shape) == 2 else None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.layers.scheme import Block, Scheme
 from quire.loader.gguf_file import TENSOR_TYPES
 
 FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -164,3 +166,13 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
     for start in range(0, len(blocks), step):
         result[start : start + step] = decode(blocks[start : start + step])
     return result.view(shape)
+
+
+def _decode_rows(type_name: str, blocks: Tensor) -> Tensor:
+    """Blocks [rows, bytes of a row] -> float32 [rows, values]."""
+    values, num_bytes = BLOCK_SIZES[type_name]
+    shape = (blocks.shape[0], blocks.shape[1] // num_bytes * values)
+    return dequantize(blocks.numpy().reshape(-1), type_name, shape)
+
+
+SCHEMES = {name: Scheme(name, Block(*BLOCK_SIZES[name], partial(_decode_rows, name))) for name in _DECODERS}

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quire.layers.weights import F32, Destination, Format, MappedModule, WeightedLayer, weighted_layers
+from quire.layers.scheme import F32, Scheme
+from quire.layers.weights import Destination, MappedModule, WeightedLayer, weighted_layers
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.types.errors import WeightMismatchError
 
@@ -89,14 +90,14 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 
-def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Format = F32) -> int:
+def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32) -> int:
     """Bytes that the weights take once they are loaded from these tensors (None: all would be `otherwise`).
 
     Checks what `load_weights` checks; on any device.
     """
-    formats: dict[WeightedLayer, dict[tuple[str, str | None], Format]] = {}
+    schemes: dict[WeightedLayer, dict[tuple[str, str | None], Scheme]] = {}
     if tensors is None:
-        formats = {
+        schemes = {
             layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
             for _, layer in weighted_layers(model)
         }
@@ -104,8 +105,8 @@ def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None,
         plan = _make_plan(model, tensors)
         plan.check()
         for name, (target, destination) in plan.writes.items():
-            formats.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].format
-    return sum(layer.planned_bytes(stored) for layer, stored in formats.items())
+            schemes.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].scheme
+    return sum(layer.planned_bytes(stored) for layer, stored in schemes.items())
 
 
 def count_parameters(model: MappedModule) -> int:

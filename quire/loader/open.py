@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.hub import ModelSource
+from quire.loader.quantized.registry import logical
 from quire.loader.safetensors import SafetensorsCheckpoint
 
 
@@ -12,7 +13,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Open a model's weights; reads headers, no data."""
     if source.kind == "gguf":
         return GgufCheckpoint(source.path)
-    return SafetensorsCheckpoint(source.path)
+    return logical(SafetensorsCheckpoint(source.path))
 
 
 def has_weights(source: ModelSource) -> bool:

@@ -19,7 +19,7 @@ from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
 from quire.layers.linear import Linear
 from quire.layers.quant.registry import choose_method
-from quire.layers.weights import F32, Format, float_format
+from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import count_parameters, planned_bytes
@@ -88,7 +88,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     description = describe(model_config)
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
     default_dtype = _default_dtype(
-        config, platform, model_class(model_config), {info.format.name for info in tensors}
+        config, platform, model_class(model_config), {info.scheme.element for info in tensors}
     )
     settings = resolve(config, _defaults(config, platform, default_dtype))
     dtype = getattr(torch, settings.dtype)
@@ -105,7 +105,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     if checkpoint is not None:
         weights = planned_bytes(model, checkpoint.tensors())
     else:
-        weights = planned_bytes(model, None, F32 if made_up else _named_format(model_config))
+        weights = planned_bytes(model, None, F32 if made_up else _named_scheme(model_config))
     demand = _demand(config, platform, model, weights, description, settings, kv_dtype, backend, length)
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)
@@ -136,10 +136,10 @@ def plan_memory(config: EngineConfig) -> MemoryLedger:
     return plan_engine(config, needs_weights=False).ledger
 
 
-def _named_format(model_config: Mapping[str, Any]) -> Format:
+def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
     """What a config says of its weights."""
     named = str(model_config.get("dtype") or model_config.get("torch_dtype"))
-    return float_format({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
+    return float_scheme({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
 
 
 def _check_heads(description: ModelDescription, backend: AttentionBackend) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
-from quire.layers.weights import Blocks, Format, as_tensor
+from quire.layers.scheme import F32, StoredMatrix, as_tensor, part_of
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.gguf_file import GgufFile
+from quire.loader.gguf_quants import SCHEMES
 from quire.loader.hub import resolve_model
 from quire.types.errors import CheckpointError
 from tests.loader.gguf_tiny import TINY_MODELS, VOCAB_SIZE, write_tiny_gguf
@@ -162,13 +163,13 @@ def test_stored_blocks_decode_to_the_same_values(folder: Path, kind: str) -> Non
     checkpoint = GgufCheckpoint(path)
     name = f"model.layers.1.self_attn.{kind}.weight"
     stored = checkpoint.stored(name)
-    assert isinstance(stored, Blocks)
-    assert stored.format == checkpoint.tensors()[name].format == Format("Q4_0", 32, 18)
+    assert isinstance(stored, StoredMatrix)
+    assert stored.scheme == checkpoint.tensors()[name].scheme == SCHEMES["Q4_0"]
     assert stored.shape == checkpoint.tensors()[name].shape
     assert torch.equal(stored.tensor(), checkpoint.get(name))
-    assert torch.equal(as_tensor(stored.rows(4, 8).columns(32, 32)), checkpoint.get(name)[4:12, 32:])
-    assert isinstance(stored.columns(32, 32), Blocks)
-    assert torch.equal(as_tensor(stored.columns(8, 50)), checkpoint.get(name)[:, 8:58]), "a cut inside a block"
+    assert torch.equal(as_tensor(part_of(stored.part(0, 4, 8), 1, 32, 32)), checkpoint.get(name)[4:12, 32:])
+    assert isinstance(stored.part(1, 32, 32), StoredMatrix)
+    assert torch.equal(as_tensor(stored.part(1, 8, 50)), checkpoint.get(name)[:, 8:58]), "a cut inside a block"
 
 
 def test_floats_are_handed_out_as_tensors(folder: Path) -> None:
@@ -179,7 +180,7 @@ def test_floats_are_handed_out_as_tensors(folder: Path) -> None:
         stored = checkpoint.stored(name)
         assert isinstance(stored, torch.Tensor)
         assert torch.equal(stored, checkpoint.get(name))
-        assert checkpoint.tensors()[name].format == Format("F32", 1, 4)
+        assert checkpoint.tensors()[name].scheme == F32
 
 
 def test_an_absent_tensor_is_named(folder: Path) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quire.layers.weights import Weight, empty_parameter
+from quire.layers.scheme import Scheme, Weight
+from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import Fp8Lines
 from quire.ops.parts import Parts
@@ -23,7 +24,7 @@ class MatrixSpec:
     """The part of a layer's matrices that this rank holds: pieces [outputs, in_features], one above the other."""
 
     in_features: int
-    pieces: tuple[int, ...]  # outputs of each piece; pieces may be stored in different formats
+    pieces: tuple[int, ...]  # outputs of each piece; pieces may be stored in different schemes
     bias: bool
     target: Target
 
@@ -48,7 +49,7 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def load(self, piece: int, rows: Weight) -> None:
-        """Take piece number `piece`, [spec.pieces[piece], in_features]: a tensor of any float type, or blocks.
+        """Take piece number `piece`, [spec.pieces[piece], in_features]: a tensor of any float type, or stored.
 
         Called once for each piece, in any order. `rows` may be a non-contiguous view and may alias a mapped file
         whose pages are released afterwards: keep a copy. With dummy weights it lies on the method's device.
@@ -80,10 +81,10 @@ class LinearMethod(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def planned_bytes(self, formats: Sequence[str]) -> int:
-        """Bytes that the matrix, without its bias, takes when pieces come in these formats ("F32", "BF16", "Q4_K").
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        """Bytes that the matrix, without its bias, takes when its pieces come in these schemes.
 
-        Called before loading, on any device; raises ConfigError for a format that the method does not take.
+        Called before loading, on any device; raises ConfigError for a scheme that the method does not take.
         """
 
     @property

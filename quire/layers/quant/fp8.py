@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.plain import PlainLinear, PlainTable
-from quire.layers.weights import Weight, as_tensor, empty_parameter
+from quire.layers.scheme import Scheme, Weight, as_tensor
+from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import FP8, LINEAR_FP8, LINES_FP8, Fp8Lines, quantize_lines
 
@@ -43,7 +44,7 @@ class Fp8Linear(LinearMethod):
     def multiply_lines(self, x: Fp8Lines) -> Tensor:
         return self._lines_product(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
 
-    def planned_bytes(self, formats: Sequence[str]) -> int:
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * (self.spec.in_features + 4)
 
 

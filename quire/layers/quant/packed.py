@@ -1,6 +1,6 @@
 """Weights in panels for the native CPU kernels: as the checkpoint stores them, or quantized while they are loaded.
 
-What lies in memory differs, and for quantized weights the arithmetic may: see `Product`. Knows formats by name, not
+What lies in memory differs, and for quantized weights the arithmetic may: see `Product`. Knows schemes, not
 files.
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
-from quire.layers.weights import Blocks, Weight, float_format
+from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Implementation, Target
 from quire.types.errors import ConfigError
 
 KERNELS = Implementation("native", "cpu.matrix:Product", ("cpu",), (torch.float32,), "cpu.library:unavailable")
-# Float formats of checkpoints and what they are kept as; other float types and block formats become float32.
+# Float types of checkpoints and what they are kept as; other float types and other schemes become float32.
 _STORAGES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -35,15 +35,12 @@ class PackedLinear(LinearMethod):
         self._matrices: dict[int, PackedMatrix] = {}
 
     def load(self, piece: int, rows: Weight) -> None:
-        if isinstance(rows, Blocks):
-            kept = self._kept_as(rows.format.name)
-            if kept in BLOCK_TYPES:
-                self._matrices[piece] = PackedMatrix.from_blocks(kept, rows.data, self.spec.in_features)
-                return
-            rows = rows.tensor()
+        kept = self._kept_as(scheme_of(rows))
+        if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
+            blocks = rows.tensors["weight"].numpy()
+            self._matrices[piece] = PackedMatrix.from_blocks(kept, blocks, self.spec.in_features)
         else:
-            kept = self._kept_as(float_format(rows.dtype).name)
-        self._matrices[piece] = PackedMatrix.from_float(rows, kept)
+            self._matrices[piece] = PackedMatrix.from_float(as_tensor(rows), kept)
 
     def finish(self) -> None:
         self._product = Product(self.matrices, self.bias, self.spec.target.activations)
@@ -56,24 +53,25 @@ class PackedLinear(LinearMethod):
     def multiply(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    def planned_bytes(self, formats: Sequence[str]) -> int:
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return sum(
-            packed_bytes(self._kept_as(name), size, self.spec.in_features)
-            for size, name in zip(self.spec.pieces, formats, strict=True)
+            packed_bytes(self._kept_as(scheme), size, self.spec.in_features)
+            for size, scheme in zip(self.spec.pieces, schemes, strict=True)
         )
 
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + sum(matrix.num_bytes for matrix in self.matrices)
 
-    def _kept_as(self, format: str) -> str:
-        """What the kernels call the form in which weights of this format are kept."""
+    def _kept_as(self, scheme: Scheme) -> str:
+        """What the kernels call the form in which weights of this scheme are kept."""
         if self._storage is None:
-            return format if format in BLOCK_TYPES else _STORAGES.get(format, "float32")
-        if not format.startswith(("F", "BF")):  # F32, BF16, FLOAT64, ...: anything else is quantized
+            element = scheme.element if scheme.block is not None or scheme.is_float else ""
+            return element if element in BLOCK_TYPES else _STORAGES.get(element, "float32")
+        if not scheme.is_float:
             raise ConfigError(
                 f"quantization is {self.spec.target.quantization!r}, which quantizes float weights while they are"
-                f" loaded, but this checkpoint is quantized already (weights in it are {format}); leave"
+                f" loaded, but this checkpoint is quantized already (weights in it are {scheme.element}); leave"
                 " --quantization out to keep its weights as they are, or load a float checkpoint of the model"
             )
         return self._storage

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
-from quire.layers.weights import Weight, as_tensor, empty_parameter
+from quire.layers.scheme import Scheme, Weight, as_tensor
+from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
@@ -71,7 +72,7 @@ class PlainLinear(LinearMethod):
         """The product as a recipe with this chunk would call it."""
         return self._product(x, self.weight, self.bias, MatmulRecipe(min_rows=1, k_chunk=k_chunk))
 
-    def planned_bytes(self, formats: Sequence[str]) -> int:
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +15,8 @@ from quire.kernels.cpu.library import unavailable
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
 from quire.layers.quant.packed import PackedLinear, PackedTable
-from quire.layers.weights import F32, Blocks, Format, Weight, as_tensor, float_format
-from quire.loader.gguf import _decode
-from quire.loader.gguf_quants import BLOCK_SIZES
+from quire.layers.scheme import F32, StoredMatrix, Weight, as_tensor, float_scheme, scheme_of
+from quire.loader.gguf_quants import SCHEMES
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
@@ -47,12 +45,7 @@ def make(format: str, rows: int, seed: int = 0) -> Weight:
         if format.endswith("_K")
         else gguf.quants.quantize(values(rows, seed).numpy(), kind)
     )
-    described = Format(format, *BLOCK_SIZES[format])
-    return Blocks(described, data, partial(_decode, described))
-
-
-def format_of(weight: Weight) -> Format:
-    return weight.format if isinstance(weight, Blocks) else float_format(weight.dtype)
+    return StoredMatrix(SCHEMES[format], (rows, INNER), {"weight": torch.from_numpy(data)})
 
 
 def assert_product(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -64,7 +57,7 @@ def assert_product(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
 def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str) -> None:
     weight, x, bias = make(format, 40), values(3, seed=1), values(1, seed=2, inner=40)[0]
     layer = ColumnParallelLinear(INNER, 40, bias=True, target=AUTO, group=ONE)
-    planned = layer.planned_bytes({("weight", None): format_of(weight), ("bias", None): F32})
+    planned = layer.planned_bytes({("weight", None): scheme_of(weight), ("bias", None): F32})
     layer.load("weight", None, weight)
     layer.load("bias", None, bias)
     layer.finish()
@@ -78,7 +71,7 @@ def test_other_float_types_are_kept_or_quantized_from_their_values() -> None:
     weight, x = values(8).double(), values(2, seed=1)
     for target, tolerance in ((AUTO, 2e-5), (INT8, 2e-2)):
         layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE)
-        planned = layer.planned_bytes({("weight", None): float_format(weight.dtype)})
+        planned = layer.planned_bytes({("weight", None): float_scheme(weight.dtype)})
         layer.load("weight", None, weight)
         layer.finish()
         assert layer.method.num_bytes == planned
@@ -88,11 +81,11 @@ def test_other_float_types_are_kept_or_quantized_from_their_values() -> None:
 @pytest.mark.parametrize("format", PACKED_TYPES)
 def test_quantized_weights_take_little_more_than_their_blocks(format: str) -> None:
     weight = make(format, 64)
-    assert isinstance(weight, Blocks)
+    assert isinstance(weight, StoredMatrix)
     layer = ColumnParallelLinear(INNER, 64, bias=False, target=AUTO, group=ONE)
     # Five and six bits are kept in eight, and the small scales of K formats are kept expanded.
     limit = {"Q4_K": 1.45, "Q5_0": 1.55, "Q5_1": 1.5, "Q5_K": 1.85, "Q6_K": 1.55}.get(format, 1.01)
-    assert layer.planned_bytes({("weight", None): weight.format}) <= limit * weight.data.nbytes
+    assert layer.planned_bytes({("weight", None): weight.scheme}) <= limit * weight.tensors["weight"].nbytes
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -114,7 +107,7 @@ def test_merged_pieces_may_differ_in_format(formats: tuple[str, str, str], size:
         assert_product(layer, x, torch.cat(expected).flatten(0, 1))
         planned = layer.planned_bytes(
             {
-                ("weight", name): format_of(w)
+                ("weight", name): scheme_of(w)
                 for name, w in zip(("q_proj", "k_proj", "v_proj"), (q, k, v), strict=True)
             }
         )
@@ -128,7 +121,7 @@ def test_input_slices_stay_packed_where_they_cut_no_block(format: str, size: int
     share = INNER // size
     for rank in range(size):
         layer = RowParallelLinear(INNER, 24, bias=False, target=AUTO, group=ParallelGroup(rank, size))
-        planned = layer.planned_bytes({("weight", None): format_of(weight)})
+        planned = layer.planned_bytes({("weight", None): scheme_of(weight)})
         layer.load("weight", None, weight)
         layer.finish()
         assert isinstance(layer.method, PackedLinear)
@@ -152,7 +145,7 @@ def test_one_table_serves_lookups_and_the_tied_head(format: str, size: int) -> N
         embedding.finish()
         head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, target=AUTO, group=group)
         assert isinstance(embedding.method, PackedTable)
-        assert embedding.method.num_bytes == embedding.planned_bytes({("weight", None): format_of(table)})
+        assert embedding.method.num_bytes == embedding.planned_bytes({("weight", None): scheme_of(table)})
         assert head.projection.method is embedding.method, "the table exists once"
         rows += embedding(tokens)
         logits.append(head(hidden))
@@ -192,7 +185,7 @@ def test_size_and_error_of_quantizing_while_loading(target: Target, bits: float,
     layer.finish()
     expected = x @ weight.bfloat16().float().t()
     assert (layer(x) - expected).norm() / expected.norm() < error
-    assert 8 * layer.planned_bytes({("weight", None): float_format(torch.bfloat16)}) / weight.numel() == bits
+    assert 8 * layer.planned_bytes({("weight", None): float_scheme(torch.bfloat16)}) / weight.numel() == bits
 
 
 @pytest.mark.parametrize("make_layer", [partial(HeadProjection, bias=False), VocabParallelEmbedding])
@@ -208,7 +201,7 @@ def test_quantized_checkpoints_are_not_quantized_again(target: Target) -> None:
     layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE)
     for attempt in (
         lambda: layer.load("weight", None, make("Q4_1", 8)),
-        lambda: layer.planned_bytes({("weight", None): Format("Q4_1", 32, 20)}),
+        lambda: layer.planned_bytes({("weight", None): SCHEMES["Q4_1"]}),
     ):
         with pytest.raises(
             ConfigError, match=r"quantization is 'int\d' but the checkpoint holds Q4_1 .*leave --quant"
@@ -229,10 +222,10 @@ def test_rows_do_not_depend_on_their_batch() -> None:
 
 def test_bytes_of_a_mapped_file_are_not_kept() -> None:
     weight = make("Q4_1", 16)
-    assert isinstance(weight, Blocks)
+    assert isinstance(weight, StoredMatrix)
     layer = ColumnParallelLinear(INNER, 16, bias=False, target=AUTO, group=ONE)
     layer.load("weight", None, weight)
     expected = weight.tensor()
-    weight.data[:] = np.uint8(0)
+    weight.tensors["weight"].zero_()
     layer.finish()
     assert_product(layer, values(2), expected)

@@ -1,0 +1,247 @@
+"""Scheme: how a checkpoint stores a matrix, and a matrix in that form. Knows tensors, not files or formats' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Role = Literal["weight", "scales", "zeros", "second_scale", "group_index", "input_scale", "shape"]
+ActivationRule = Literal["none", "static", "per_token", "per_group"]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Elements narrower than a byte: codes [.., ..] of any integer type -> float32.
+CODES: dict[str, Callable[[Tensor], Tensor]] = {
+    "UINT4": lambda codes: codes.float(),
+    "INT4": lambda codes: ((codes.int() ^ 8) - 8).float(),  # two's complement
+    "E2M1": lambda codes: torch.tensor([*_E2M1, *(-value for value in _E2M1)])[codes.long()],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Values that lie beside their own scales, a block after the other: only its decoder looks inside."""
+
+    values: int
+    num_bytes: int
+    decode: Callable[[Tensor], Tensor] = field(repr=False)  # uint8 [rows, bytes] -> float32 [rows, values]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several elements in a word."""
+
+    word: torch.dtype
+    order: tuple[int, ...]  # for each of the elements in a word its place, counted from the low bits
+    axis: int = 1  # of the matrix along which neighbours share a word
+
+    def unpack(self, words: Tensor) -> Tensor:
+        """The codes of the elements, as many along `axis` as all words hold."""
+        bits = 8 * self.word.itemsize // len(self.order)
+        shifts = torch.tensor([bits * place for place in self.order], dtype=words.dtype)
+        codes = (words.unsqueeze(self.axis + 1) >> shifts.view(-1, *[1] * (1 - self.axis))) & ((1 << bits) - 1)
+        return codes.flatten(self.axis, self.axis + 1)
+
+    def words(self, axis: int) -> int:
+        """Elements per word along an axis."""
+        return len(self.order) if axis == self.axis else 1
+
+
+@dataclass(frozen=True)
+class ScaleGrid:
+    """How many rows and columns of the matrix share a scale; None: all of them."""
+
+    rows: int | None
+    columns: int | None
+    dtype: torch.dtype
+
+    def side(self, axis: int) -> int | None:
+        return (self.rows, self.columns)[axis]
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """Which code stands for 0: one for all, or one stored beside each scale."""
+
+    implied: float | None = None
+    packing: Packing | None = None  # of stored ones; they are of the matrix's element
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix [rows, columns] is stored: its values are (element - zero point) * scale."""
+
+    element: str  # such as "BF16", "INT4", "E2M1", or a type of blocks such as "Q4_K"
+    block: Block | None = None
+    packing: Packing | None = None  # None: each element is a number of its tensor's own type
+    scales: ScaleGrid | None = None
+    zeros: ZeroPoints | None = None
+    second_scale: Literal["none", "multiplies", "divides"] = "none"  # what one number does to all scales
+    activations: ActivationRule = "none"  # how what is multiplied with the matrix is to be quantized
+    roles: tuple[tuple[Role, str], ...] = (("weight", "weight"),)
+    """What each tensor of the matrix is, and the last part of its name in a checkpoint."""
+
+    def __post_init__(self) -> None:
+        has = dict(self.roles)
+        stores_zeros = self.zeros is not None and self.zeros.implied is None
+        assert ("scales" in has) == (self.scales is not None), "a scale grid has a tensor of scales"
+        assert ("zeros" in has) == stores_zeros, "zero points that are not implied have a tensor"
+        assert ("second_scale" in has) == (self.second_scale != "none")
+        assert ("input_scale" in has) == (self.activations == "static")
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is plain numbers of a float type."""
+        quantized = self.block is not None or self.packing is not None or self.scales is not None
+        return not quantized and self.element.startswith(("F", "BF"))
+
+    def splits(self, axis: int, *places: int) -> bool:
+        """Whether the matrix can be cut there without cutting a block, a word or a group that shares a scale."""
+        if axis == 1 and "group_index" in dict(self.roles):
+            return False
+        units = [self.block.values if self.block is not None and axis == 1 else 1]
+        units += [self.packing.words(axis)] if self.packing is not None else []
+        if self.scales is not None:
+            packing = None if self.zeros is None else self.zeros.packing
+            units.append((self.scales.side(axis) or 1) * (1 if packing is None else packing.words(axis)))
+        unit = math.lcm(*units)
+        return not any(place % unit for place in places)
+
+    def stored_shape(self, role: Role, shape: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of the tensor that plays `role` for a matrix of this shape; dimensions of 1 may be left out."""
+        if role in ("weight", "scales", "zeros"):
+            return self._stored(0, role, shape[0]), self._stored(1, role, shape[1])
+        return (shape[1],) if role == "group_index" else (2,) if role == "shape" else ()
+
+    def shape_of(self, stored: tuple[int, ...]) -> tuple[int, int]:
+        """The shape of a matrix whose tensor with role "weight" has this one, all words being full."""
+        rows, columns = stored
+        if self.block is not None:
+            return rows, columns // self.block.num_bytes * self.block.values
+        return (
+            (rows, columns)
+            if self.packing is None
+            else (
+                rows * self.packing.words(0),
+                columns * self.packing.words(1),
+            )
+        )
+
+    def cut(self, role: Role, tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
+        """The part of a role's tensor that belongs to rows or columns [start, start + size)."""
+        if role not in ("weight", "scales", "zeros"):
+            return tensor
+        if role != "weight":
+            assert self.scales is not None
+            if self.scales.side(axis) is None:
+                return tensor
+            tensor = tensor if tensor.ndim == 2 else tensor.unsqueeze(1 - axis)
+        first = self._stored(axis, role, start)
+        return tensor.narrow(axis, first, self._stored(axis, role, start + size) - first)
+
+    def dequantize(self, tensors: Mapping[Role, Tensor], shape: tuple[int, int]) -> Tensor:
+        """The values as float32 [rows, columns], a new tensor where they are not float32 already."""
+        if self.block is not None:
+            return self.block.decode(tensors["weight"])
+        values = self._elements(tensors["weight"], self.packing)[: shape[0], : shape[1]]
+        index = tensors.get("group_index")
+        if self.zeros is not None:
+            if self.zeros.implied is not None:
+                values = values - self.zeros.implied
+            else:
+                values = values - self._spread(self._elements(tensors["zeros"], self.zeros.packing), shape, index)
+        if self.scales is None:
+            return values
+        scales = tensors["scales"].float()
+        if self.second_scale != "none":
+            second = tensors["second_scale"].float()
+            scales = scales * second if self.second_scale == "multiplies" else scales / second
+        return values * self._spread(scales, shape, index)
+
+    def _elements(self, stored: Tensor, packing: Packing | None) -> Tensor:
+        codes = stored if packing is None else packing.unpack(stored)
+        return CODES[self.element](codes) if self.element in CODES else codes.float()
+
+    def _spread(self, grid: Tensor, shape: tuple[int, int], group_index: Tensor | None) -> Tensor:
+        """A number for each group -> one for each element of the matrix, or what broadcasts to that."""
+        assert self.scales is not None
+        groups = [self._groups(axis, shape[axis]) for axis in (0, 1)]
+        grid = grid.reshape(-1)[: math.prod(groups)].view(groups) if grid.ndim < 2 else grid[: groups[0], : groups[1]]
+        if self.scales.rows is not None:
+            grid = grid.repeat_interleave(self.scales.rows, 0)[: shape[0]]
+        if group_index is not None:
+            return grid[:, group_index.long()]
+        columns = self.scales.columns
+        return grid if columns is None else grid.repeat_interleave(columns, 1)[:, : shape[1]]
+
+    def _groups(self, axis: int, count: int) -> int:
+        assert self.scales is not None
+        side = self.scales.side(axis)
+        return 1 if side is None else -(-count // side)
+
+    def _stored(self, axis: int, role: Role, count: int) -> int:
+        """How many numbers of a role's tensor so many rows or columns of the matrix take."""
+        if role == "weight":
+            if self.block is not None and axis == 1:
+                return count // self.block.values * self.block.num_bytes
+            return count if self.packing is None else -(-count // self.packing.words(axis))
+        groups = self._groups(axis, count) if count else 0
+        packing = self.zeros.packing if role == "zeros" and self.zeros is not None else None
+        return groups if packing is None else -(-groups // packing.words(axis))
+
+
+_FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+F32 = Scheme("F32")
+
+
+def float_scheme(dtype: torch.dtype) -> Scheme:
+    """The scheme of plain numbers of a type, named as checkpoints name it."""
+    return Scheme(_FLOAT_NAMES.get(dtype, str(dtype).removeprefix("torch.").upper()))
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix as it is stored. Its tensors may alias a mapped file: copy before writing."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    tensors: Mapping[Role, Tensor]
+
+    def part(self, axis: int, start: int, size: int) -> Weight:
+        """Rows or columns [start, start + size): still in its scheme if that can be cut there, else decoded."""
+        if not self.scheme.splits(axis, start, size):
+            return self.tensor().narrow(axis, start, size)
+        tensors = {role: self.scheme.cut(role, tensor, axis, start, size) for role, tensor in self.tensors.items()}
+        shape = (size, self.shape[1]) if axis == 0 else (self.shape[0], size)
+        return StoredMatrix(self.scheme, shape, tensors)
+
+    def tensor(self) -> Tensor:
+        """The values in float32."""
+        return self.scheme.dequantize(self.tensors, self.shape)
+
+
+Weight = Tensor | StoredMatrix
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    return weight.tensor() if isinstance(weight, StoredMatrix) else weight
+
+
+def scheme_of(weight: Weight) -> Scheme:
+    return weight.scheme if isinstance(weight, StoredMatrix) else float_scheme(weight.dtype)
+
+
+def part_of(weight: Weight, axis: int, start: int, size: int) -> Weight:
+    """Rows or columns [start, start + size) of a weight, without a copy where it need not be decoded."""
+    if size == weight.shape[axis]:
+        return weight
+    return weight.part(axis, start, size) if isinstance(weight, StoredMatrix) else weight.narrow(axis, start, size)
+
+
+def part_scheme(scheme: Scheme, axis: int, start: int, size: int, full_size: int) -> Scheme:
+    """The scheme in which `part_of` returns rows or columns of a weight that has `full_size` of them."""
+    return scheme if size == full_size or scheme.is_float or scheme.splits(axis, start, size) else F32
