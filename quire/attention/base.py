@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.parts import Parts
+from quire.ops.split_k import PartialSums
 from quire.platform.recording import SizedRecorder
 from quire.platform.transfer import upload
 
@@ -203,10 +203,10 @@ class AttentionBackend(ABC):
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
         """
 
-    def write_parts(
+    def write_partial_sums(
         self,
         spec: AttentionSpec,
-        qkv: Parts,
+        qkv: PartialSums,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         cache: Tensor,

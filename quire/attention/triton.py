@@ -29,7 +29,7 @@ from quire.kernels.triton.launch import multiprocessors, unavailable
 from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
-from quire.ops.parts import Parts
+from quire.ops.split_k import PartialSums
 from quire.types.errors import ConfigError
 
 # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
@@ -202,7 +202,7 @@ class TritonAttention(AttentionBackend):
     def write(
         self,
         spec: AttentionSpec,
-        qkv: Tensor | Parts,
+        qkv: Tensor | PartialSums,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         cache: Tensor,
@@ -219,10 +219,10 @@ class TritonAttention(AttentionBackend):
         product = qkv if isinstance(qkv, Tensor) else qkv.values
         return Written(prepare_qkv(product, *given, keys, self.heads_per_program), keys, values)
 
-    def write_parts(
+    def write_partial_sums(
         self,
         spec: AttentionSpec,
-        qkv: Parts,
+        qkv: PartialSums,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         cache: Tensor,

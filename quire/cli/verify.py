@@ -193,13 +193,9 @@ def _capture(model: Any, run: Callable[[], Any]) -> _Captured:
 
 def _tensor_of(passed: Any) -> Any:
     """What one module passes to another as a tensor; of several things the first."""
-    from quire.ops.fp8 import Fp8Lines
-    from quire.ops.parts import Parts
+    from quire.layers.fusion import whole
 
-    if isinstance(passed, Parts):
-        return passed.summed()
-    if isinstance(passed, Fp8Lines):
-        return passed.unpacked()
+    passed = whole(passed)
     return _tensor_of(passed[0]) if isinstance(passed, tuple) else passed
 
 

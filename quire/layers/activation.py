@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from quire.layers.fusion import PLAIN, Form, Forms, Passed
 from quire.layers.linear import Linear
 from quire.ops.activation import (
     GELU_TANH_AND_MUL,
@@ -14,21 +15,21 @@ from quire.ops.activation import (
     SILU_AND_MUL,
     SILU_AND_MUL_FP8,
     Gated,
-    GatedLines,
+    GatedQuantized,
 )
 from quire.ops.base import Op, Target
-from quire.ops.fp8 import Fp8Lines
+from quire.ops.fp8 import QuantizedActivations
 from quire.types.errors import ModelError
 
-Activation = Callable[[Tensor], Tensor | Fp8Lines]
+Activation = Callable[[Tensor], Passed]
 
 
 class GatedOps(NamedTuple):
-    """One gated activation: alone, with its result quantized, and its name in a product (ops/gated_linear.py)."""
+    """One gated activation: alone, with its result quantized, and its name in a matmul (ops/gated_linear.py)."""
 
     plain: Op[Gated]
-    lines: Op[GatedLines]
-    in_product: str
+    quantized: Op[GatedQuantized]
+    in_matmul: str
 
 
 GATED_ACTIVATIONS: dict[str, GatedOps] = {
@@ -37,25 +38,23 @@ GATED_ACTIVATIONS: dict[str, GatedOps] = {
 }
 
 
-def gated_activation(name: str, target: Target, *, takes_lines: bool = False) -> Activation:
+def gated_activation(name: str, target: Target, accepted: Forms = PLAIN) -> Activation:
     """[n, 2 * width] -> [n, width]: the activation of the first half times the second half.
 
-    `takes_lines`: whether the product that reads the result takes it as fp8, quantized in the same pass.
+    `accepted`: the forms in which the matmul that reads the result takes it.
     """
     ops = _ops(name)
-    if not takes_lines:
+    if Form.E4M3_PER_TOKEN not in accepted:
         return ops.plain.bind(target)
-    run = ops.lines.bind(target)
-    return lambda gate_up: Fp8Lines(*run(gate_up), gate_up.dtype)
+    run = ops.quantized.bind(target)
+    return lambda gate_up: QuantizedActivations(*run(gate_up), gate_up.dtype)
 
 
-def gated_product(
-    gate_up: Linear, name: str, target: Target, *, takes_lines: bool = False
-) -> Callable[[Any], Tensor | Fp8Lines]:
-    """`gate_up` and the activation after it, of whatever `gate_up` takes: as one where it knows how."""
-    activation = gated_activation(name, target, takes_lines=takes_lines)
-    at_once = None if takes_lines else gate_up.method.gated(_ops(name).in_product)
-    return at_once or (lambda hidden: activation(gate_up(hidden)))
+def gated_matmul(gate_up: Linear, name: str, target: Target, accepted: Forms = PLAIN) -> Callable[[Any], Passed]:
+    """`gate_up` and the activation after it, as one kernel where its method has one."""
+    activation = gated_activation(name, target, accepted)
+    fused = None if Form.E4M3_PER_TOKEN in accepted else gate_up.method.gated(_ops(name).in_matmul)
+    return fused or (lambda hidden: activation(gate_up(hidden)))
 
 
 def _ops(name: str) -> GatedOps:

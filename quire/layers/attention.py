@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.ops.base import Target
-from quire.ops.parts import Parts
 from quire.ops.select import GATHER_ROWS
+from quire.ops.split_k import PartialSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class ForwardBatch:
     wanted: WantedTokens | None = None  # None: all of them
 
 
-class Attention(nn.Module):
+class Attention(Stage):
     """Holds no parameters. `bind` must be called once, after the KV cache is allocated."""
 
     backend: AttentionBackend
@@ -41,6 +42,10 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer_index = layer_index
         self._gather_rows = GATHER_ROWS.bind(target)
+
+    @property
+    def accepts(self) -> Forms:
+        return frozenset({Form.PARTIAL_SUMS})
 
     def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
         """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
@@ -54,7 +59,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        qkv: Tensor | Parts,
+        qkv: Passed,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         batch: ForwardBatch,
@@ -63,11 +68,10 @@ class Attention(nn.Module):
         """qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim] -> [n or wanted, num_heads * head_dim]."""
         metadata = batch.attention[self.group]
         place = (head_norm, rotation, self.cache, metadata)
-        if isinstance(qkv, Parts):
-            if wanted is None:
-                written = self.backend.write_parts(self.spec, qkv, *place)
-                return self.backend.attend(self.spec, written, self.cache, metadata)
-            qkv = qkv.summed()
+        if isinstance(qkv, PartialSums) and wanted is None:
+            written = self.backend.write_partial_sums(self.spec, qkv, *place)
+            return self.backend.attend(self.spec, written, self.cache, metadata)
+        qkv = whole(qkv)
         written = self.backend.write(self.spec, qkv, *place)
         if wanted is None:
             return self.backend.attend(self.spec, written, self.cache, metadata)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import Scheme, Weight, as_tensor, part_of, part_scheme
 from quire.layers.weights import WeightedLayer
 from quire.ops.base import Target
-from quire.ops.fp8 import Fp8Lines
-from quire.ops.parts import Parts
+from quire.ops.fp8 import QuantizedActivations
+from quire.ops.split_k import PartialSums
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
@@ -29,7 +30,7 @@ class Piece:
     size: int
 
 
-class Linear(WeightedLayer):
+class Linear(WeightedLayer, Stage):
     """y = x @ weight^T + bias, built from pieces one above the other.
 
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
@@ -51,20 +52,25 @@ class Linear(WeightedLayer):
         self._pieces = tuple(pieces)
         spec = MatrixSpec(self.in_features, tuple(piece.size for piece in pieces), bias, target)
         self.method = self._make_method(choose_method(target), spec)
-        self._in_parts: Callable[[Tensor], Tensor | Parts] | None = None
+        self._split_k: Callable[[Tensor], Tensor | PartialSums] | None = None
 
     def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
         return quantization.linear(spec)
 
-    def forward(self, x: Tensor | Fp8Lines) -> Tensor | Parts:
-        """x: [n, in_features] -> [n, out_features]."""
-        if isinstance(x, Fp8Lines):
-            return self.method.multiply_lines(x)
-        return self.method.multiply(x) if self._in_parts is None else self._in_parts(x)
+    @property
+    def accepts(self) -> Forms:
+        return self.method.accepts
 
-    def leave_in_parts(self) -> None:
-        """What reads the result adds up parts, as norms do that merge: so it need not be whole."""
-        self._in_parts = self.method.in_parts()
+    def feed(self, accepted: Forms) -> None:
+        if Form.PARTIAL_SUMS in accepted:
+            self._split_k = self.method.split_k()
+
+    def forward(self, x: Passed) -> Passed:
+        """x: [n, in_features] -> [n, out_features]."""
+        if isinstance(x, QuantizedActivations):
+            return self.method.multiply_quantized(x)
+        x = whole(x)
+        return self.method.multiply(x) if self._split_k is None else self._split_k(x)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.method.spec.bias else ("weight",)
@@ -167,13 +173,13 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
         self._group = group
 
-    def forward(self, x: Tensor | Fp8Lines) -> Tensor | Parts:
+    def forward(self, x: Passed) -> Passed:
         out = super().forward(x)
-        return out if isinstance(out, Parts) else self._group.collectives.all_reduce(out)
+        return self._group.collectives.all_reduce(out) if isinstance(out, Tensor) else out
 
-    def leave_in_parts(self) -> None:
+    def feed(self, accepted: Forms) -> None:
         if self._group.size == 1:  # else ranks add up whole ones
-            super().leave_in_parts()
+            super().feed(accepted)
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

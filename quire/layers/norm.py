@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
-from quire.ops.fp8 import Fp8Lines
+from quire.ops.fp8 import QuantizedActivations
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
-from quire.ops.parts import ADD_RMS_NORM_IN_PARTS, Parts
+from quire.ops.split_k import ADD_RMS_NORM_SPLIT_K, PartialSums
 from quire.parallel.groups import ParallelGroup
 
 
-class _NormWeight(WeightedLayer):
+class ResidualMerge(Stage):
+    """Stands where a norm would merge the residual stream, and only merges."""
+
+    @property
+    def accepts(self) -> Forms:
+        """What `merge` takes."""
+        return frozenset({Form.PARTIAL_SUMS})
+
+    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
+        """(what the block after it reads, residual + hidden); before the first layer there is no residual."""
+        total = merge_residual(hidden, residual)
+        return total, total
+
+
+class RMSNorm(WeightedLayer, ResidualMerge):
     """x / rms(x) * (weight_offset + weight) over the last dimension. Gemma stores weights around 0: offset 1."""
 
     def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
@@ -20,46 +35,38 @@ class _NormWeight(WeightedLayer):
         self.eps = eps
         self.weight_offset = weight_offset
         self.weight = empty_parameter(width, dtype=target.dtype)
-
-
-class RMSNorm(_NormWeight):
-    """The norm in the type of its input."""
-
-    def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
-        super().__init__(width, eps=eps, target=target, weight_offset=weight_offset)
         self._norm = RMS_NORM.bind(target)
         self._add_norm = ADD_RMS_NORM.bind(target)
-        self._add_norm_in_parts = ADD_RMS_NORM_IN_PARTS.bind(target)
+        self._add_norm_split_k = ADD_RMS_NORM_SPLIT_K.bind(target)
+        self._norm_quantized = RMS_NORM_FP8.bind(target)
+        self._add_norm_quantized = ADD_RMS_NORM_FP8.bind(target)
+        self._quantizes = False
+
+    def feed(self, accepted: Forms) -> None:
+        """`merge` quantizes its result in the same pass if that is what the matmuls after it read anyway."""
+        self._quantizes = Form.E4M3_PER_TOKEN in accepted
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.weight_offset)
 
-    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
         """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
+        if self._quantizes:
+            return self._merge_quantized(whole(hidden), residual)
         kind = (self.weight, self.eps, self.weight_offset)
-        if isinstance(hidden, Parts):
+        if isinstance(hidden, PartialSums):
             assert residual is not None
-            return self._add_norm_in_parts(hidden.values, residual, *kind)
+            return self._add_norm_split_k(hidden.values, residual, *kind)
+        hidden = whole(hidden)
         return (self(hidden), hidden) if residual is None else self._add_norm(hidden, residual, *kind)
 
-
-class Fp8RMSNorm(_NormWeight):
-    """A norm whose result only products in fp8 read: it is quantized in the same pass."""
-
-    def __init__(self, width: int, *, eps: float, target: Target, weight_offset: float = 0.0) -> None:
-        super().__init__(width, eps=eps, target=target, weight_offset=weight_offset)
-        self._norm_lines = RMS_NORM_FP8.bind(target)
-        self._add_norm_lines = ADD_RMS_NORM_FP8.bind(target)
-
-    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Fp8Lines, Tensor]:
-        """As that of RMSNorm."""
+    def _merge_quantized(self, hidden: Tensor, residual: Tensor | None) -> tuple[QuantizedActivations, Tensor]:
         kind = (self.weight, self.eps, self.weight_offset)
-        hidden = hidden.summed() if isinstance(hidden, Parts) else hidden
         if residual is None:
-            values, scale = self._norm_lines(hidden, *kind)
-            return Fp8Lines(values, scale, hidden.dtype), hidden
-        values, scale, total = self._add_norm_lines(hidden, residual, *kind)
-        return Fp8Lines(values, scale, hidden.dtype), total
+            values, scale = self._norm_quantized(hidden, *kind)
+            return QuantizedActivations(values, scale, hidden.dtype), hidden
+        values, scale, total = self._add_norm_quantized(hidden, residual, *kind)
+        return QuantizedActivations(values, scale, hidden.dtype), total
 
 
 class ParallelRMSNorm(RMSNorm):
@@ -71,6 +78,12 @@ class ParallelRMSNorm(RMSNorm):
         self._start, self._size = group.slice_of(width, "norm width")
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self._group.collectives.all_gather(x, dim=-1)
-        normed = self._norm(whole, self.weight, self.eps, self.weight_offset)
+        gathered = self._group.collectives.all_gather(x, dim=-1)
+        normed = self._norm(gathered, self.weight, self.eps, self.weight_offset)
         return normed[..., self._start : self._start + self._size]
+
+
+def merge_residual(hidden: Passed, residual: Tensor | None) -> Tensor:
+    """The residual stream after `hidden` is added; before the first layer it is `hidden` itself."""
+    added = whole(hidden)
+    return added if residual is None else residual + added

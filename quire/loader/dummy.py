@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
+from quire.layers.fusion import settle
 from quire.layers.weights import weighted_layers
 
 AMPLITUDE = 1e-3
@@ -33,3 +34,4 @@ def fill_dummy(
                 values += 1
             layer.load(name, None, values)
         layer.finish()
+    settle(model)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from quire.layers.fusion import settle
 from quire.layers.scheme import F32, Scheme
 from quire.layers.weights import Destination, MappedModule, WeightedLayer, weighted_layers
 from quire.loader.checkpoint import Checkpoint, TensorInfo
@@ -87,6 +88,7 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
         if progress is not None:
             progress(done, total)
     checkpoint.release_all()
+    settle(model)
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 

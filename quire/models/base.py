@@ -1,10 +1,10 @@
-"""CausalLM: what every model offers to the worker. Knows tokens and hidden states, not requests."""
+"""Model and CausalLM: what models offer to the worker. Knows tokens and hidden states, not requests."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -33,10 +33,33 @@ class BuildContext:
         return Target(self.platform, self.dtype, self.quantization, self.deterministic, self.activations)
 
 
-class CausalLM(MappedModule):
-    """A causal language model. The caller runs it under torch.inference_mode."""
+Capability = Literal["generates", "pools", "encodes", "takes_media"]
 
-    lm_head: LMHead
+
+@dataclass(frozen=True)
+class LayerKV:
+    """What one layer keeps per token."""
+
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What is known of a model from its config alone."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
+    layers: tuple[LayerKV, ...]  # those that cache something, in the order of `attention_layers`
+
+
+class Model(MappedModule):
+    """Any model: it declares what it can be used for. The caller runs it under torch.inference_mode."""
+
+    capabilities: ClassVar[frozenset[Capability]]
     fits_float16: ClassVar[bool] = False
     """Whether activations of the architecture's published models are known to stay below float16's largest, 65504."""
 
@@ -44,6 +67,11 @@ class CausalLM(MappedModule):
     @abstractmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
         """Build with unfilled parameters from a Hugging Face config."""
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, config: dict[str, Any]) -> ModelSizes:
+        """What a Hugging Face config says of the model."""
 
     @abstractmethod
     def forward(
@@ -57,9 +85,16 @@ class CausalLM(MappedModule):
         """
 
     @abstractmethod
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] -> [m, vocab] in the model's dtype."""
-
-    @abstractmethod
     def attention_layers(self) -> list[Attention]:
         """In layer order; each must be bound before the first forward."""
+
+
+class CausalLM(Model):
+    """A causal language model."""
+
+    capabilities = frozenset({"generates"})
+    lm_head: LMHead
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] -> [m, vocab] in the model's dtype."""

@@ -1,4 +1,7 @@
-"""The blocks that decoder models are made of: attention, gated MLP and the layer around them."""
+"""The blocks that decoder models are made of: attention, gated MLP and the layer around a mixer and an MLP.
+
+Knows who reads whose result, not the forms that layers pass on between them (see layers/fusion.py).
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
-from quire.layers.activation import gated_product
+from quire.layers.activation import gated_activation, gated_matmul
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
-from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import Fp8RMSNorm, ParallelRMSNorm, RMSNorm
-from quire.models.base import BuildContext
+from quire.layers.fusion import Forms, Passed, Stage
+from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.norm import ParallelRMSNorm, ResidualMerge, RMSNorm
+from quire.models.base import BuildContext, LayerKV
 from quire.models.config import DecoderConfig
-from quire.ops.fp8 import Fp8Lines
-from quire.ops.parts import Parts
+from quire.models.kinds import MIXERS, MLP, MLPS, Mixer
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ConfigError
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(Mixer):
     """qkv projection, attention with its q/k norm and rotation, output projection."""
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
-        super().__init__()
+        super().__init__(config, ctx, layer)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
@@ -56,26 +59,39 @@ class AttentionBlock(nn.Module):
             layer,
             ctx.target,
         )
-        if config.qk_norm != "full":
-            self.qkv_proj.leave_in_parts()
-        if config.merges_products:
-            self.o_proj.leave_in_parts()
+
+    @classmethod
+    def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
+        return LayerKV(config.num_kv_heads, config.head_dim, config.sliding_windows[layer])
+
+    @property
+    def accepts(self) -> Forms:
+        return self.qkv_proj.accepts
+
+    def feed(self, accepted: Forms) -> None:
+        self.o_proj.feed(accepted)
+
+    def settle(self) -> None:
+        if self.qk_norm.hands_on:
+            self.qkv_proj.feed(self.attention.accepts)
 
     def forward(
-        self, hidden: Tensor | Fp8Lines, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
-    ) -> Tensor | Parts:
+        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
+    ) -> Passed:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
-        out: Tensor | Parts = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
+        out: Passed = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
         return out
 
 
 class NoQKNorm(nn.Module):
     """Query and key features are used as they are."""
 
+    hands_on = True  # what the projection gives goes to attention, whatever form it has
+
     def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
 
-    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
         """(qkv, what attention is to do to each head before the rotation)."""
         return qkv, None
 
@@ -90,12 +106,14 @@ class PerHeadQKNorm(NoQKNorm):
         self.k = RMSNorm(config.head_dim, target=ctx.target, **kind)
         self._norm = HeadNorm(self.q.weight, self.k.weight, config.norm_eps, config.norm_weight_offset)
 
-    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
         return qkv, self._norm
 
 
 class FullWidthQKNorm(NoQKNorm):
     """All query heads are normalized together, and so are all key heads."""
+
+    hands_on = False
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
         super().__init__(config, ctx, num_heads, num_kv_heads)
@@ -109,7 +127,7 @@ class FullWidthQKNorm(NoQKNorm):
         self.k = ParallelRMSNorm(config.num_kv_heads * config.head_dim, **kind)
         self._widths = [num_heads * config.head_dim, num_kv_heads * config.head_dim, num_kv_heads * config.head_dim]
 
-    def forward(self, qkv: Any) -> tuple[Tensor | Parts, HeadNorm | None]:
+    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
         q, k, v = qkv.split(self._widths, dim=-1)
         return torch.cat((self.q(q), self.k(k), v), dim=-1), None
 
@@ -117,11 +135,11 @@ class FullWidthQKNorm(NoQKNorm):
 QK_NORMS: dict[str, type[NoQKNorm]] = {"none": NoQKNorm, "head": PerHeadQKNorm, "full": FullWidthQKNorm}
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
-        super().__init__()
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
         width = config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
@@ -133,46 +151,68 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             width, config.hidden_size, bias=config.mlp_bias, target=ctx.target, group=ctx.group
         )
-        takes_lines = self.down_proj.method.takes_lines
-        self._gated = gated_product(self.gate_up_proj, config.activation, ctx.target, takes_lines=takes_lines)
-        if config.merges_products:
-            self.down_proj.leave_in_parts()
+        self._activation, self._target = config.activation, ctx.target
+        gated_activation(config.activation, ctx.target)  # an unknown one is refused before weights are read
 
-    def forward(self, hidden: Tensor | Fp8Lines) -> Tensor | Parts:
-        out: Tensor | Parts = self.down_proj(self._gated(hidden))
+    @property
+    def accepts(self) -> Forms:
+        return self.gate_up_proj.accepts
+
+    def feed(self, accepted: Forms) -> None:
+        self.down_proj.feed(accepted)
+
+    def settle(self) -> None:
+        self._gated = gated_matmul(self.gate_up_proj, self._activation, self._target, self.down_proj.accepts)
+
+    def forward(self, hidden: Passed) -> Passed:
+        out: Passed = self.down_proj(self._gated(hidden))
         return out
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP on a residual stream. A norm that an architecture does not have is the identity."""
+class DecoderLayer(Stage):
+    """Mixer and MLP on a residual stream. A norm that an architecture does not have is the identity."""
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
-        self.self_attn = AttentionBlock(config, ctx, layer)
-        self.mlp = GatedMLP(config, ctx)
+        self.self_attn = MIXERS.get(config.mixers[layer])(config, ctx, layer)
+        self.mlp = MLPS.get(config.mlps[layer])(config, ctx, layer)
 
-        def norm(before: Linear | None = None) -> RMSNorm | Fp8RMSNorm:
-            kind = Fp8RMSNorm if before is not None and before.method.takes_lines else RMSNorm
-            return kind(
+        def norm() -> RMSNorm:
+            return RMSNorm(
                 config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
             )
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
-        self.attn_norm = norm(self.self_attn.qkv_proj) if pre else NoNorm()
+        self.attn_norm = norm() if pre else ResidualMerge()
         self.attn_post_norm = norm() if post else nn.Identity()
-        self.mlp_norm = norm(self.mlp.gate_up_proj) if pre else NoNorm()
+        self.mlp_norm = norm() if pre else ResidualMerge()
         self.mlp_post_norm = norm() if post else nn.Identity()
+        self._adds_as_is = not post and config.residual_multiplier is None
         self._multiplier = config.residual_multiplier
         self._gather_rows, self._scale = GATHER_ROWS.bind(ctx.target), SCALE.bind(ctx.target)
 
+    @property
+    def accepts(self) -> Forms:
+        return self.attn_norm.accepts
+
+    def feed(self, accepted: Forms) -> None:
+        if self._adds_as_is:
+            self.mlp.feed(accepted)
+
+    def settle(self) -> None:
+        self.attn_norm.feed(self.self_attn.accepts)
+        self.mlp_norm.feed(self.mlp.accepts)
+        if self._adds_as_is:
+            self.self_attn.feed(self.mlp_norm.accepts)
+
     def forward(
         self,
-        hidden: Tensor | Parts,
+        hidden: Passed,
         residual: Tensor | None,
         rotation: Rotation,
         batch: ForwardBatch,
         wanted: WantedTokens | None = None,
-    ) -> tuple[Tensor | Parts, Tensor]:
+    ) -> tuple[Passed, Tensor]:
         """`hidden` is what the layer before added last; it is merged into `residual` here.
 
         With `wanted` both results are of those tokens alone.
@@ -184,19 +224,5 @@ class DecoderLayer(nn.Module):
         normed, residual = self.mlp_norm.merge(hidden, residual)
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 
-    def _scaled(self, hidden: Any) -> Tensor | Parts:
+    def _scaled(self, hidden: Any) -> Passed:
         return hidden if self._multiplier is None else self._scale(hidden, self._multiplier)
-
-
-class NoNorm(nn.Module):
-    """Stands where a norm would merge the residual stream, and only merges."""
-
-    def merge(self, hidden: Tensor | Parts, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        total = merge_residual(hidden, residual)
-        return total, total
-
-
-def merge_residual(hidden: Tensor | Parts, residual: Tensor | None) -> Tensor:
-    """The residual stream after `hidden` is added; before the first layer it is `hidden` itself."""
-    whole = hidden.summed() if isinstance(hidden, Parts) else hidden
-    return whole if residual is None else residual + whole

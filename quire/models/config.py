@@ -28,6 +28,8 @@ class DecoderConfig:
     max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
     rope: tuple[RopeParameters | None, ...]  # per layer; None: the layer rotates nothing
     sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
+    mixers: tuple[str, ...]  # per layer; names in quire/models/kinds.py
+    mlps: tuple[str, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -43,11 +45,6 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.rope)
-
-    @property
-    def merges_products(self) -> bool:
-        """Whether what attention and MLP end with is added to the residual stream as it is."""
-        return self.norms == "pre" and self.residual_multiplier is None
 
 
 class ConfigReader(Mapping[str, Any]):
@@ -129,6 +126,8 @@ def read_config(
         "o_bias": read.flag("attention_bias"),
         "mlp_bias": read.flag("mlp_bias"),
         "sliding_windows": (None,) * num_layers,
+        "mixers": ("attention",) * num_layers,
+        "mlps": ("gated",) * num_layers,
         **flags,
     }
     types = ["full_attention"] * num_layers

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from quire.attention.base import Rotation
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
-from quire.layers.norm import RMSNorm
+from quire.layers.fusion import Passed, Stage, whole
+from quire.layers.norm import RMSNorm, merge_residual
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
-from quire.models.base import BuildContext, CausalLM
-from quire.models.blocks import DecoderLayer, merge_residual
+from quire.models.base import BuildContext, CausalLM, ModelSizes
+from quire.models.blocks import DecoderLayer
 from quire.models.config import DecoderConfig
-from quire.ops.parts import Parts
+from quire.models.kinds import MIXERS
 from quire.ops.scale import SCALE, rounded
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -39,7 +40,7 @@ PRE_POST_NORM_WEIGHTS = WeightMap(
 )
 
 
-class Decoder(nn.Module):
+class Decoder(Stage):
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -60,6 +61,11 @@ class Decoder(nn.Module):
         )
         self._rotary_of_layer = [tables[rope] for rope in config.rope]
 
+    def settle(self) -> None:
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        for layer, reader in zip(layers, [*layers[1:], self.norm], strict=True):
+            layer.feed(reader.accepts)
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """[n] -> [n, hidden], scaled where the architecture scales embeddings."""
         hidden: Tensor = self.embed_tokens(input_ids)
@@ -67,14 +73,14 @@ class Decoder(nn.Module):
 
     def run_layers(
         self,
-        hidden: Tensor | Parts,
+        hidden: Passed,
         residual: Tensor | None,
         positions: Tensor,
         batch: ForwardBatch,
         first: int = 0,
         last: int | None = None,
         capture: Collection[int] = (),
-    ) -> tuple[Tensor | Parts, Tensor | None, dict[int, Tensor]]:
+    ) -> tuple[Passed, Tensor | None, dict[int, Tensor]]:
         """Run layers [first, last) and return (hidden, residual, captured).
 
         captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
@@ -94,10 +100,10 @@ class Decoder(nn.Module):
             captured[last] = merge_residual(hidden, residual)
         return hidden, residual, captured
 
-    def finish(self, hidden: Tensor | Parts, residual: Tensor | None) -> Tensor:
+    def finish(self, hidden: Passed, residual: Tensor | None) -> Tensor:
         """The final norm of the residual stream."""
         normed, _ = self.norm.merge(hidden, residual)
-        return normed
+        return whole(normed)
 
 
 class DecoderLM(CausalLM):
@@ -134,6 +140,18 @@ class DecoderLM(CausalLM):
     @classmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
         return cls(cls.decoder_config(config), ctx)
+
+    @classmethod
+    def sizes(cls, config: dict[str, Any]) -> ModelSizes:
+        decoder = cls.decoder_config(config)
+        kept = (MIXERS.get(name).keeps(decoder, layer) for layer, name in enumerate(decoder.mixers))
+        return ModelSizes(
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            num_layers=decoder.num_layers,
+            max_position_embeddings=decoder.max_position_embeddings,
+            layers=tuple(layer for layer in kept if layer is not None),
+        )
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None

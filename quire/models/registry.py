@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.models.decoder import DecoderLM
+from quire.models.base import CausalLM, Model, ModelSizes
 from quire.types.errors import ConfigError, ModelError, UnknownArchitectureError
 from quire.utils.registry import Registry
 
-ARCHITECTURES: Registry[type[DecoderLM]] = Registry(
+ARCHITECTURES: Registry[type[Model]] = Registry(
     "architecture",
     "quire.models",
     {
@@ -31,23 +31,9 @@ _LONGEST = 1 << 24  # tokens: tables of positions are made for so many
 
 
 @dataclass(frozen=True)
-class LayerKV:
-    """What one layer keeps per token."""
-
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-
-
-@dataclass(frozen=True)
-class ModelDescription:
+class ModelDescription(ModelSizes):
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
-    max_model_len: int  # what will be served: the caller's choice, or all of the above
-    layers: tuple[LayerKV, ...]
+    max_model_len: int  # what will be served: the caller's choice, or all that the model is meant for
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -57,26 +43,33 @@ def architecture_of(config: dict[str, Any]) -> str:
     return str(names[0])
 
 
-def model_class(config: dict[str, Any]) -> type[DecoderLM]:
+def model_class(config: dict[str, Any]) -> type[Model]:
     return ARCHITECTURES.get(architecture_of(config))
+
+
+def generator_class(config: dict[str, Any]) -> type[CausalLM]:
+    """The class of a model that generates tokens; ModelError if it is of another kind."""
+    found = model_class(config)
+    if not issubclass(found, CausalLM) or "generates" not in found.capabilities:
+        raise ModelError(
+            f"{architecture_of(config)} does not generate tokens; what it does: "
+            f"{', '.join(sorted(found.capabilities))}. Choose a model that generates"
+        )
+    return found
 
 
 def describe(config: dict[str, Any], max_model_len: int | None = None) -> ModelDescription:
     """Sizes and KV needs of a model, from its config alone."""
-    decoder = model_class(config).decoder_config(config)
-    if decoder.max_position_embeddings > _LONGEST:
+    sizes = model_class(config).sizes(config)
+    if sizes.max_position_embeddings > _LONGEST:
         raise ModelError(
-            f"the model config is for {decoder.max_position_embeddings} tokens, and {_LONGEST} is the most there can"
+            f"the model config is for {sizes.max_position_embeddings} tokens, and {_LONGEST} is the most there can"
             " be; correct max_position_embeddings or what scales it"
         )
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {max_model_len}")
     return ModelDescription(
+        **{field.name: getattr(sizes, field.name) for field in fields(ModelSizes)},
         architecture=architecture_of(config),
-        vocab_size=decoder.vocab_size,
-        hidden_size=decoder.hidden_size,
-        num_layers=decoder.num_layers,
-        max_position_embeddings=decoder.max_position_embeddings,
-        max_model_len=max_model_len or decoder.max_position_embeddings,
-        layers=tuple(LayerKV(decoder.num_kv_heads, decoder.head_dim, window) for window in decoder.sliding_windows),
+        max_model_len=max_model_len or sizes.max_position_embeddings,
     )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
-from quire.ops.fp8 import quantize_lines
+from quire.ops.fp8 import quantize_rows
 
 Gated = Callable[[Tensor], Tensor]
-GatedLines = Callable[[Tensor], tuple[Tensor, Tensor]]
+GatedQuantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
@@ -36,12 +36,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """silu(gate) * up quantized line by line: (values [n, width], scale [n])."""
-    return quantize_lines(silu_and_mul(gate_up))
+    return quantize_rows(silu_and_mul(gate_up))
 
 
 def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """gelu(gate) * up quantized line by line: (values [n, width], scale [n])."""
-    return quantize_lines(gelu_tanh_and_mul(gate_up))
+    return quantize_rows(gelu_tanh_and_mul(gate_up))
 
 
 def generate_inputs(seed: int) -> tuple[Tensor]:
@@ -64,14 +64,14 @@ GELU_TANH_AND_MUL: Op[Gated] = Op(
     1e-5,
     (Implementation("triton", "triton.activation:gelu_tanh_and_mul", ("cuda",)), native("gelu_tanh_and_mul")),
 )
-SILU_AND_MUL_FP8: Op[GatedLines] = Op(
+SILU_AND_MUL_FP8: Op[GatedQuantized] = Op(
     "silu_and_mul_fp8",
     silu_and_mul_fp8,
     generate_inputs,
     _STEP_OF_FP8,
     (Implementation("triton", "triton.activation:silu_and_mul_fp8", ("cuda",)),),
 )
-GELU_TANH_AND_MUL_FP8: Op[GatedLines] = Op(
+GELU_TANH_AND_MUL_FP8: Op[GatedQuantized] = Op(
     "gelu_tanh_and_mul_fp8",
     gelu_tanh_and_mul_fp8,
     generate_inputs,

@@ -16,10 +16,10 @@ FP8_MAX = 448.0
 MIN_SCALE = 1e-30
 
 Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-LinesProduct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+PrequantizedMatmul = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
-class Fp8Lines(NamedTuple):
+class QuantizedActivations(NamedTuple):
     """Activations quantized line by line where they were computed."""
 
     values: Tensor  # [n, width] fp8
@@ -30,7 +30,7 @@ class Fp8Lines(NamedTuple):
         return (self.values.float() * self.scale[:, None]).to(self.dtype)
 
 
-def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x / scale as fp8 [n, width], scale [n] float32): a line's largest value becomes the largest fp8 number."""
     wide = x.float()
     scale = (wide.abs().amax(-1) / FP8_MAX).clamp_(min=MIN_SCALE)
@@ -39,10 +39,10 @@ def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, x being quantized line by line first. In x's type."""
-    return lines_fp8(*quantize_lines(x), weight, scale, bias, x.dtype)
+    return prequantized_linear_fp8(*quantize_rows(x), weight, scale, bias, x.dtype)
 
 
-def lines_fp8(
+def prequantized_linear_fp8(
     lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(lines [n, K] * line_scale [n, 1]) @ (weight [N, K] * scale [N, 1]).T + bias, in `dtype`; both are fp8."""
@@ -56,13 +56,13 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Multiples of 1/8 up to 7/4, which every line holds: exact as fp8, so that nothing is rounded.
     x, weight = (torch.randint(-14, 15, (n, inner), generator=generator) / 8 for n in (rows, outputs))
     x[:, 0] = weight[:, 0] = 1.75
-    quantized, scale = quantize_lines(weight)
+    quantized, scale = quantize_rows(weight)
     return x, quantized, scale, torch.randn(outputs, generator=generator)
 
 
-def generate_lines(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+def generate_prequantized(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     x, weight, scale, bias = generate_inputs(seed)
-    return *quantize_lines(x), weight, scale, bias, x.dtype
+    return *quantize_rows(x), weight, scale, bias, x.dtype
 
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,4 +77,10 @@ def _products(function: str) -> tuple[Implementation, ...]:
 
 
 LINEAR_FP8: Op[Fp8Product] = Op("linear_fp8", linear_fp8, generate_inputs, 2e-2, _products("linear_fp8"))
-LINES_FP8: Op[LinesProduct] = Op("lines_fp8", lines_fp8, generate_lines, 2e-2, _products("lines_fp8"))
+PREQUANTIZED_LINEAR_FP8: Op[PrequantizedMatmul] = Op(
+    "prequantized_linear_fp8",
+    prequantized_linear_fp8,
+    generate_prequantized,
+    2e-2,
+    _products("prequantized_linear_fp8"),
+)

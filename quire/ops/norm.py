@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
-from quire.ops.fp8 import quantize_lines
+from quire.ops.fp8 import quantize_rows
 
 _STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
 
@@ -34,7 +34,7 @@ def add_rms_norm(
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The norm of x [n, width] quantized line by line: (values, scale [n])."""
-    return quantize_lines(rms_norm(x, weight, eps, weight_offset))
+    return quantize_rows(rms_norm(x, weight, eps, weight_offset))
 
 
 def add_rms_norm_fp8(
@@ -42,7 +42,7 @@ def add_rms_norm_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of x + residual quantized line by line, and x + residual: (values, scale [n], sum)."""
     normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
-    return *quantize_lines(normed), total
+    return *quantize_rows(normed), total
 
 
 def generate_inputs(seed: int) -> tuple[Tensor, Tensor, float]:

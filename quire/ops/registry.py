@@ -10,20 +10,20 @@ from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.embedding import EMBED
-from quire.ops.fp8 import LINEAR_FP8, LINES_FP8
+from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
-from quire.ops.parts import ADD_RMS_NORM_IN_PARTS, LINEAR_IN_PARTS
 from quire.ops.rope import GATHER_ROTATION
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.ops.soft_cap import SOFT_CAP
+from quire.ops.split_k import ADD_RMS_NORM_SPLIT_K, LINEAR_SPLIT_K
 from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
@@ -34,12 +34,12 @@ OPS: tuple[Op[Any], ...] = (
     LINEAR,
     LINEAR_TRANSPOSED,
     GATED_LINEAR,
-    LINEAR_IN_PARTS,
+    LINEAR_SPLIT_K,
     LINEAR_FP8,
-    LINES_FP8,
+    PREQUANTIZED_LINEAR_FP8,
     RMS_NORM,
     ADD_RMS_NORM,
-    ADD_RMS_NORM_IN_PARTS,
+    ADD_RMS_NORM_SPLIT_K,
     RMS_NORM_FP8,
     ADD_RMS_NORM_FP8,
     EMBED,

@@ -26,7 +26,7 @@ from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM
-from quire.models.registry import ModelDescription, describe, model_class
+from quire.models.registry import ModelDescription, describe, generator_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
@@ -88,7 +88,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     description = describe(model_config)
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
     default_dtype = _default_dtype(
-        config, platform, model_class(model_config), {info.scheme.element for info in tensors}
+        config, platform, generator_class(model_config), {info.scheme.element for info in tensors}
     )
     settings = resolve(config, _defaults(config, platform, default_dtype))
     dtype = getattr(torch, settings.dtype)
@@ -99,7 +99,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
     length = config.model.max_model_len or description.max_position_embeddings
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     with torch.device("meta"):
-        model = model_class(model_config).from_config(
+        model = generator_class(model_config).from_config(
             model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
         )
     if checkpoint is not None:

@@ -13,7 +13,7 @@ from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
-from quire.models.registry import model_class
+from quire.models.registry import generator_class
 from quire.platform.host import return_free_memory
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
@@ -122,7 +122,7 @@ class Worker:
 def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> CausalLM:
     """Build the model and fill every parameter."""
     with plan.platform.device:
-        model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
+        model = generator_class(plan.model_config).from_config(plan.model_config, plan.context)
     if plan.checkpoint is None:
         fill_dummy(model, config.model.seed, plan.platform.device)
     else:

@@ -51,9 +51,9 @@ def test_a_model_wide_enough_for_tiles_and_parts(tmp_path: Path, monkeypatch: py
     tiny = Tiny("wide", "LlamaConfig", sizes)
     tiny.make(tmp_path)
     expected = logits_on(tmp_path, tiny, "cpu", attention_backend="torch_ref")
-    merged, merge = [], norm.add_rms_norm_in_parts
+    merged, merge = [], norm.add_rms_norm_split_k
     monkeypatch.setattr(
-        norm, "add_rms_norm_in_parts", lambda *given: (merged.append(given[0].shape[0]), merge(*given))[1]
+        norm, "add_rms_norm_split_k", lambda *given: (merged.append(given[0].shape[0]), merge(*given))[1]
     )
     fast, deterministic = (
         logits_on(tmp_path, tiny, "cuda", dtype="bfloat16", deterministic=mode) for mode in (False, True)

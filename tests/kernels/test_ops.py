@@ -29,7 +29,7 @@ HALF_CASES = [
     and (NATIVE or dtype != torch.bfloat16 or not implementation.path.startswith("triton.fixed_matmul:"))
 ]
 # Arguments that have a type of their own, whatever the activations are: weights in fp8 and their scales.
-OWN_TYPE = {"linear_fp8": (1, 2), "lines_fp8": (0, 1, 2, 3)}
+OWN_TYPE = {"linear_fp8": (1, 2), "prequantized_linear_fp8": (0, 1, 2, 3)}
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.activation import gated_activation, gated_product
+from quire.layers.activation import gated_activation, gated_matmul
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from quire.ops.base import Target
@@ -35,6 +35,6 @@ def test_a_product_and_its_gates_at_once(name: str, rows: int) -> None:
         for parameter in linear.parameters():
             parameter.data.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
         x = torch.randn(rows, 40, generator=torch.Generator(DEVICE).manual_seed(1))
-    at_once = gated_product(linear, name, target)(x)
+    at_once = gated_matmul(linear, name, target)(x)
     one_by_one = gated_activation(name, target)(linear(x))
     torch.testing.assert_close(at_once, one_by_one, atol=1e-4, rtol=1e-4)

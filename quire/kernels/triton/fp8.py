@@ -18,15 +18,15 @@ _MAX_FEW_ROWS = 64
 
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, K] @ (weight [N, K] * scale [N, 1]).T + bias, in x's type; x is quantized here."""
-    return lines_fp8(*quantize_rows(x), weight, scale, bias, x.dtype)
+    return prequantized_linear_fp8(*quantize_rows(x), weight, scale, bias, x.dtype)
 
 
 def linear_fp8_fixed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same, the inner sum in one order for any number of lines."""
-    return lines_fp8_fixed(*quantize_rows(x), weight, scale, bias, x.dtype)
+    return prequantized_linear_fp8_fixed(*quantize_rows(x), weight, scale, bias, x.dtype)
 
 
-def lines_fp8(
+def prequantized_linear_fp8(
     lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(lines [n, K] * line_scale [n, 1]) @ (weight [N, K] * scale [N, 1]).T + bias, in `dtype`; both are fp8."""
@@ -43,7 +43,7 @@ def lines_fp8(
     return matmul_tiles(lines, weight, bias, shape=shape, counters=counters, scales=scales, out_dtype=dtype)
 
 
-def lines_fp8_fixed(
+def prequantized_linear_fp8_fixed(
     lines: Tensor, line_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The same, the inner sum in one order for any number of lines."""

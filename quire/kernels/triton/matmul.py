@@ -134,7 +134,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return matmul_tiles(x, weight, bias, shape=shape, counters=counters, activation=activation)
 
 
-def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, K] @ weight [N, K].T + bias as float32 [parts, n, N], or whole as [1, n, N] in x's type."""
     rows, (n, k) = x.shape[0], weight.shape
     splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1

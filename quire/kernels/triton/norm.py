@@ -73,7 +73,7 @@ def add_rms_norm(
     return out, total
 
 
-def add_rms_norm_in_parts(
+def add_rms_norm_split_k(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The same of the sum of parts [parts, n, width]."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quire.layers.fusion import PLAIN, Forms
 from quire.layers.scheme import Scheme, Weight
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
-from quire.ops.fp8 import Fp8Lines
-from quire.ops.parts import Parts
+from quire.ops.fp8 import QuantizedActivations
+from quire.ops.split_k import PartialSums
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class LinearMethod(nn.Module, ABC):
     What is allocated in the constructor lands on the current default device, which may be "meta" in planning.
     """
 
-    takes_lines: bool = False
-    """Whether it quantizes activations line by line anyway, so that they may as well come so."""
+    accepts: Forms = PLAIN
+    """The forms in which it takes activations besides a tensor: those into which it would bring them anyway."""
 
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class LinearMethod(nn.Module, ABC):
     def multiply(self, x: Tensor) -> Tensor:
         """x [n, in_features] -> [n, out_features], in x's type, the bias added."""
 
-    def multiply_lines(self, x: Fp8Lines) -> Tensor:
+    def multiply_quantized(self, x: QuantizedActivations) -> Tensor:
         """The same of activations that were quantized where they were computed."""
         return self.multiply(x.unpacked())
 
@@ -76,8 +77,8 @@ class LinearMethod(nn.Module, ABC):
         """`multiply` and a gated activation after it at once, where a kernel does both; see ops/gated_linear.py."""
         return None
 
-    def in_parts(self) -> Callable[[Tensor], Tensor | Parts] | None:
-        """`multiply` for who can add up what is still in parts, where that is faster; see ops/parts.py."""
+    def split_k(self) -> Callable[[Tensor], Tensor | PartialSums] | None:
+        """`multiply` for readers that add up split-K partial sums, where that is faster; see ops/split_k.py."""
         return None
 
     @abstractmethod

@@ -10,39 +10,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.layers.fusion import Form
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.plain import PlainLinear, PlainTable
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
-from quire.ops.fp8 import FP8, LINEAR_FP8, LINES_FP8, Fp8Lines, quantize_lines
+from quire.ops.fp8 import FP8, LINEAR_FP8, PREQUANTIZED_LINEAR_FP8, QuantizedActivations, quantize_rows
 
-# Lines quantized at a time: float32 copies of a whole matrix would not be in any plan.
-_LINES = 4096
+# Rows quantized at a time: float32 copies of a whole matrix would not be in any plan.
+_ROWS = 4096
 
 
 class Fp8Linear(LinearMethod):
-    takes_lines = True
+    accepts = frozenset({Form.E4M3_PER_TOKEN})
 
     def __init__(self, spec: MatrixSpec) -> None:
         super().__init__(spec)
         self.weight = empty_parameter(spec.out_features, spec.in_features, dtype=FP8)
         self.scale = empty_parameter(spec.out_features, dtype=torch.float32)
         self._product = LINEAR_FP8.bind(spec.target)
-        self._lines_product = LINES_FP8.bind(spec.target)
+        self._prequantized = PREQUANTIZED_LINEAR_FP8.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
         tensor, start = as_tensor(rows), sum(self.spec.pieces[:piece])
-        for first in range(0, tensor.shape[0], _LINES):
-            part = tensor[first : first + _LINES].to(self.weight.device)
+        for first in range(0, tensor.shape[0], _ROWS):
+            part = tensor[first : first + _ROWS].to(self.weight.device)
             here = slice(start + first, start + first + part.shape[0])
-            self.weight.data[here], self.scale.data[here] = quantize_lines(part)
+            self.weight.data[here], self.scale.data[here] = quantize_rows(part)
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._product(x, self.weight, self.scale, self.bias)
 
-    def multiply_lines(self, x: Fp8Lines) -> Tensor:
-        return self._lines_product(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
+    def multiply_quantized(self, x: QuantizedActivations) -> Tensor:
+        return self._prequantized(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * (self.spec.in_features + 4)

@@ -14,7 +14,7 @@ from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
-from quire.ops.parts import LINEAR_IN_PARTS, Parts
+from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
 TRANSPOSE_ROWS = 64
@@ -52,14 +52,14 @@ class PlainLinear(LinearMethod):
             return None
         return lambda x: run(x, self.weight, self.bias, activation)
 
-    def in_parts(self) -> Callable[[Tensor], Tensor | Parts] | None:
-        run = LINEAR_IN_PARTS.bind(self.spec.target)
-        if run is LINEAR_IN_PARTS.reference:
+    def split_k(self) -> Callable[[Tensor], Tensor | PartialSums] | None:
+        run = LINEAR_SPLIT_K.bind(self.spec.target)
+        if run is LINEAR_SPLIT_K.reference:
             return None
 
-        def multiply(x: Tensor) -> Tensor | Parts:
+        def multiply(x: Tensor) -> Tensor | PartialSums:
             parts = run(x, self.weight, self.bias)
-            return parts[0] if parts.shape[0] == 1 else Parts(parts, x.dtype)
+            return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
 
         return multiply
 

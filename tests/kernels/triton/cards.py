@@ -93,7 +93,7 @@ def products(all_shapes: bool) -> None:
         x, weight = numbers(rows, k), numbers(n, k)
         matmul.linear_transposed(x, weight)
         fixed_matmul.linear_transposed(x, weight)
-        matmul.linear_in_parts(x, weight, None)
+        matmul.linear_split_k(x, weight, None)
         if n > k:
             matmul.gated_linear(x, weight, None, "silu")
             fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
@@ -113,7 +113,7 @@ def lines(all_shapes: bool) -> None:
         x, weight = numbers(rows, width), numbers(width)
         norm.rms_norm(x, weight, 1e-6)
         norm.add_rms_norm(x, x, weight, 1e-6)
-        norm.add_rms_norm_in_parts(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
+        norm.add_rms_norm_split_k(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
         if has_fp8():
             norm.rms_norm_fp8(x, weight, 1e-6)
             norm.add_rms_norm_fp8(x, x, weight, 1e-6)

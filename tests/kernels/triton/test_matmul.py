@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.gated_linear import ACTIVATIONS
-from quire.ops.parts import sum_of
+from quire.ops.split_k import sum_of
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import assert_close, needs_triton
 
@@ -79,12 +79,12 @@ LARGE_PARTS = [
 @pytest.mark.parametrize(("rows", "inner", "outputs", "parts"), [*PARTS, *LARGE_PARTS])
 def test_whatever_way_is_chosen_in_parts(rows: int, inner: int, outputs: int, parts: int) -> None:
     """Their sum is the product, with the bias in it once."""
-    from quire.kernels.triton.matmul import linear_in_parts
+    from quire.kernels.triton.matmul import linear_split_k
 
     x, weight, bias = make(rows, inner, outputs, HALF)
     weight = weight / inner**0.5
     for given in (bias, None):
-        out = linear_in_parts(x.to(DEVICE), weight.to(DEVICE), None if given is None else given.to(DEVICE))
+        out = linear_split_k(x.to(DEVICE), weight.to(DEVICE), None if given is None else given.to(DEVICE))
         assert out.shape == (parts, rows, outputs)
         assert out.dtype == (HALF if parts == 1 else torch.float32)
         assert_close(sum_of(out, torch.float32), expect(x, weight, given), 2e-2 if parts == 1 else 1e-3)

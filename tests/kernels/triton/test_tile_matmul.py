@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.ops.gated_linear import ACTIVATIONS
-from quire.ops.parts import sum_of
+from quire.ops.split_k import sum_of
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import assert_close, needs_triton
 from tests.kernels.triton.test_matmul import expect, make

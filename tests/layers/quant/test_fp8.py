@@ -1,4 +1,4 @@
-"""Norms, activations and products in fp8: the same whether lines are quantized in one pass or in two."""
+"""Norms, activations and matmuls in fp8: the same whether rows are quantized in one pass or in two."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from quire.layers.activation import gated_activation
-from quire.layers.norm import Fp8RMSNorm, RMSNorm
+from quire.layers.norm import RMSNorm
 from quire.layers.quant.base import LinearMethod, MatrixSpec
 from quire.layers.quant.fp8 import Fp8Linear
 from quire.layers.quant.plain import PlainLinear
 from quire.ops.base import Target
-from quire.ops.fp8 import Fp8Lines, quantize_lines
+from quire.ops.fp8 import QuantizedActivations, quantize_rows
 
 WIDTH = 32
 TARGET = Target("elsewhere", torch.bfloat16, "fp8")
@@ -30,32 +30,33 @@ def filled(kind: type[LinearMethod]) -> LinearMethod:
 
 
 def test_a_norm_before_products_in_fp8() -> None:
-    plain, lines = (kind(WIDTH, eps=1e-5, target=TARGET, weight_offset=1.0) for kind in (RMSNorm, Fp8RMSNorm))
-    for layer in (plain, lines):
+    plain, fused = (RMSNorm(WIDTH, eps=1e-5, target=TARGET, weight_offset=1.0) for _ in range(2))
+    for layer in (plain, fused):
         layer.load("weight", None, random(WIDTH, seed=4))
     product, hidden = filled(Fp8Linear), random(5, WIDTH)
+    fused.feed(product.accepts)
     for residual in (None, random(5, WIDTH, seed=5)):
-        (normed, total), (quantized, same) = plain.merge(hidden, residual), lines.merge(hidden, residual)
+        (normed, total), (quantized, same) = plain.merge(hidden, residual), fused.merge(hidden, residual)
         assert isinstance(normed, Tensor)
-        assert isinstance(quantized, Fp8Lines)
+        assert isinstance(quantized, QuantizedActivations)
         assert torch.equal(total, same)
-        assert torch.equal(product.multiply_lines(quantized), product.multiply(normed))
+        assert torch.equal(product.multiply_quantized(quantized), product.multiply(normed))
 
 
 def test_an_activation_before_products_in_fp8() -> None:
     gate_up, product = random(5, 2 * WIDTH), filled(Fp8Linear)
     for name in ("silu", "gelu_pytorch_tanh"):
         plain = gated_activation(name, TARGET)(gate_up)
-        quantized = gated_activation(name, TARGET, takes_lines=True)(gate_up)
+        quantized = gated_activation(name, TARGET, Fp8Linear.accepts)(gate_up)
         assert isinstance(plain, Tensor)
-        assert isinstance(quantized, Fp8Lines)
-        assert torch.equal(product.multiply_lines(quantized), product.multiply(plain))
+        assert isinstance(quantized, QuantizedActivations)
+        assert torch.equal(product.multiply_quantized(quantized), product.multiply(plain))
 
 
-def test_other_methods_take_lines_too() -> None:
+def test_other_methods_take_quantized_activations_too() -> None:
     x = random(5, WIDTH)
-    lines = Fp8Lines(*quantize_lines(x), x.dtype)
+    lines = QuantizedActivations(*quantize_rows(x), x.dtype)
     method = filled(PlainLinear)
-    assert not method.takes_lines
-    assert torch.equal(method.multiply_lines(lines), method.multiply(lines.unpacked()))
+    assert not method.accepts
+    assert torch.equal(method.multiply_quantized(lines), method.multiply(lines.unpacked()))
     torch.testing.assert_close(lines.unpacked(), x, atol=0.02, rtol=1 / 16)

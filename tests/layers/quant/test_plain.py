@@ -9,16 +9,16 @@ import torch
 from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.quant.plain import PlainLinear, PlainTable
-from quire.layers.weights import F32, Blocks, Format
-from quire.loader.gguf_quants import dequantize
+from quire.layers.scheme import F32, StoredMatrix
+from quire.loader.gguf_quants import SCHEMES
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 
 NONE = Target(quantization="none")
 VALUES = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-Q8_0 = Format("Q8_0", 32, 34)
+Q8_0 = SCHEMES["Q8_0"]
 DATA = gguf.quants.quantize(VALUES.numpy(), gguf.GGMLQuantizationType.Q8_0)
-BLOCKS = Blocks(Q8_0, DATA, lambda data: dequantize(data.reshape(-1), "Q8_0", (len(data), data.shape[1] // 34 * 32)))
+BLOCKS = StoredMatrix(Q8_0, (24, 64), {"weight": torch.from_numpy(DATA)})
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -26,8 +26,8 @@ X = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 def test_blocks_are_decoded_into_the_dtype(dtype: torch.dtype) -> None:
     target = Target("elsewhere", dtype, "none")
     layer = MergedColumnParallelLinear(64, {"a": 8, "b": 16}, bias=False, target=target, group=ParallelGroup())
-    layer.load("weight", "b", BLOCKS.rows(8, 16))
-    layer.load("weight", "a", BLOCKS.rows(0, 8))
+    layer.load("weight", "b", BLOCKS.part(0, 8, 16))
+    layer.load("weight", "a", BLOCKS.part(0, 0, 8))
     layer.finish()
     assert isinstance(layer.method, PlainLinear)
     assert torch.equal(layer.method.weight, BLOCKS.tensor().to(dtype).t())

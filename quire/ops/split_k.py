@@ -12,10 +12,10 @@ from quire.ops.base import Implementation, Op
 from quire.ops.linear import generate_transposed_inputs, linear_transposed
 from quire.ops.norm import add_rms_norm, generate_add_inputs
 
-ProductInParts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+SplitKMatmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Parts(NamedTuple):
+class PartialSums(NamedTuple):
     """A product in parts."""
 
     values: Tensor  # [parts, n, width] float32
@@ -33,12 +33,12 @@ def sum_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, K] @ weight [N, K].T + bias as float32 [parts, n, N], or whole as [1, n, N] in x's type."""
     return linear_transposed(x, weight, bias).unsqueeze(0)
 
 
-def add_rms_norm_in_parts(
+def add_rms_norm_split_k(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(the norm of sum + residual, sum + residual), both [n, width], sum being that of parts [parts, n, width]."""
@@ -51,17 +51,17 @@ def generate_norm_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, floa
     return torch.randn(1 + seed % 8, *x.shape, generator=generator), residual, weight, eps, offset
 
 
-LINEAR_IN_PARTS: Op[ProductInParts] = Op(
-    "linear_in_parts",
-    linear_in_parts,
+LINEAR_SPLIT_K: Op[SplitKMatmul] = Op(
+    "linear_split_k",
+    linear_split_k,
     generate_transposed_inputs,
     1e-4,
-    (Implementation("triton", "triton.matmul:linear_in_parts", ("cuda",), varies=True),),
+    (Implementation("triton", "triton.matmul:linear_split_k", ("cuda",), varies=True),),
 )
-ADD_RMS_NORM_IN_PARTS = Op(
-    "add_rms_norm_in_parts",
-    add_rms_norm_in_parts,
+ADD_RMS_NORM_SPLIT_K = Op(
+    "add_rms_norm_split_k",
+    add_rms_norm_split_k,
     generate_norm_inputs,
     1e-5,
-    (Implementation("triton", "triton.norm:add_rms_norm_in_parts", ("cuda",), varies=True),),
+    (Implementation("triton", "triton.norm:add_rms_norm_split_k", ("cuda",), varies=True),),
 )

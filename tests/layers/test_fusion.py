@@ -1,8 +1,6 @@
-"""Products that stay in parts until a norm merges them into the residual stream."""
+"""What passes between layers besides tensors: split-K partial sums and pre-quantized activations."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,17 +10,15 @@ from quire.attention.base import AttentionSpec, make_batch
 from quire.attention.registry import BACKENDS
 from quire.cli.verify import _tensor_of
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens
+from quire.layers.fusion import Form
 from quire.layers.linear import RowParallelLinear
-from quire.layers.norm import Fp8RMSNorm, RMSNorm
-from quire.models.blocks import merge_residual
-from quire.models.config import read_config
+from quire.layers.norm import RMSNorm, merge_residual
 from quire.ops.base import Target
-from quire.ops.fp8 import Fp8Lines
-from quire.ops.parts import Parts, sum_of
+from quire.ops.fp8 import QuantizedActivations
+from quire.ops.split_k import PartialSums, sum_of
 from quire.parallel.groups import ParallelGroup
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import needs_triton
-from tests.models.zoo import SIZES
 
 INNER, WIDTH = 1152, 80
 TARGET = Target("cuda", HALF)
@@ -50,9 +46,9 @@ def test_a_norm_adds_them_up(rows: int) -> None:
         norm = RMSNorm(WIDTH, eps=1e-6, target=TARGET)
     norm.weight.data.copy_(numbers(5, WIDTH))
     whole = linear(x)
-    linear.leave_in_parts()
+    linear.feed(norm.accepts)
     product = linear(x)
-    assert isinstance(product, Parts) == (rows > 1)
+    assert isinstance(product, PartialSums) == (rows > 1)
     for mine, theirs in zip(norm.merge(product, residual), norm.merge(whole, residual), strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
 
@@ -60,11 +56,12 @@ def test_a_norm_adds_them_up(rows: int) -> None:
 @needs_triton
 def test_who_reads_them_otherwise_gets_their_sum() -> None:
     values, residual = torch.stack([numbers(seed, 4, WIDTH).float() for seed in range(3)]), numbers(4, 4, WIDTH)
-    parts = Parts(values, HALF)
+    parts = PartialSums(values, HALF)
     assert torch.equal(parts.summed(), ((values[0] + values[1]) + values[2]).to(HALF))
     assert torch.equal(merge_residual(parts, residual), residual + parts.summed())
     with torch.device(DEVICE):
-        norm = Fp8RMSNorm(WIDTH, eps=1e-6, target=TARGET)
+        norm = RMSNorm(WIDTH, eps=1e-6, target=TARGET)
+    norm.feed(frozenset({Form.E4M3_PER_TOKEN}))
     norm.weight.data.copy_(numbers(5, WIDTH))
     (lines, total), (same, stream) = norm.merge(parts, residual), norm.merge(parts.summed(), residual)
     assert torch.equal(total, stream)
@@ -73,18 +70,14 @@ def test_who_reads_them_otherwise_gets_their_sum() -> None:
 
 @needs_triton
 def test_products_stay_whole_where_something_comes_between() -> None:
-    """Ranks have to be added up first; deterministic mode never splits; a scale is not a norm."""
+    """Ranks have to be added up first; deterministic mode never splits."""
     x = numbers(3, 5, INNER)
     assert isinstance(layer()(x), Tensor)
     deterministic, shared = layer(Target("cuda", HALF, deterministic=True)), layer(group=ParallelGroup(0, 2))
     for linear in (deterministic, shared):
-        linear.leave_in_parts()
+        linear.feed(frozenset({Form.PARTIAL_SUMS}))
         assert isinstance(linear(x), Tensor)
-    assert layer(Target(dtype=HALF)).method.in_parts() is None
-    llama = read_config({**SIZES, "hidden_act": "silu", "rms_norm_eps": 1e-6})
-    assert llama.merges_products
-    assert not replace(llama, norms="pre_post").merges_products
-    assert not replace(llama, residual_multiplier=0.5).merges_products
+    assert layer(Target(dtype=HALF)).method.split_k() is None
 
 
 def test_one_part_is_its_own_sum() -> None:
@@ -101,7 +94,7 @@ def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: boo
     spec, target = AttentionSpec(4, 2, 16, 0.25), Target("cuda", HALF)
     layer = Attention(spec, 0, target)
     shape = chosen.cache_shape(4, 16, 2, 16)
-    parts = Parts(torch.stack([numbers(seed, 5, 8 * 16).float() for seed in range(2)]), HALF)
+    parts = PartialSums(torch.stack([numbers(seed, 5, 8 * 16).float() for seed in range(2)]), HALF)
     tokens = torch.tensor([1, 4], device=DEVICE)
     table = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
     metadata = chosen.prepare_eager(make_batch([5], [5], table, torch.arange(16, 21, device=DEVICE), 16))
@@ -118,11 +111,11 @@ def test_attention_takes_queries_keys_and_values_in_parts(backend: str, few: boo
 
 def test_verify_compares_what_passes_between_modules() -> None:
     values = torch.arange(6.0).view(2, 1, 3)
-    lines = Fp8Lines(torch.ones(1, 3).to(torch.float8_e4m3fn), torch.tensor([2.0]), torch.float32)
+    lines = QuantizedActivations(torch.ones(1, 3).to(torch.float8_e4m3fn), torch.tensor([2.0]), torch.float32)
     for passed, expected in (
-        (Parts(values, torch.float32), [[3.0, 5.0, 7.0]]),
+        (PartialSums(values, torch.float32), [[3.0, 5.0, 7.0]]),
         (lines, [[2.0, 2.0, 2.0]]),
-        ((Parts(values, torch.float32), "residual"), [[3.0, 5.0, 7.0]]),
+        ((PartialSums(values, torch.float32), "residual"), [[3.0, 5.0, 7.0]]),
         (values[0], [[0.0, 1.0, 2.0]]),
     ):
         assert _tensor_of(passed).tolist() == expected
