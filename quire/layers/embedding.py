@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import ColumnParallelLinear
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.base import LinearMethod, MatrixSpec, TableMethod
 from quire.layers.quant.registry import choose_method
-from quire.layers.scheme import Scheme, Weight, part_of, part_scheme
-from quire.layers.weights import WeightedLayer
+from quire.layers.scheme import F32, Scheme, Weight, part_of, part_scheme
+from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
 from quire.ops.embedding import embed_range
 from quire.ops.scale import SCALE
@@ -21,12 +22,13 @@ from quire.parallel.groups import ParallelGroup
 class VocabParallelEmbedding(WeightedLayer):
     """A [vocab, hidden] table; each rank holds a range of tokens and the ranks' rows are summed."""
 
+    method: TableMethod
+
     def __init__(self, vocab_size: int, hidden_size: int, *, target: Target, group: ParallelGroup) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.first_token, self.num_tokens = group.slice_of(vocab_size, "vocabulary")
-        self.method = choose_method(target).table(MatrixSpec(hidden_size, (self.num_tokens,), False, target))
-        self._group = group
+        self._target, self._group, self._device = target, group, torch.get_default_device()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [n] -> [n, hidden]."""
@@ -41,15 +43,26 @@ class VocabParallelEmbedding(WeightedLayer):
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         return {None: (self.vocab_size, self.hidden_size)}
 
+    def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
+        spec = MatrixSpec(self.hidden_size, (self.num_tokens,), False, self._target, path, "table")
+        with self._device:
+            method = choose_method(spec, [self._loaded_scheme(schemes)])
+        assert isinstance(method, TableMethod)
+        self.method = method
+        return self
+
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         self.method.load(0, part_of(weight, 0, self.first_token, self.num_tokens))
 
     def finish(self) -> None:
         self.method.finish()
 
-    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
-        stored = schemes[("weight", None)]
-        return self.method.planned_bytes([part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)])
+    def planned_bytes(self, schemes: Schemes) -> int:
+        return self.method.planned_bytes([self._loaded_scheme(schemes)])
+
+    def _loaded_scheme(self, schemes: Schemes) -> Scheme:
+        stored = schemes.get(("weight", None), F32)
+        return part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)
 
 
 class TiedProjection(nn.Module):
@@ -68,10 +81,9 @@ class TiedProjection(nn.Module):
 
 
 class HeadProjection(ColumnParallelLinear):
-    """A head with a matrix of its own, which a quantization method may treat unlike other layers."""
+    """A head with a matrix of its own, which a quantization may treat unlike other layers."""
 
-    def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
-        return quantization.head(spec)
+    role = "head"
 
 
 class LMHead(nn.Module):

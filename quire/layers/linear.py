@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec
 from quire.layers.quant.registry import choose_method
-from quire.layers.scheme import Scheme, Weight, as_tensor, part_of, part_scheme
-from quire.layers.weights import WeightedLayer
+from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme
+from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
@@ -36,6 +37,9 @@ class Linear(WeightedLayer, Stage):
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
     """
 
+    role: MatrixRole = "linear"
+    method: LinearMethod
+
     def __init__(
         self,
         in_features: int,
@@ -49,13 +53,16 @@ class Linear(WeightedLayer, Stage):
         self.full_in_features = in_features
         self.in_start, self.in_features = in_slice or (0, in_features)
         self.out_features = sum(piece.size for piece in pieces)
-        self._pieces = tuple(pieces)
-        spec = MatrixSpec(self.in_features, tuple(piece.size for piece in pieces), bias, target)
-        self.method = self._make_method(choose_method(target), spec)
+        self._pieces, self._bias = tuple(pieces), bias
+        self._target, self._device = target, torch.get_default_device()
         self._split_k: Callable[[Tensor], Tensor | PartialSums] | None = None
 
-    def _make_method(self, quantization: Quantization, spec: MatrixSpec) -> LinearMethod:
-        return quantization.linear(spec)
+    def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
+        sizes = tuple(piece.size for piece in self._pieces)
+        spec = MatrixSpec(self.in_features, sizes, self._bias, self._target, path, self.role)
+        with self._device:
+            self.method = choose_method(spec, self._loaded_schemes(schemes))
+        return self
 
     @property
     def accepts(self) -> Forms:
@@ -73,7 +80,7 @@ class Linear(WeightedLayer, Stage):
         return self.method.multiply(x) if self._split_k is None else self._split_k(x)
 
     def weight_names(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.method.spec.bias else ("weight",)
+        return ("weight", "bias") if self._bias else ("weight",)
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         tail = (self.full_in_features,) if parameter == "weight" else ()
@@ -94,17 +101,19 @@ class Linear(WeightedLayer, Stage):
     def finish(self) -> None:
         self.method.finish()
 
-    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
+    def planned_bytes(self, schemes: Schemes) -> int:
         bias = 0 if self.method.bias is None else self.method.bias.nbytes
         return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
 
-    def _loaded_schemes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> list[Scheme]:
+    def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
         """The scheme in which the method gets each piece of what is stored so."""
         whole, row, loaded = schemes.get(("weight", None)), 0, []
         outputs = sum(piece.full_size for piece in self._pieces)
         for piece in self._pieces:
             if whole is None:
-                rows = part_scheme(schemes[("weight", piece.name)], 0, piece.start, piece.size, piece.full_size)
+                rows = part_scheme(
+                    schemes.get(("weight", piece.name), F32), 0, piece.start, piece.size, piece.full_size
+                )
             else:
                 rows = part_scheme(whole, 0, row + piece.start, piece.size, outputs)
             loaded.append(part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features))

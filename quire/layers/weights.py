@@ -9,11 +9,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
+from typing import Self
 
 import torch
 from torch import nn
 
 from quire.layers.scheme import Scheme, Weight, as_tensor
+
+Schemes = Mapping[tuple[str, str | None], Scheme]  # of each (parameter, piece)
+NO_SCHEMES: Schemes = {}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class WeightMap:
     rename: dict[str, str] = field(default_factory=dict)
     """Whole dotted segments (one or a run of them) of a checkpoint's name, and what they are called here."""
     stack: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """A merged layer, and the checkpoint layers it is made of."""
+    """A merged layer, and the checkpoint layers it is made of; {i} stands for any number ("{i}.gate_proj")."""
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns (fnmatch) of checkpoint names that have no destination on purpose."""
 
@@ -43,10 +48,13 @@ class WeightMap:
         for old, new in self.rename.items():
             name = _replace_segments(name, old, new)
         path, _, parameter = name.rpartition(".")
-        parent, _, leaf = path.rpartition(".")
-        for merged, pieces in self.stack.items():
-            if leaf in pieces:
-                return Destination(f"{parent}.{merged}" if parent else merged, parameter, leaf)
+        segments = path.split(".")
+        for merged, patterns in self.stack.items():
+            for pattern in sorted(patterns, key=_num_segments, reverse=True):
+                size = _num_segments(pattern)
+                piece = ".".join(segments[-size:])
+                if _matches(piece, pattern):
+                    return Destination(".".join((*segments[:-size], merged)), parameter, piece)
         return Destination(path, parameter)
 
     def checkpoint_name(self, destination: Destination) -> str:
@@ -64,6 +72,19 @@ class WeightMap:
 
     def ignoring(self, *patterns: str) -> WeightMap:
         return replace(self, ignore=(*self.ignore, *patterns))
+
+
+def _num_segments(pattern: str) -> int:
+    return pattern.count(".") + 1
+
+
+def _matches(piece: str, pattern: str) -> bool:
+    return piece == pattern or ("{i}" in pattern and re.fullmatch(_numbered(pattern), piece) is not None)
+
+
+@cache
+def _numbered(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(re.escape("{i}"), r"\d+"))
 
 
 def _replace_segments(name: str, old: str, new: str) -> str:
@@ -87,6 +108,19 @@ class WeightedLayer(nn.Module):
         """The checkpoint shape of each piece of `parameter`; the key None stands for a parameter of one piece."""
         return {None: tuple(self.get_parameter(parameter).shape)}
 
+    def whole_shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a checkpoint tensor that holds all pieces at once: one after the other along dimension 0."""
+        shapes = list(self.pieces(parameter).values())
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
+        """Choose how the weights are kept, and take their storage; called once, before `load`.
+
+        `path` is the layer's place in the model, `schemes` are those in which a checkpoint stores them; what is not
+        among them comes as float32. Most layers have nothing to choose.
+        """
+        return self
+
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         """Take one piece, or with piece None the whole, and keep it in this layer's own form.
 
@@ -98,7 +132,7 @@ class WeightedLayer(nn.Module):
         """All weights are there; called once before the first forward. Most layers have nothing left to do."""
         return None
 
-    def planned_bytes(self, schemes: Mapping[tuple[str, str | None], Scheme]) -> int:
+    def planned_bytes(self, schemes: Schemes) -> int:
         """Bytes this layer's weights take when the checkpoint stores (parameter, piece) in these schemes."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 

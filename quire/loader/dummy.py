@@ -9,6 +9,7 @@ from torch import nn
 
 from quire.layers.fusion import settle
 from quire.layers.weights import weighted_layers
+from quire.loader.mapper import allocate
 
 AMPLITUDE = 1e-3
 
@@ -23,10 +24,10 @@ def fill_dummy(
     as float32 on the model's `device` (default: the host): there, billions of them would take minutes.
     """
     device = device or torch.device(torch.get_default_device())
+    allocate(model)
     for path, layer in weighted_layers(model):
         for name in layer.weight_names():
-            shapes = list(layer.pieces(name).values())
-            shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            shape = layer.whole_shape(name)
             digest = hashlib.sha256(f"{seed}:{path}.{name}".encode()).digest()
             generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             values = torch.empty(shape, device=device).uniform_(-amplitude, amplitude, generator=generator)

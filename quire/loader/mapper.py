@@ -8,9 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from quire.layers.fusion import settle
 from quire.layers.scheme import F32, Scheme
-from quire.layers.weights import Destination, MappedModule, WeightedLayer, weighted_layers
+from quire.layers.weights import (
+    NO_SCHEMES,
+    Destination,
+    MappedModule,
+    Schemes,
+    WeightedLayer,
+    weighted_layers,
+)
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.types.errors import WeightMismatchError
 
@@ -29,16 +38,13 @@ class LoadReport:
 @dataclass(frozen=True)
 class _Target:
     layer: WeightedLayer
+    path: str  # of the layer
     pieces: dict[str | None, tuple[int, ...]]  # checkpoint shape of each piece that must arrive
+    whole: tuple[int, ...]  # of a tensor that holds them all
 
     def shape_of(self, piece: str | None) -> tuple[int, ...] | None:
-        """What a tensor for `piece` must look like; a whole one holds all pieces along dimension 0."""
-        if piece in self.pieces:
-            return self.pieces[piece]
-        if piece is not None:
-            return None
-        shapes = list(self.pieces.values())
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        """What a tensor for `piece` must look like; None if there is no such piece."""
+        return self.whole if piece is None else self.pieces.get(piece)
 
 
 @dataclass
@@ -49,6 +55,13 @@ class _Plan:
     misshapen: list[str] = field(default_factory=list)
     duplicate: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    def schemes(self, tensors: Mapping[str, TensorInfo]) -> dict[WeightedLayer, dict[tuple[str, str | None], Scheme]]:
+        """In which the tensors of each layer are stored."""
+        found: dict[WeightedLayer, dict[tuple[str, str | None], Scheme]] = {}
+        for name, (target, destination) in self.writes.items():
+            found.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].scheme
+        return found
 
     def check(self) -> None:
         problems = {
@@ -70,6 +83,7 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     tensors = checkpoint.tensors()
     plan = _make_plan(model, tensors)
     plan.check()
+    allocate(model, plan.schemes(tensors))
     total = sum(tensors[name].num_bytes for name in plan.writes)
     done, still_open = 0, Counter(target.layer for target, _ in plan.writes.values())
     for name, (target, destination) in plan.writes.items():
@@ -92,12 +106,21 @@ def load_weights(model: MappedModule, checkpoint: Checkpoint, progress: Progress
     return LoadReport(len(plan.writes), total, plan.ignored)
 
 
+def allocate(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes] | None = None) -> None:
+    """Choose how each layer keeps its weights and take their storage, where the layers were built.
+
+    `schemes` are those in which a checkpoint stores what each layer has; None: all is float32.
+    """
+    for path, layer in weighted_layers(model):
+        layer.allocate(path, NO_SCHEMES if schemes is None else schemes[layer])
+
+
 def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32) -> int:
     """Bytes that the weights take once they are loaded from these tensors (None: all would be `otherwise`).
 
-    Checks what `load_weights` checks; on any device.
+    Checks what `load_weights` checks, and allocates the weights; on any device, which may be "meta".
     """
-    schemes: dict[WeightedLayer, dict[tuple[str, str | None], Scheme]] = {}
+    schemes: Mapping[WeightedLayer, Schemes]
     if tensors is None:
         schemes = {
             layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
@@ -106,8 +129,8 @@ def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None,
     else:
         plan = _make_plan(model, tensors)
         plan.check()
-        for name, (target, destination) in plan.writes.items():
-            schemes.setdefault(target.layer, {})[(destination.parameter, destination.piece)] = tensors[name].scheme
+        schemes = plan.schemes(tensors)
+    allocate(model, schemes)
     return sum(layer.planned_bytes(stored) for layer, stored in schemes.items())
 
 
@@ -152,7 +175,7 @@ def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
 def _targets(model: MappedModule) -> dict[str, _Target]:
     """Every weight by its path. Shared layers appear once, under their first path."""
     return {
-        f"{path}.{name}": _Target(layer, layer.pieces(name))
+        f"{path}.{name}": _Target(layer, path, layer.pieces(name), layer.whole_shape(name))
         for path, layer in weighted_layers(model)
         for name in layer.weight_names()
     }

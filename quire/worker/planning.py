@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
 from quire.layers.linear import Linear
-from quire.layers.quant.registry import choose_method
+from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, find_model
@@ -171,7 +171,7 @@ def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype
     default, reason = dtype
     given = config.model.dtype
     target = Target(platform.name, default)
-    method = choose_method(target)
+    method = choose_quantization(target)
     return DeviceDefaults(
         device=platform.name,
         dtype=str(default).removeprefix("torch."),

@@ -31,7 +31,7 @@ def test_a_product_and_its_gates_at_once(name: str, rows: int) -> None:
     with torch.device(DEVICE):
         linear = MergedColumnParallelLinear(
             40, {"gate_proj": 24, "up_proj": 24}, bias=True, target=target, group=ParallelGroup()
-        )
+        ).allocate()
         for parameter in linear.parameters():
             parameter.data.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
         x = torch.randn(rows, 40, generator=torch.Generator(DEVICE).manual_seed(1))

@@ -18,7 +18,7 @@ TOKENS = torch.tensor([3, 23, 0, 12, 11])
 def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
     total = torch.zeros(5, 10)
     for rank in range(size):
-        layer = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup(rank, size))
+        layer = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup(rank, size)).allocate()
         layer.load("weight", None, TABLE)
         assert layer.pieces("weight") == {None: (24, 10)}
         total += layer(TOKENS)
@@ -28,8 +28,8 @@ def test_vocabulary_slices_sum_to_the_rows(size: int) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
     group = ParallelGroup()
-    embedding = VocabParallelEmbedding(24, 10, target=BF16, group=group)
-    linear = HeadProjection(10, 24, bias=False, target=BF16, group=group)
+    embedding = VocabParallelEmbedding(24, 10, target=BF16, group=group).allocate()
+    linear = HeadProjection(10, 24, bias=False, target=BF16, group=group).allocate()
     embedding.load("weight", None, TABLE)
     linear.load("weight", None, TABLE)
     embedding.finish()
@@ -45,7 +45,7 @@ def test_head_scales_then_caps_in_the_models_dtype(tied: bool) -> None:
 
 
 def test_tied_head_holds_no_second_table() -> None:
-    embedding = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup())
+    embedding = VocabParallelEmbedding(24, 10, target=F32, group=ParallelGroup()).allocate()
     head = LMHead(
         TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, target=F32, group=ParallelGroup()
     )

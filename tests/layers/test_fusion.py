@@ -28,7 +28,7 @@ def layer(target: Target = TARGET, group: ParallelGroup | None = None) -> RowPar
     with torch.device(DEVICE):
         group = group or ParallelGroup()
         # Each rank has as much of the inner dimension, so that it could be in parts.
-        linear = RowParallelLinear(INNER * group.size, WIDTH, bias=True, target=target, group=group)
+        linear = RowParallelLinear(INNER * group.size, WIDTH, bias=True, target=target, group=group).allocate()
     for seed, parameter in enumerate(linear.parameters()):
         parameter.data.copy_(numbers(seed, *parameter.shape) / INNER**0.5)
     return linear

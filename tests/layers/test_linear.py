@@ -31,7 +31,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> None:
     layer, weight = (
-        ColumnParallelLinear(12, 8, bias=True, target=Target(dtype=torch.bfloat16), group=ParallelGroup()),
+        ColumnParallelLinear(12, 8, bias=True, target=Target(dtype=torch.bfloat16), group=ParallelGroup()).allocate(),
         random(8, 12),
     )
     layer.load("weight", None, weight)
@@ -46,7 +46,9 @@ def test_weight_is_stored_transposed_and_contiguous_in_the_dtype_asked_for() -> 
 
 @pytest.mark.parametrize("outputs", [TRANSPOSE_ROWS - 1, TRANSPOSE_ROWS, 2 * TRANSPOSE_ROWS + 3])
 def test_blocks_of_a_transposed_load_cover_every_row(outputs: int) -> None:
-    layer = ColumnParallelLinear(12, outputs, bias=False, target=Target("elsewhere"), group=ParallelGroup())
+    layer = ColumnParallelLinear(
+        12, outputs, bias=False, target=Target("elsewhere"), group=ParallelGroup()
+    ).allocate()
     weight = random(outputs, 12)
     layer.load("weight", None, weight)
     assert isinstance(layer.method, PlainLinear)
@@ -58,7 +60,7 @@ def test_column_slices_concatenate(size: int) -> None:
     weight, bias = random(8, 12), random(8)
     parts = []
     for rank in range(size):
-        layer = ColumnParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
+        layer = ColumnParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size)).allocate()
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
         layer.finish()
@@ -70,7 +72,7 @@ def test_column_slices_concatenate(size: int) -> None:
 def test_row_slices_sum_with_the_bias_once(size: int) -> None:
     weight, bias, total = random(8, 12), random(8), torch.zeros(5, 8)
     for rank in range(size):
-        layer = RowParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size))
+        layer = RowParallelLinear(12, 8, bias=True, target=F32, group=ParallelGroup(rank, size)).allocate()
         layer.load("weight", None, weight)
         layer.load("bias", None, bias)
         layer.finish()
@@ -87,7 +89,7 @@ def test_merged_pieces_stay_apart_on_each_rank(size: int, whole: bool) -> None:
     for rank in range(size):
         layer = MergedColumnParallelLinear(
             12, {"gate": 6, "up": 6}, bias=False, target=F32, group=ParallelGroup(rank, size)
-        )
+        ).allocate()
         load(layer, whole, {"gate": gate, "up": up})
         results.append(layer(X).unflatten(-1, (2, -1)))
     joined = torch.cat(results, dim=-1)
@@ -101,7 +103,9 @@ def test_qkv_is_split_by_heads_and_kv_heads_are_shared_by_more_ranks(size: int, 
     heads, kv_heads, dim = 4, 2, 3
     q, k, v = random(heads * dim, 12), random(kv_heads * dim, 12), random(kv_heads * dim, 12)
     for rank in range(size):
-        layer = QKVParallelLinear(12, heads, kv_heads, dim, bias=False, target=F32, group=ParallelGroup(rank, size))
+        layer = QKVParallelLinear(
+            12, heads, kv_heads, dim, bias=False, target=F32, group=ParallelGroup(rank, size)
+        ).allocate()
         load(layer, whole, {"q_proj": q, "k_proj": k, "v_proj": v})
         local, local_kv = heads // size, max(1, kv_heads // size)
         first_kv = rank * kv_heads // size
@@ -123,13 +127,13 @@ def load(layer: Linear, whole: bool, pieces: dict[str, Tensor]) -> None:
 
 
 def test_pieces_announce_checkpoint_shapes_whatever_the_rank_holds() -> None:
-    layer = QKVParallelLinear(12, 4, 2, 3, bias=True, target=F32, group=ParallelGroup(1, 2))
+    layer = QKVParallelLinear(12, 4, 2, 3, bias=True, target=F32, group=ParallelGroup(1, 2)).allocate()
     assert layer.pieces("weight") == {"q_proj": (12, 12), "k_proj": (6, 12), "v_proj": (6, 12)}
     assert layer.pieces("bias") == {"q_proj": (12,), "k_proj": (6,), "v_proj": (6,)}
-    row = RowParallelLinear(12, 8, bias=False, target=F32, group=ParallelGroup(1, 2))
+    row = RowParallelLinear(12, 8, bias=False, target=F32, group=ParallelGroup(1, 2)).allocate()
     assert row.pieces("weight") == {None: (8, 12)}
 
 
 def test_kv_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 KV heads cannot be shared evenly by 3 ranks"):
-        QKVParallelLinear(12, 6, 2, 3, bias=False, target=F32, group=ParallelGroup(0, 3))
+        QKVParallelLinear(12, 6, 2, 3, bias=False, target=F32, group=ParallelGroup(0, 3)).allocate()

@@ -27,6 +27,27 @@ def test_resolve_and_its_inverse(name: str) -> None:
     assert MAP.checkpoint_name(CASES[name]) == name
 
 
+EXPERTS = WeightMap(
+    stack={
+        "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj"),
+        "down_proj": ("{i}.down_proj",),
+    }
+)
+NUMBERED = {
+    "mlp.experts.12.up_proj.weight": Destination("mlp.experts.gate_up_proj", "weight", "12.up_proj"),
+    "mlp.experts.0.down_proj.weight": Destination("mlp.experts.down_proj", "weight", "0.down_proj"),
+    "mlp.shared.up_proj.weight": Destination("mlp.shared.gate_up_proj", "weight", "up_proj"),
+    "mlp.shared.down_proj.weight": Destination("mlp.shared.down_proj", "weight"),
+    "mlp.experts.gate_up_proj.weight": Destination("mlp.experts.gate_up_proj", "weight"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_pieces_may_be_numbered(name: str) -> None:
+    assert EXPERTS.resolve(name) == NUMBERED[name]
+    assert EXPERTS.checkpoint_name(NUMBERED[name]) == name
+
+
 def test_ignored_names_have_no_destination() -> None:
     assert MAP.resolve("model.rotary.inv_freq") is None
     assert MAP.ignoring("head.*").resolve("head.weight") is None

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from quire.layers.embedding import TiedProjection
 from quire.layers.linear import Linear
-from quire.layers.weights import Destination, WeightedLayer
+from quire.layers.scheme import Weight, as_tensor
+from quire.layers.weights import Destination, MappedModule, WeightedLayer, WeightMap, empty_parameter
 from quire.loader.checkpoint import Checkpoint, TensorInfo
+from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import LISTED, count_parameters, load_weights, planned_bytes
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ARCHITECTURES, model_class
@@ -211,3 +213,74 @@ def test_planned_bytes_are_what_a_loaded_model_has(dtype: torch.dtype) -> None:
         planned_bytes(
             model, {name: info for name, info in checkpoint.tensors().items() if name != "model.norm.weight"}
         )
+
+
+class GroupedMatrices(WeightedLayer):
+    """Gate and up projections of all experts in one parameter [experts, 2 * width, hidden]."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.sizes = (experts, width, hidden)
+        self.weight = empty_parameter(experts, 2 * width, hidden, dtype=torch.float32)
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        experts, *matrix = self.sizes
+        return {f"{i}.{name}": tuple(matrix) for i in range(experts) for name in ("gate_proj", "up_proj")}
+
+    def whole_shape(self, parameter: str) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        if piece is None:
+            self.weight.data.copy_(as_tensor(weight))
+            return
+        expert, name = piece.split(".")
+        first = 0 if name == "gate_proj" else self.sizes[1]
+        self.weight.data[int(expert), first : first + self.sizes[1]].copy_(as_tensor(weight))
+
+
+class Experts(MappedModule):
+    weight_map = WeightMap(stack={"gate_up_proj": ("{i}.gate_proj", "{i}.up_proj")})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        self.experts.gate_up_proj = GroupedMatrices(3, 4, 8)
+
+
+EXPERTS = {f"experts.{i}.{name}.weight": (4, 8) for i in range(3) for name in ("gate_proj", "up_proj")}
+
+
+def test_numbered_pieces_fill_one_parameter_of_three_dimensions() -> None:
+    model, checkpoint = Experts(), DictCheckpoint(EXPERTS)
+    assert planned_bytes(model, checkpoint.tensors()) == 3 * 2 * 4 * 8 * 4
+    assert count_parameters(model) == 3 * 2 * 4 * 8
+    load_weights(model, checkpoint)
+    loaded = model.get_parameter("experts.gate_up_proj.weight")
+    for i in range(3):
+        for first, name in ((0, "gate_proj"), (4, "up_proj")):
+            assert torch.equal(loaded[i, first : first + 4], checkpoint.data[f"experts.{i}.{name}.weight"])
+
+
+def test_a_checkpoint_may_hold_all_numbered_pieces_at_once() -> None:
+    model, checkpoint = Experts(), DictCheckpoint({"experts.gate_up_proj.weight": (3, 8, 8)})
+    load_weights(model, checkpoint)
+    assert torch.equal(
+        model.get_parameter("experts.gate_up_proj.weight"), checkpoint.data["experts.gate_up_proj.weight"]
+    )
+    fill_dummy(model)
+    assert model.get_parameter("experts.gate_up_proj.weight").abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts.1.up_proj.weight": None}, r"missing \(1\): experts\.1\.up_proj\.weight"),
+        ({"experts.3.up_proj.weight": (4, 8)}, r"unexpected \(1\): experts\.3\.up_proj\.weight"),
+        ({"experts.gate_up_proj.weight": (3, 8, 8)}, r"given twice \(1\): experts\.gate_up_proj\.weight"),
+    ],
+)
+def test_numbered_pieces_are_a_bijection_too(changes: dict[str, tuple[int, ...] | None], message: str) -> None:
+    shapes = {name: shape for name, shape in {**EXPERTS, **changes}.items() if shape is not None}
+    with pytest.raises(WeightMismatchError, match=message):
+        load_weights(Experts(), DictCheckpoint(shapes))

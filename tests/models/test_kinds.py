@@ -12,6 +12,7 @@ import torch
 
 from quire.layers.fusion import Form, Forms, Stage, settle
 from quire.loader.dummy import fill_dummy
+from quire.loader.mapper import allocate
 from quire.models.decoder import DecoderLM
 from quire.models.kinds import MIXERS, MLPS
 from quire.models.registry import ARCHITECTURES, describe, generator_class
@@ -174,6 +175,7 @@ def test_results_stay_in_partial_sums_only_where_a_norm_reads_them_as_they_are(
     config = {**CONFIG, **keys, "architectures": [architecture]}
     model = build(config, 64)
     assert isinstance(model, DecoderLM)
+    allocate(model)
     for layer in model.model.layers:
         layer.self_attn, layer.mlp = Recorder(), Recorder()
     settle(model)
@@ -186,6 +188,7 @@ def test_norms_quantize_for_blocks_that_read_quantized_activations() -> None:
     config = {**CONFIG, "architectures": ["LlamaForCausalLM"]}
     model = build(config, 64)
     assert isinstance(model, DecoderLM)
+    allocate(model)
     first = model.model.layers[0]
     first.mlp = Recorder(Form.E4M3_PER_TOKEN)
     settle(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
 
+MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
+
 
 @dataclass(frozen=True)
 class MatrixSpec:
@@ -28,6 +31,8 @@ class MatrixSpec:
     pieces: tuple[int, ...]  # outputs of each piece; pieces may be stored in different schemes
     bias: bool
     target: Target
+    path: str = ""  # of the layer in its model
+    role: MatrixRole = "linear"
 
     @property
     def out_features(self) -> int:
@@ -103,7 +108,7 @@ class TableMethod(LinearMethod):
 
 
 class Quantization(ABC):
-    """A way to keep a whole model's weights: what each kind of layer gets. One instance serves all layers."""
+    """A way to keep a model's weights: it chooses a method for each layer. One instance serves all layers."""
 
     name: str
     rounds_activations: bool = False
@@ -118,13 +123,8 @@ class Quantization(ABC):
         return str(target.dtype).removeprefix("torch.")
 
     @abstractmethod
-    def linear(self, spec: MatrixSpec) -> LinearMethod:
-        """For the projections of attention and MLP."""
+    def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        """How the matrix of one layer is kept, by its path, its role and the schemes in which its pieces come.
 
-    def head(self, spec: MatrixSpec) -> LinearMethod:
-        """For a language-model head of its own."""
-        return self.linear(spec)
-
-    @abstractmethod
-    def table(self, spec: MatrixSpec) -> TableMethod:
-        """For token embeddings, which a tied head shares."""
+        For the role "table" (token embeddings, which a tied head shares) this is a TableMethod.
+        """

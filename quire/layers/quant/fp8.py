@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.fusion import Form
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
-from quire.layers.quant.plain import PlainLinear, PlainTable
+from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.plain import Plain
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
@@ -51,6 +51,7 @@ class Fp8Linear(LinearMethod):
 
 class Fp8(Quantization):
     name = "fp8"
+    _plain = Plain()
 
     def refuses(self, target: Target) -> str | None:
         platforms = sorted({name for kernels in LINEAR_FP8.implementations for name in kernels.platforms})
@@ -59,11 +60,5 @@ class Fp8(Quantization):
         *_, reason = (implementation.refuses(target) for implementation in LINEAR_FP8.implementations)
         return None if reason is None else f"{reason}; leave --quantization out"
 
-    def linear(self, spec: MatrixSpec) -> LinearMethod:
-        return Fp8Linear(spec)
-
-    def head(self, spec: MatrixSpec) -> LinearMethod:
-        return PlainLinear(spec)
-
-    def table(self, spec: MatrixSpec) -> TableMethod:
-        return PlainTable(spec)
+    def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        return Fp8Linear(spec) if spec.role == "linear" else self._plain.method(spec, schemes)

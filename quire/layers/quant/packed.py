@@ -103,14 +103,9 @@ class Stored(Quantization):
     def activations(self, target: Target) -> str:
         return "int16" if multiplies_integers() else "float32"
 
-    def linear(self, spec: MatrixSpec) -> LinearMethod:
-        return PackedLinear(spec, self.storage)
-
-    def head(self, spec: MatrixSpec) -> LinearMethod:
-        return PackedLinear(spec, self.table_storage)
-
-    def table(self, spec: MatrixSpec) -> TableMethod:
-        return PackedTable(spec, self.table_storage)
+    def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        kind = PackedTable if spec.role == "table" else PackedLinear
+        return kind(spec, self.table_storage if spec.role in ("table", "head") else self.storage)
 
 
 class Int8(Stored):

@@ -96,8 +96,5 @@ class Plain(Quantization):
     def refuses(self, target: Target) -> str | None:
         return None
 
-    def linear(self, spec: MatrixSpec) -> LinearMethod:
-        return PlainLinear(spec)
-
-    def table(self, spec: MatrixSpec) -> TableMethod:
-        return PlainTable(spec)
+    def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        return PlainTable(spec) if spec.role == "table" else PlainLinear(spec)

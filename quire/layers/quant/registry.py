@@ -5,13 +5,15 @@ Imports no torch: a wrong name is refused before that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.types.errors import ConfigError
 from quire.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from quire.layers.quant.base import Quantization
+    from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+    from quire.layers.scheme import Scheme
     from quire.ops.base import Target
 
 METHODS: Registry[type[Quantization]] = Registry(
@@ -29,9 +31,14 @@ METHODS: Registry[type[Quantization]] = Registry(
 AUTOMATIC = ("stored", "none")
 
 
-def choose_method(target: Target) -> Quantization:
-    """The method that the target names; ConfigError if it cannot serve."""
-    method = _named_method(target)
+def choose_method(spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+    """How one layer keeps its matrix, as the quantization that its target names decides."""
+    return choose_quantization(spec.target).method(spec, schemes)
+
+
+def choose_quantization(target: Target) -> Quantization:
+    """The quantization that the target names; ConfigError if it cannot serve."""
+    method = _named(target)
     if target.activations == "int16" and not method.rounds_activations:
         raise ConfigError(
             f"activations is 'int16' but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
@@ -40,7 +47,7 @@ def choose_method(target: Target) -> Quantization:
     return method
 
 
-def _named_method(target: Target) -> Quantization:
+def _named(target: Target) -> Quantization:
     if target.quantization == "auto":
         methods = (METHODS.get(name)() for name in AUTOMATIC)
         return next(method for method in methods if method.refuses(target) is None)

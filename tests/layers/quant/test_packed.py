@@ -56,7 +56,7 @@ def assert_product(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
 @pytest.mark.parametrize("format", [*FLOATS, *PACKED_TYPES, *DECODED_TYPES])
 def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str) -> None:
     weight, x, bias = make(format, 40), values(3, seed=1), values(1, seed=2, inner=40)[0]
-    layer = ColumnParallelLinear(INNER, 40, bias=True, target=AUTO, group=ONE)
+    layer = ColumnParallelLinear(INNER, 40, bias=True, target=AUTO, group=ONE).allocate()
     planned = layer.planned_bytes({("weight", None): scheme_of(weight), ("bias", None): F32})
     layer.load("weight", None, weight)
     layer.load("bias", None, bias)
@@ -70,7 +70,7 @@ def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str)
 def test_other_float_types_are_kept_or_quantized_from_their_values() -> None:
     weight, x = values(8).double(), values(2, seed=1)
     for target, tolerance in ((AUTO, 2e-5), (INT8, 2e-2)):
-        layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE)
+        layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE).allocate()
         planned = layer.planned_bytes({("weight", None): float_scheme(weight.dtype)})
         layer.load("weight", None, weight)
         layer.finish()
@@ -82,7 +82,7 @@ def test_other_float_types_are_kept_or_quantized_from_their_values() -> None:
 def test_quantized_weights_take_little_more_than_their_blocks(format: str) -> None:
     weight = make(format, 64)
     assert isinstance(weight, StoredMatrix)
-    layer = ColumnParallelLinear(INNER, 64, bias=False, target=AUTO, group=ONE)
+    layer = ColumnParallelLinear(INNER, 64, bias=False, target=AUTO, group=ONE).allocate()
     # Five and six bits are kept in eight, and the small scales of K formats are kept expanded.
     limit = {"Q4_K": 1.45, "Q5_0": 1.55, "Q5_1": 1.5, "Q5_K": 1.85, "Q6_K": 1.55}.get(format, 1.01)
     assert layer.planned_bytes({("weight", None): weight.scheme}) <= limit * weight.tensors["weight"].nbytes
@@ -97,7 +97,7 @@ def test_merged_pieces_may_differ_in_format(formats: tuple[str, str, str], size:
     for rank in range(size):
         layer = QKVParallelLinear(
             INNER, heads, kv_heads, dim, bias=False, target=AUTO, group=ParallelGroup(rank, size)
-        )
+        ).allocate()
         for name, weight in (("v_proj", v), ("q_proj", q), ("k_proj", k)):
             layer.load("weight", name, weight)
         layer.finish()
@@ -120,7 +120,7 @@ def test_input_slices_stay_packed_where_they_cut_no_block(format: str, size: int
     weight, x, total = make(format, 24), values(3, seed=1), torch.zeros(3, 24)
     share = INNER // size
     for rank in range(size):
-        layer = RowParallelLinear(INNER, 24, bias=False, target=AUTO, group=ParallelGroup(rank, size))
+        layer = RowParallelLinear(INNER, 24, bias=False, target=AUTO, group=ParallelGroup(rank, size)).allocate()
         planned = layer.planned_bytes({("weight", None): scheme_of(weight)})
         layer.load("weight", None, weight)
         layer.finish()
@@ -140,7 +140,7 @@ def test_one_table_serves_lookups_and_the_tied_head(format: str, size: int) -> N
     rows, logits = torch.zeros(5, INNER), []
     for rank in range(size):
         group = ParallelGroup(rank, size)
-        embedding = VocabParallelEmbedding(48, INNER, target=AUTO, group=group)
+        embedding = VocabParallelEmbedding(48, INNER, target=AUTO, group=group).allocate()
         embedding.load("weight", None, table)
         embedding.finish()
         head = LMHead(TiedProjection(embedding), logit_divisor=None, logit_soft_cap=None, target=AUTO, group=group)
@@ -164,7 +164,7 @@ def test_quantizing_errs_by_half_a_step_at_most(seed: int, inner: int, spread: f
     weight = values(5, seed, inner) * spread + shift
     groups = torch.nn.functional.pad(weight, (0, -inner % 32), value=0.0).unflatten(1, (-1, 32))
     for target in (INT8, INT4):
-        layer = ColumnParallelLinear(inner, 5, bias=False, target=target, group=ONE)
+        layer = ColumnParallelLinear(inner, 5, bias=False, target=target, group=ONE).allocate()
         layer.load("weight", None, weight)
         layer.finish()
         assert isinstance(layer.method, PackedLinear)
@@ -180,7 +180,7 @@ def test_quantizing_errs_by_half_a_step_at_most(seed: int, inner: int, spread: f
 @pytest.mark.parametrize(("target", "bits", "error"), [(INT8, 8.5, 0.01), (INT4, 5.0, 0.11)])
 def test_size_and_error_of_quantizing_while_loading(target: Target, bits: float, error: float) -> None:
     weight, x = values(64), values(16, seed=1)
-    layer = ColumnParallelLinear(INNER, 64, bias=False, target=target, group=ONE)
+    layer = ColumnParallelLinear(INNER, 64, bias=False, target=target, group=ONE).allocate()
     layer.load("weight", None, weight.bfloat16())
     layer.finish()
     expected = x @ weight.bfloat16().float().t()
@@ -192,13 +192,15 @@ def test_size_and_error_of_quantizing_while_loading(target: Target, bits: float,
 def test_int4_keeps_tables_and_heads_in_eight_bits(make_layer: type) -> None:
     sizes = (INNER, 64) if isinstance(make_layer, partial) else (64, INNER)
     formats = {("weight", None): F32}
-    four, eight = (make_layer(*sizes, target=target, group=ONE).planned_bytes(formats) for target in (INT4, INT8))
+    four, eight = (
+        make_layer(*sizes, target=target, group=ONE).allocate().planned_bytes(formats) for target in (INT4, INT8)
+    )
     assert four == eight == 64 * INNER * 8.5 / 8
 
 
 @pytest.mark.parametrize("target", [INT8, INT4])
 def test_quantized_checkpoints_are_not_quantized_again(target: Target) -> None:
-    layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE)
+    layer = ColumnParallelLinear(INNER, 8, bias=False, target=target, group=ONE).allocate()
     for attempt in (
         lambda: layer.load("weight", None, make("Q4_1", 8)),
         lambda: layer.planned_bytes({("weight", None): SCHEMES["Q4_1"]}),
@@ -210,7 +212,7 @@ def test_quantized_checkpoints_are_not_quantized_again(target: Target) -> None:
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
-    layer = QKVParallelLinear(INNER, 4, 2, 12, bias=False, target=AUTO, group=ONE)
+    layer = QKVParallelLinear(INNER, 4, 2, 12, bias=False, target=AUTO, group=ONE).allocate()
     for name, format, rows in (("q_proj", "Q4_K", 48), ("k_proj", "Q8_0", 24), ("v_proj", "BF16", 24)):
         layer.load("weight", name, make(format, rows))
     layer.finish()
@@ -223,7 +225,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
 def test_bytes_of_a_mapped_file_are_not_kept() -> None:
     weight = make("Q4_1", 16)
     assert isinstance(weight, StoredMatrix)
-    layer = ColumnParallelLinear(INNER, 16, bias=False, target=AUTO, group=ONE)
+    layer = ColumnParallelLinear(INNER, 16, bias=False, target=AUTO, group=ONE).allocate()
     layer.load("weight", None, weight)
     expected = weight.tensor()
     weight.tensors["weight"].zero_()

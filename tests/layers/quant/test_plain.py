@@ -25,7 +25,9 @@ X = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_are_decoded_into_the_dtype(dtype: torch.dtype) -> None:
     target = Target("elsewhere", dtype, "none")
-    layer = MergedColumnParallelLinear(64, {"a": 8, "b": 16}, bias=False, target=target, group=ParallelGroup())
+    layer = MergedColumnParallelLinear(
+        64, {"a": 8, "b": 16}, bias=False, target=target, group=ParallelGroup()
+    ).allocate()
     layer.load("weight", "b", BLOCKS.part(0, 8, 16))
     layer.load("weight", "a", BLOCKS.part(0, 0, 8))
     layer.finish()
@@ -39,7 +41,7 @@ def test_blocks_are_decoded_into_the_dtype(dtype: torch.dtype) -> None:
 def test_input_slices_of_blocks(size: int) -> None:
     total = torch.zeros(3, 24)
     for rank in range(size):
-        layer = RowParallelLinear(64, 24, bias=False, target=NONE, group=ParallelGroup(rank, size))
+        layer = RowParallelLinear(64, 24, bias=False, target=NONE, group=ParallelGroup(rank, size)).allocate()
         layer.load("weight", None, BLOCKS)
         layer.finish()
         total += layer(X[:, rank * 64 // size : (rank + 1) * 64 // size])
@@ -47,7 +49,7 @@ def test_input_slices_of_blocks(size: int) -> None:
 
 
 def test_a_table_looks_up_and_multiplies() -> None:
-    embedding = VocabParallelEmbedding(24, 64, target=NONE, group=ParallelGroup())
+    embedding = VocabParallelEmbedding(24, 64, target=NONE, group=ParallelGroup()).allocate()
     embedding.load("weight", None, VALUES)
     embedding.finish()
     assert isinstance(embedding.method, PlainTable)
@@ -58,8 +60,8 @@ def test_a_table_looks_up_and_multiplies() -> None:
 
 @pytest.mark.usefixtures("torch_kernels")
 def test_torchs_own_products_need_a_recipe() -> None:
-    layer = RowParallelLinear(64, 24, bias=False, target=NONE, group=ParallelGroup())
-    table = VocabParallelEmbedding(24, 64, target=NONE, group=ParallelGroup())
+    layer = RowParallelLinear(64, 24, bias=False, target=NONE, group=ParallelGroup()).allocate()
+    table = VocabParallelEmbedding(24, 64, target=NONE, group=ParallelGroup()).allocate()
     for method in (layer.method, table.method):
         assert isinstance(method, PlainLinear)
         assert not method.is_invariant
