@@ -108,7 +108,9 @@ def test_logical_tensors_have_the_names_of_the_plain_model(folders: Folders) -> 
 
 
 def test_it_is_not_quantized_again(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="quantization is 'int8', .* this checkpoint is quantized already .weights in it are UINT4"):
+    with pytest.raises(
+        ConfigError, match=r"quantization is 'int8', .* is quantized already .weights in it are UINT4"
+    ):
         plan_engine(settings(folders.quantized, quantization="int8"))
 
 
