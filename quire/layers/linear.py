@@ -110,12 +110,9 @@ class Linear(WeightedLayer, Stage):
         whole, row, loaded = schemes.get(("weight", None)), 0, []
         outputs = sum(piece.full_size for piece in self._pieces)
         for piece in self._pieces:
-            if whole is None:
-                rows = part_scheme(
-                    schemes.get(("weight", piece.name), F32), 0, piece.start, piece.size, piece.full_size
-                )
-            else:
-                rows = part_scheme(whole, 0, row + piece.start, piece.size, outputs)
+            stored = whole or schemes.get(("weight", piece.name), F32)
+            start, size = (piece.start, piece.full_size) if whole is None else (row + piece.start, outputs)
+            rows = part_scheme(stored, 0, start, piece.size, size)
             loaded.append(part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features))
             row += piece.full_size
         return loaded

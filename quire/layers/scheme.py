@@ -111,25 +111,15 @@ class Scheme:
         unit = math.lcm(*units)
         return not any(place % unit for place in places)
 
-    def stored_shape(self, role: Role, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the tensor that plays `role` for a matrix of this shape; dimensions of 1 may be left out."""
-        if role in ("weight", "scales", "zeros"):
-            return self._stored(0, role, shape[0]), self._stored(1, role, shape[1])
-        return (shape[1],) if role == "group_index" else (2,) if role == "shape" else ()
-
-    def shape_of(self, stored: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of a matrix whose tensor with role "weight" has this one, all words being full."""
-        rows, columns = stored
-        if self.block is not None:
-            return rows, columns // self.block.num_bytes * self.block.values
-        return (
-            (rows, columns)
-            if self.packing is None
-            else (
-                rows * self.packing.words(0),
-                columns * self.packing.words(1),
-            )
-        )
+    def stored_count(self, axis: int, role: Role, count: int) -> int:
+        """How many numbers of a role's tensor so many rows or columns of the matrix take."""
+        if role == "weight":
+            if self.block is not None and axis == 1:
+                return count // self.block.values * self.block.num_bytes
+            return count if self.packing is None else -(-count // self.packing.words(axis))
+        groups = self._groups(axis, count) if count else 0
+        packing = self.zeros.packing if role == "zeros" and self.zeros is not None else None
+        return groups if packing is None else -(-groups // packing.words(axis))
 
     def cut(self, role: Role, tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
         """The part of a role's tensor that belongs to rows or columns [start, start + size)."""
@@ -140,8 +130,8 @@ class Scheme:
             if self.scales.side(axis) is None:
                 return tensor
             tensor = tensor if tensor.ndim == 2 else tensor.unsqueeze(1 - axis)
-        first = self._stored(axis, role, start)
-        return tensor.narrow(axis, first, self._stored(axis, role, start + size) - first)
+        first = self.stored_count(axis, role, start)
+        return tensor.narrow(axis, first, self.stored_count(axis, role, start + size) - first)
 
     def dequantize(self, tensors: Mapping[Role, Tensor], shape: tuple[int, int]) -> Tensor:
         """The values as float32 [rows, columns], a new tensor where they are not float32 already."""
@@ -182,16 +172,6 @@ class Scheme:
         assert self.scales is not None
         side = self.scales.side(axis)
         return 1 if side is None else -(-count // side)
-
-    def _stored(self, axis: int, role: Role, count: int) -> int:
-        """How many numbers of a role's tensor so many rows or columns of the matrix take."""
-        if role == "weight":
-            if self.block is not None and axis == 1:
-                return count // self.block.values * self.block.num_bytes
-            return count if self.packing is None else -(-count // self.packing.words(axis))
-        groups = self._groups(axis, count) if count else 0
-        packing = self.zeros.packing if role == "zeros" and self.zeros is not None else None
-        return groups if packing is None else -(-groups // packing.words(axis))
 
 
 _FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -46,7 +46,7 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelDescription:
     """What is known of a model from its config alone."""
 
     vocab_size: int
@@ -70,7 +70,7 @@ class Model(MappedModule):
 
     @classmethod
     @abstractmethod
-    def sizes(cls, config: dict[str, Any]) -> ModelSizes:
+    def describe(cls, config: dict[str, Any]) -> ModelDescription:
         """What a Hugging Face config says of the model."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from quire.layers.norm import RMSNorm, merge_residual
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
-from quire.models.base import BuildContext, CausalLM, ModelSizes
+from quire.models.base import BuildContext, CausalLM, ModelDescription
 from quire.models.blocks import DecoderLayer
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS
@@ -142,10 +142,10 @@ class DecoderLM(CausalLM):
         return cls(cls.decoder_config(config), ctx)
 
     @classmethod
-    def sizes(cls, config: dict[str, Any]) -> ModelSizes:
+    def describe(cls, config: dict[str, Any]) -> ModelDescription:
         decoder = cls.decoder_config(config)
         kept = (MIXERS.get(name).keeps(decoder, layer) for layer, name in enumerate(decoder.mixers))
-        return ModelSizes(
+        return ModelDescription(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             num_layers=decoder.num_layers,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.models.base import CausalLM, Model, ModelSizes
-from quire.types.errors import ConfigError, ModelError, UnknownArchitectureError
+from quire.models.base import CausalLM, Model, ModelDescription
+from quire.types.errors import ModelError, UnknownArchitectureError
 from quire.utils.registry import Registry
 
 ARCHITECTURES: Registry[type[Model]] = Registry(
@@ -28,12 +27,6 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
 )
 
 _LONGEST = 1 << 24  # tokens: tables of positions are made for so many
-
-
-@dataclass(frozen=True)
-class ModelDescription(ModelSizes):
-    architecture: str
-    max_model_len: int  # what will be served: the caller's choice, or all that the model is meant for
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -58,18 +51,12 @@ def generator_class(config: dict[str, Any]) -> type[CausalLM]:
     return found
 
 
-def describe(config: dict[str, Any], max_model_len: int | None = None) -> ModelDescription:
+def describe(config: dict[str, Any]) -> ModelDescription:
     """Sizes and KV needs of a model, from its config alone."""
-    sizes = model_class(config).sizes(config)
-    if sizes.max_position_embeddings > _LONGEST:
+    description = model_class(config).describe(config)
+    if description.max_position_embeddings > _LONGEST:
         raise ModelError(
-            f"the model config is for {sizes.max_position_embeddings} tokens, and {_LONGEST} is the most there can"
-            " be; correct max_position_embeddings or what scales it"
+            f"the model config is for {description.max_position_embeddings} tokens, and {_LONGEST} is the most there"
+            " can be; correct max_position_embeddings or what scales it"
         )
-    if max_model_len is not None and max_model_len < 1:
-        raise ConfigError(f"max_model_len must be at least 1, not {max_model_len}")
-    return ModelDescription(
-        **{field.name: getattr(sizes, field.name) for field in fields(ModelSizes)},
-        architecture=architecture_of(config),
-        max_model_len=max_model_len or sizes.max_position_embeddings,
-    )
+    return description

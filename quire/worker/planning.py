@@ -25,8 +25,8 @@ from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
-from quire.models.base import BuildContext, CausalLM
-from quire.models.registry import ModelDescription, describe, generator_class
+from quire.models.base import BuildContext, CausalLM, ModelDescription
+from quire.models.registry import describe, generator_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform

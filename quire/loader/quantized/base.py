@@ -121,15 +121,41 @@ class QuantizedCheckpoint(Checkpoint):
         if "shape" in matrix.stored and stored[matrix.stored["shape"]].shape == (2,):
             rows, columns = (int(side) for side in self._stored.get(matrix.stored["shape"]))
         else:
-            rows, columns = matrix.scheme.shape_of(stored[packed].shape)
+            rows, columns = packed_shape(matrix.scheme, stored[packed].shape)
         good = True
         for role, name in matrix.stored.items():
-            expected, found = matrix.scheme.stored_shape(role, (rows, columns)), stored[name].shape
+            expected, found = stored_shape(matrix.scheme, role, (rows, columns)), stored[name].shape
             if found != expected if role == "weight" else _without_ones(found) != _without_ones(expected):
                 self._problems.append(f"{name} has the shape {list(found)} instead of {list(expected)}")
+                good = False
+            dtype = _dtype(matrix.scheme, role)
+            if dtype is not None and stored[name].dtype != dtype:
+                self._problems.append(f"{name} is of {stored[name].dtype} instead of {dtype}")
                 good = False
         return (rows, columns) if good else None
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(side for side in shape if side != 1)
+
+
+def packed_shape(scheme: Scheme, stored: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of a matrix whose packed weight has this one, all words being full."""
+    rows, columns = stored
+    if scheme.packing is None:
+        return rows, columns
+    return rows * scheme.packing.words(0), columns * scheme.packing.words(1)
+
+
+def stored_shape(scheme: Scheme, role: Role, shape: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the tensor that plays `role` for a matrix of this shape; dimensions of 1 may be left out."""
+    if role in ("weight", "scales", "zeros"):
+        return tuple(scheme.stored_count(axis, role, shape[axis]) for axis in (0, 1))
+    return (shape[1],) if role == "group_index" else (2,) if role == "shape" else ()
+
+
+def _dtype(scheme: Scheme, role: Role) -> torch.dtype | None:
+    """The type that the scheme names for a role's tensor; None: any."""
+    if role == "scales" and scheme.scales is not None:
+        return scheme.scales.dtype
+    return scheme.packing.word if role == "weight" and scheme.packing is not None else None

@@ -206,7 +206,8 @@ def test_quantized_checkpoints_are_not_quantized_again(target: Target) -> None:
         lambda: layer.planned_bytes({("weight", None): SCHEMES["Q4_1"]}),
     ):
         with pytest.raises(
-            ConfigError, match=r"quantization is 'int\d' but the checkpoint holds Q4_1 .*leave --quant"
+            ConfigError,
+            match=r"quantization is 'int\d', .* quantized already .weights in it are Q4_1.; leave --quant",
         ):
             attempt()
 

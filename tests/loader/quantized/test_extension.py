@@ -129,9 +129,10 @@ def test_weights_take_the_planned_bytes(folders: Folders) -> None:
         ({"weight_packed": None}, rf"{LAYER}\.weight_scale.* unexpected|unexpected .*{LAYER}\.weight_scale"),
         ({"weight_scale": torch.ones(3, 2)}, rf"{LAYER}\.weight_scale has the shape \[3, 2\] instead of \[64, "),
         ({"weight_shape": torch.tensor([64, 8])}, rf"{LAYER}\.weight_packed has the shape .* instead of \[64, 1\]"),
+        ({"weight_scale": torch.ones(64, 6).half()}, rf"{LAYER}\.weight_scale is of torch\.float16 instead of"),
         ({"weight": torch.ones(64, 96)}, rf"{LAYER}\.weight is stored twice"),
     ],
-    ids=["no scales", "no weight", "wrong scales", "wrong shape", "twice"],
+    ids=["no scales", "no weight", "wrong scales", "wrong shape", "wrong type", "twice"],
 )
 def test_stored_tensors_that_make_no_matrix_are_named(
     broken: Folders, changes: dict[str, Tensor | None], message: str
