@@ -35,12 +35,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up quantized line by line: (values [n, width], scale [n])."""
+    """silu(gate) * up quantized row by row: (values [n, width], scale [n])."""
     return quantize_rows(silu_and_mul(gate_up))
 
 
 def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(gate) * up quantized line by line: (values [n, width], scale [n])."""
+    """gelu(gate) * up quantized row by row: (values [n, width], scale [n])."""
     return quantize_rows(gelu_tanh_and_mul(gate_up))
 
 

@@ -33,14 +33,14 @@ def add_rms_norm(
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The norm of x [n, width] quantized line by line: (values, scale [n])."""
+    """The norm of x [n, width] quantized row by row: (values, scale [n])."""
     return quantize_rows(rms_norm(x, weight, eps, weight_offset))
 
 
 def add_rms_norm_fp8(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of x + residual quantized line by line, and x + residual: (values, scale [n], sum)."""
+    """The norm of x + residual quantized row by row, and x + residual: (values, scale [n], sum)."""
     normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
     return *quantize_rows(normed), total
 

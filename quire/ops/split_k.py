@@ -1,4 +1,4 @@
-"""A product whose inner sum is left in parts: whoever reads it next adds them up, and nobody has to wait for that."""
+"""Split-K matmuls whose partial sums are left as they are: the kernel that reads them next adds them up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SplitKMatmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class PartialSums(NamedTuple):
-    """A product in parts."""
+    """Split-K partial sums of a matmul."""
 
     values: Tensor  # [parts, n, width] float32
     dtype: torch.dtype  # of their sum
