@@ -19,7 +19,7 @@ PROMPT = [5, 9, 5, 17, 30, 5, 9]
 BASE: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 6, "ignore_eos": True}
 # What both the request with the field and the one without have besides, where the field needs it to be seen.
 AROUND: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), {"allowed_token_ids": [7, 8, 9, 10, 11]}),
+    **{name: {"allowed_token_ids": [7, 8, 9, 10, 11]} for name in ("presence_penalty", "frequency_penalty")},
     "ignore_eos": {"allowed_token_ids": [2]},
     "min_tokens": {"allowed_token_ids": [2, 7], "ignore_eos": False, "logit_bias": {2: 50.0}},
     "repetition_detection": {"allowed_token_ids": [7]},

@@ -33,14 +33,16 @@ def test_the_schemas_are_looked_into() -> None:
     found = {(hole.path, hole.field, hole.kind) for hole in HOLES}
     assert PATHS == [
         "/detokenize",
+        "/invocations",
         "/tokenize",
-        "/v1/chat/completions",
-        "/v1/completions",
+        *(f"/v1/chat/completions{end}" for end in ("", "/render")),
+        *(f"/v1/completions{end}" for end in ("", "/render")),
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
+        "/v1/responses/input_tokens",
     ]
-    for path in PATHS[2:5]:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
         assert (path, "repetition_penalty", "number") in found
         assert (path, "logit_bias", "number") in found
     for field in ("user", "metadata", "safety_identifier", "prompt_cache_key", "reasoning", "text", "tools"):
