@@ -251,7 +251,7 @@ def main() -> None:
         show({mode: found[mode]})
         gc.collect()
         free_memory()
-        path = write_results(args.out, where, found)
+        path = write_results(args.out, where, {mode: without_points(result) for mode, result in found.items()})
     show(found)
     print(f"written to {path}")
     if all(mode in found for mode in COLOURS):
@@ -262,6 +262,11 @@ def main() -> None:
         picture = args.picture or RESULTS / f"{args.out}.svg"
         picture.write_text(text, encoding="utf-8")
         print(f"written to {picture}")
+
+
+def without_points(result: dict[str, Any]) -> dict[str, Any]:
+    """What a file keeps: the picture has the points."""
+    return {name: value for name, value in result.items() if name not in ("gaps", "short_ttfts")}
 
 
 def device_name() -> str:
