@@ -35,15 +35,18 @@ def test_the_client_works_as_printed(title: str, package: str, times: int, tmp_p
     assert done.stdout.count(ANSWER) == times, done.stdout
 
 
-def test_instructor_gets_its_objects(tmp_path: Path) -> None:
-    """By a call, and by an answer that is held to a schema."""
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_instructor_gets_its_objects(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """By a call, and by an answer that is held to a schema. It pins older versions of what others need."""
+    python = python_with(pytestconfig, "instructor==1.17.0")
 
     def city(request: EngineRequest) -> Sequence[int]:
         said = answer(request)
         return said if bytes(said).startswith(b"<tool_call>") else list('{"city": "Köln"}'.encode())
 
     with live_server(long_client(city)) as server:
-        done = run_python(pointed_at(section("instructor", "python"), server.url), "instructor", tmp_path)
+        done = run_script(python, pointed_at(section("instructor", "python"), server.url), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["Köln", "Köln"]
 

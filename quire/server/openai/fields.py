@@ -55,7 +55,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "return_prompt_text": one_of(False),
     "thinking_token_budget": never,
     "use_beam_search": one_of(False),
-    "vllm_xargs": empty,
     "watermarking": one_of(False),
     "web_search_options": never,
 }

@@ -37,6 +37,9 @@ class RepetitionDetection(BaseModel):
     min_count: SmallInt | None = Field(None, description="How often the pattern has to come in a row; at least 2.")
 
 
+ExtraArgument = str | int | float | bool
+
+
 class GenerationFields(BaseModel):
     """What may be asked of generation on every endpoint that generates."""
 
@@ -72,6 +75,9 @@ class GenerationFields(BaseModel):
     stream_interval: SmallInt | None = Field(
         None, description="Tokens in each streamed piece; the first and the last piece come at once."
     )
+    vllm_xargs: dict[str, ExtraArgument | list[ExtraArgument]] | None = Field(
+        None, description="Values for the operator's own logits processors."
+    )
     priority: SmallInt | None = Field(None, description="Smaller runs earlier, under --policy priority.")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached prefix.")
     request_id: str | None = Field(None, description="Part of the answer's id, instead of the x-request-id header.")
@@ -82,6 +88,8 @@ class GenerationFields(BaseModel):
         if self.repetition_detection is not None:
             sizes = self.repetition_detection.model_dump(exclude_none=True)
             given["repetition_detection"] = RepetitionDetectionParams(**sizes)
+        if self.vllm_xargs:
+            given["extra_args"] = self.vllm_xargs
         return given
 
 

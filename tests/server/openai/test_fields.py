@@ -131,6 +131,7 @@ PROBES: dict[str, tuple[Any, Callable[[EngineRequest, Any], bool]]] = {
         lambda request, _: request.grammar == GrammarSource("regex", "x+"),
     ),
     "stream_interval": (3, params("stream_interval")),
+    "vllm_xargs": ({"a": [1, "b"]}, params("extra_args")),
     "priority": (5, lambda request, sent: request.priority == sent),
     "cache_salt": ("salt", lambda request, sent: request.cache_salt == sent),
     "request_id": ("mine-1", lambda request, sent: sent in request.request_id),
