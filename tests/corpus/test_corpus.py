@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ from tests.corpus.record import RECORDED, child
 from tests.kernels.device import NATIVE
 
 AGAIN = 'record it with `python -m tests.corpus.record --reason "..."` if other kernels or versions are the reason'
+
+
+def versions(recorded: Iterable[str]) -> set[str]:
+    """Versions of torch that something is recorded for."""
+    return {key.split("torch ")[1].split(",")[0] for key in recorded}
 
 
 @pytest.mark.parametrize("path", ["portable", "avx2", pytest.param("avx512vnni", marks=pytest.mark.nightly), "cuda"])
@@ -24,6 +30,8 @@ def test_digests(path: str, tmp_path: Path) -> None:
     child(path, tmp_path / "found.json")
     ((key, digests),) = json.loads((tmp_path / "found.json").read_text()).items()
     recorded = json.loads(RECORDED.read_text())["digests"]
+    if key not in recorded and any(key.startswith(f"{path}, torch {version}, ") for version in versions(recorded)):
+        pytest.skip(f"nothing is recorded for {key}: torch's functions have other bits on other processors")
     assert key in recorded, f"nothing is recorded for {key}; {AGAIN}"
     differing = {
         model: [request for request in wanted if digests[model][request] != wanted[request]]
