@@ -142,6 +142,9 @@ async def test_an_answer_that_does_not_end_with_its_engine_is_cancelled_without_
         monkeypatch.setattr(library, name, getattr(library, name))
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
     setup_server_logging("text")
+    own = logging.getLogger("quire")  # whose level and handlers other tests may have changed
+    for name, value in (("level", logging.INFO), ("propagate", True), ("disabled", False)):
+        monkeypatch.setattr(own, name, value)
     caplog.set_level(logging.INFO)
     client = WaitingClient("never said")
     supervisor = FakeSupervisor(client)

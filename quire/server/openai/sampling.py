@@ -37,7 +37,7 @@ class RepetitionDetection(BaseModel):
     min_count: SmallInt | None = Field(None, description="How often the pattern has to come in a row; at least 2.")
 
 
-ExtraArgument = str | int | float | bool
+ExtraArgument = str | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | bool
 
 
 class GenerationFields(BaseModel):

@@ -8,11 +8,9 @@ import pytest
 
 from quire.kernels.cpu import library
 from tests.attention import test_cpu_native
-from tests.kernels import test_ops
 from tests.kernels.cpu import test_extremes, test_matrix, test_native, test_sampling, test_step
-from tests.runner.sampling import test_sampler
 
-MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_ops, test_sampler, test_sampling, test_step)
+MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_sampling, test_step)
 
 
 class Held(NamedTuple):
@@ -22,7 +20,7 @@ class Held(NamedTuple):
 
 
 BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
-BATCHED_SAMPLING = "test_a_row_does_not_depend_on_its_batch"
+OF_STEPS = ("gather_mixed", "gather_slots", "gather_sampling", "keep_allowed", "edit_logits", "penalize")
 LOOKED_UP = "test_rows_are_looked_up"
 COVERED = {
     "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
@@ -60,11 +58,8 @@ COVERED = {
         "test_rows_whose_logits_broke_are_told",
         "test_the_chosen_token_is_appended_and_the_row_advances",
     ),
-    # Copies of whole numbers, row by row, and changes of single logits: the generated tests of their ops.
-    **{name: Held(*["test_float32"] * 3) for name in ("gather_mixed", "gather_slots", "gather_sampling")},
-    "keep_allowed": Held("test_float32", "test_a_bad_logit_is_noticed_even_where_it_is_masked", BATCHED_SAMPLING),
-    "edit_logits": Held("test_float32", "test_overflow_by_parameters_is_an_error_of_that_row", BATCHED_SAMPLING),
-    "penalize": Held("test_float32", "test_overflow_by_parameters_is_an_error_of_that_row", BATCHED_SAMPLING),
+    # Copies of whole numbers and changes of single logits, row by row.
+    **{name: Held(*["test_ops_of_steps_are_their_references"] * 3) for name in OF_STEPS},
     "append_tokens": Held(
         "test_the_chosen_token_is_appended_and_the_row_advances",
         "test_rows_whose_logits_broke_are_told",

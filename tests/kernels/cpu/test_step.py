@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
 from quire.kernels.cpu.step import append_greedy
+from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
+from quire.ops.base import Op
+from quire.ops.gather import GATHER_MIXED, GATHER_SAMPLING
+from quire.ops.keep_allowed import KEEP_ALLOWED
+from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.types.status import BAD_LOGITS, OK
+from tests.kernels.cpu.isa import each_instruction_set, using
+
+OPS = (GATHER_MIXED, GATHER_SAMPLING, KEEP_ALLOWED, EDIT_LOGITS, PENALIZE, APPEND_TOKENS, APPEND_GREEDY)
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
 
@@ -44,3 +54,20 @@ def test_rows_whose_logits_broke_are_told(value: float) -> None:
     logits = torch.zeros(3, 40)
     logits[1, 17] = value
     assert [code for _, code in State().append(logits, [0, 1, 2])] == [OK, BAD_LOGITS, OK]
+
+
+@each_instruction_set
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_ops_of_steps_are_their_references(op: Op[Any], isa: str) -> None:
+    """On inputs with odd sizes, infinities, rows in any order and padding: results, and what they change."""
+    (native,) = [implementation for implementation in op.implementations if implementation.name == "native"]
+    for seed in range(5):
+        mine, theirs = op.generate_inputs(seed), op.generate_inputs(seed)
+        with using(isa):
+            found = native.load()(*mine)
+        expected = op.reference(*theirs)
+        both = (found, expected) if isinstance(expected, tuple) else ((found,), (expected,))
+        for one, other in zip(*both, strict=True):
+            torch.testing.assert_close(one, other, atol=op.tolerance, rtol=op.tolerance)
+        for index in op.changes:
+            torch.testing.assert_close(mine[index], theirs[index], atol=op.tolerance, rtol=op.tolerance)
