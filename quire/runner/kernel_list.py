@@ -18,7 +18,7 @@ from quire.runner.eager import Eager
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists, StepInputs
 from quire.runner.sampling.sampler import SamplingKind
-from quire.runner.step import PlannedTokens, Sampled, Step
+from quire.runner.step import Arrived, PlannedTokens, Sampled, Step
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -44,7 +44,7 @@ class KernelList:
         self._limits = (tokens, rows, rows)
         self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
         self._finite = torch.zeros(tokens, dtype=torch.bool)
-        self._samples: dict[SamplingKind, SizedRecording | None] = {}  # None: not recordable
+        self._samples: dict[SamplingKind, tuple[SizedRecording, Arrived] | None] = {}  # None: not recordable
         self._forward: SizedRecording | None = None
         try:
             self._forward = self._record_forward()
@@ -65,7 +65,7 @@ class KernelList:
             return False
         missing = [kind for kind in self._program.sampler.usual_kinds if kind not in self._samples]
         if missing:
-            self._sampling(missing[0])
+            self._trace_sampling(missing[0])
         return bool(missing)
 
     def forward(self, step: Step) -> bool:
@@ -81,13 +81,16 @@ class KernelList:
         return True
 
     def sample(self, step: Step) -> None:
-        kind, count = step.shape.sampling, step.shape.num_samples
-        recording = self._sampling(kind)
-        if recording is None:
+        kind = step.shape.sampling
+        if kind not in self._samples:
+            self._trace_sampling(kind)
+        traced = self._samples[kind]
+        if traced is None:
             self._eager.sample(step)
             return
-        recording(count)
-        step.sampled = Sampled(Download(recording.results[0]))
+        recording, results = traced
+        recording(step.shape.num_samples)
+        step.sampled = Sampled(results)
 
     @torch.inference_mode()
     def _record_forward(self) -> SizedRecording:
@@ -116,15 +119,16 @@ class KernelList:
         return [self._program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True)]
 
     @torch.inference_mode()
-    def _sampling(self, kind: SamplingKind) -> SizedRecording | None:
-        if kind not in self._samples:
-            self._samples[kind] = None
-            if not kind.eager and kind.logprobs is None:
-                try:
-                    self._samples[kind] = self._record_sampling(kind)
-                except NotRecordableError as error:
-                    logger.info("some sampling runs eagerly: it %s", error)
-        return self._samples[kind]
+    def _trace_sampling(self, kind: SamplingKind) -> None:
+        self._samples[kind] = None
+        if kind.eager or kind.logprobs is not None:
+            return
+        try:
+            recording = self._record_sampling(kind)
+        except NotRecordableError as error:
+            logger.info("some sampling runs eagerly: it %s", error)
+        else:
+            self._samples[kind] = (recording, Arrived(recording.results[0]))
 
     def _record_sampling(self, kind: SamplingKind) -> SizedRecording:
         assert self._forward is not None

@@ -51,7 +51,14 @@ def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
         starts.append(total)
         total += count
     samples = [index for index, (row, end) in enumerate(zip(plan.rows, contexts, strict=True)) if end == known[row]]
-    return PlannedTokens(total, starts, contexts, [], [], []).sampling_at(plan, samples)
+    return PlannedTokens(
+        total=total,
+        starts=starts,
+        contexts=contexts,
+        sample_indices=samples,
+        sample_rows=[plan.rows[index] for index in samples],
+        sample_tokens=[starts[index] + plan.num_tokens[index] - 1 for index in samples],
+    )
 
 
 class StepShape(NamedTuple):
@@ -69,6 +76,18 @@ class Arriving(Protocol):
     """A tensor on its way to the host; `get` waits for it."""
 
     def get(self) -> Tensor: ...
+
+
+class Arrived:
+    """A tensor that is on the host already, until the next step overwrites it."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get(self) -> Tensor:
+        return self._tensor
 
 
 @dataclass
@@ -118,7 +137,9 @@ class Step:
             return result
         assert self.sampled is not None, "the step still waits for masks"
         sampled = self.sampled
-        tokens, codes = sampled.tokens.get()[: len(indices), :2].T.tolist()
+        # As an array: after a step the processor's caches are cold, and ops of torch take long.
+        found = sampled.tokens.get().numpy()[: len(indices)]
+        tokens, codes = found[:, 0].tolist(), found[:, 1].tolist()
         for index, token, code in zip(indices, tokens, codes, strict=True):
             result.token_ids[index] = [token]
             if code:
