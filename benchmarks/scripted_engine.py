@@ -59,6 +59,16 @@ class Row:
     num_said: int
 
 
+class ScriptedStep(Future[StepResult]):
+    def __init__(self, executor: ScriptedExecutor, plan: StepPlan) -> None:
+        super().__init__()
+        self._executor, self._plan = executor, plan
+
+    def sample(self, masks: Future[Masks]) -> None:
+        masked = [row for row in self._plan.rows if row in self._plan.mask_slots]
+        self.set_result(self._executor.run(self._plan, dict(zip(masked, masks.result(), strict=True))))
+
+
 class ScriptedExecutor(Executor):
     """Says the script of each row that caught up, a token a step, as far as its grammar allows that."""
 
@@ -66,25 +76,16 @@ class ScriptedExecutor(Executor):
         self._tokenizer = tokenizer
         self._rows: dict[int, Row] = {}
         self._encoded = {text: tokenizer.encode(text, add_special_tokens=False) for text in (CALL, *SENTENCES)}
-        self._waiting: tuple[StepPlan, Future[StepResult]] | None = None
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
+    def execute(self, plan: StepPlan) -> ScriptedStep:
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         for start in plan.starts:
             self._rows[start.row] = self._started(start)
-        if plan.mask_slots:
-            self._waiting = plan, future
-        else:
-            future.set_result(self._run(plan, {}))
-        return future
-
-    def sample(self, masks: Future[Masks]) -> None:
-        assert self._waiting is not None
-        plan, future = self._waiting
-        masked = [row for row in plan.rows if row in plan.mask_slots]
-        future.set_result(self._run(plan, dict(zip(masked, masks.result(), strict=True))))
+        step = ScriptedStep(self, plan)
+        if not plan.mask_slots:
+            step.set_result(self.run(plan, {}))
+        return step
 
     def is_sticky(self, error: Exception) -> bool:
         return False
@@ -102,7 +103,7 @@ class ScriptedExecutor(Executor):
         said = known - start.num_prompt_tokens
         return Row(self._encoded[text], prompt, start.params, eos, known, start.num_computed_tokens, said)
 
-    def _run(self, plan: StepPlan, masks: dict[int, Masks]) -> StepResult:
+    def run(self, plan: StepPlan, masks: dict[int, Masks]) -> StepResult:
         result = StepResult(plan.step_id, [])
         for index, (number, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             row = self._rows[number]
