@@ -68,3 +68,22 @@ def test_half_precision() -> None:
     paged = make_paged(spec, [20], [50])
     half = Paged(**{**vars(paged), "query": paged.query.to(HALF), "cache": paged.cache.to(HALF)})
     assert_close(run(spec, half, tiles_of([20])), paged.expected, 3e-2)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 5.0)])
+@pytest.mark.parametrize(("splits", "heads"), [(2, 1), (3, 2), (8, 2)])
+def test_programs_that_share_the_keys_of_a_tile(
+    splits: int, heads: int, window: int | None, cap: float | None
+) -> None:
+    """Some of the programs have no key at all; tokens of no tile keep what they have."""
+    from quire.kernels.triton.prefill_attention import Split, prefill_attention
+
+    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
+    queries, contexts = [5, 30, 3, 33], [5, 70, 33, 113]
+    paged = make_paged(spec, queries, contexts)
+    kernel = partial(prefill_attention, query_tile=16, split=Split(splits, heads, keys=16))
+    tiles = [(-1, -1), *(tile for tile in tiles_of(queries) if tile[0] != 2)]
+    out = attend(kernel, spec, paged, tiles)
+    computed = [*range(35), *range(38, 71)]
+    assert_close(out[computed], paged.expected[computed])
+    assert bool((out[35:38] == UNTOUCHED).all())
