@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from quire.kernels.triton import quantize
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
 from quire.kernels.triton.launch import multiprocessors, unavailable
-from quire.kernels.triton.prefill_attention import QUERY_TILE, prefill_attention
+from quire.kernels.triton.prefill_attention import QUERY_TILE, Split, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.ops.split_k import PartialSums
@@ -52,6 +53,9 @@ _ALIKE = 1.15
 _MIN_ALIKE_ROWS = 32
 # Prompts, beyond whole tiles, that a captured step may hold.
 _EXTRA_TILES = 32
+_MAX_SPLIT_TOKENS = 1024  # of a step in which programs share the keys of a tile
+_SPLIT_PROGRAMS = 384  # a little less than three on each multiprocessor of an H200
+_MIN_TILE_SPLITS, _MAX_TILE_SPLITS = 3, 16
 
 
 class DecodeKind(NamedTuple):
@@ -68,6 +72,7 @@ class MixedKind(NamedTuple):
     tiles: bool = False
     partial_tiles: bool = False
     whole: tuple[tuple[int, int], ...] = ()  # (first token, length) of long prompts without a cached prefix
+    long_context: bool = False  # some partial tile sees many keys
 
 
 # A prompt, beside rows that decode, the end of a prompt whose beginning is cached, and both.
@@ -76,6 +81,10 @@ _USUAL = (
     MixedKind(singles=True, tiles=True, partial_tiles=True),
     MixedKind(few=True),
     MixedKind(singles=True, few=True),
+)
+_USUAL_LONG = (
+    MixedKind(tiles=True, partial_tiles=True, long_context=True),
+    MixedKind(singles=True, tiles=True, partial_tiles=True, long_context=True),
 )
 _Pair = tuple[Tensor, Tensor]
 
@@ -88,6 +97,7 @@ class TritonMetadata(AttentionMetadata):
     tiles: _Pair  # row and offset of each tile of the others
     partial_tiles: _Pair  # the same without whole prompts
     whole: tuple[tuple[int, int], ...] = ()
+    long_context: bool = False  # some partial tile sees many keys
     line: TileLine | None = None  # of single queries, where their work can be shared evenly
     alike: bool = False  # their contexts hardly differ
     offsets: Tensor | None = None  # of single queries within their rows: zeros, made once for all layers
@@ -98,6 +108,8 @@ class TritonAttention(AttentionBackend):
     records = True
     max_head_dim = 256
     shares = True  # a row's keys over as many programs as suits the step
+    splits_tiles = True  # in steps of few tiles, programs share the keys of a tile ...
+    long_context = 4096  # ... from this many keys on
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
 
     def start(self) -> None:
@@ -120,7 +132,11 @@ class TritonAttention(AttentionBackend):
         few = MAX_FEW_ROWS * FEW_QUERIES * _FEW.splits
         singles = max(2 * max_rows, _WANTED_PROGRAMS // spec.num_kv_heads)
         line = max_rows * max_model_len // 2  # of tiles that are shared evenly
-        return max(few, singles) * spec.num_heads * (spec.head_dim + 2) * 4 + line
+        tiles = 0
+        if self.splits_tiles and max_model_len >= self.long_context:
+            steps = (1 << power for power in range(_MAX_SPLIT_TOKENS.bit_length()))
+            tiles = max(tokens * _split_tiles(spec, tokens).splits for tokens in steps)
+        return max(few, singles, tiles) * spec.num_heads * (spec.head_dim + 2) * 4 + line
 
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         blocks = cache[:, block_ids]
@@ -137,6 +153,7 @@ class TritonAttention(AttentionBackend):
         tiles: tuple[list[int], list[int]] = ([], [])
         partial_tiles: tuple[list[int], list[int]] = ([], [])
         whole = []
+        longest = 0  # keys that a partial tile sees
         token = 0
         for index, (queries, context) in enumerate(zip(*lengths, strict=True)):
             if queries == 1:
@@ -153,6 +170,8 @@ class TritonAttention(AttentionBackend):
                     starts.extend(offsets)
                 if is_whole:
                     whole.append((token, queries))
+                else:
+                    longest = max(longest, context)
             token += queries
         kind = MixedKind(
             singles=bool(singles[0]),
@@ -160,6 +179,7 @@ class TritonAttention(AttentionBackend):
             tiles=bool(tiles[0]),
             partial_tiles=bool(partial_tiles[0]),
             whole=tuple(whole),
+            long_context=self.splits_tiles and longest >= self.long_context,
         )
         return WorkPlan(kind, (*singles, *few, *tiles, *partial_tiles))
 
@@ -173,7 +193,9 @@ class TritonAttention(AttentionBackend):
         return (max_rows, max_rows, MAX_FEW_ROWS, MAX_FEW_ROWS, tiles, tiles, tiles, tiles)
 
     def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[MixedKind]:
-        return (*_USUAL[:2], MixedKind(tiles=True, whole=((0, num_tokens),))) if is_full else _USUAL
+        if is_full:
+            return (*_USUAL[:2], MixedKind(tiles=True, whole=((0, num_tokens),)))
+        return _USUAL + (_USUAL_LONG if self.splits_tiles else ())
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:
         assert isinstance(work.kind, MixedKind)
@@ -187,7 +209,7 @@ class TritonAttention(AttentionBackend):
             (lists[2 * index][: None if wanted else 0], lists[2 * index + 1][: None if wanted else 0])
             for index, wanted in enumerate(kind[:4])
         ]
-        return TritonMetadata(batch, pairs[0], pairs[1], pairs[2], pairs[3], kind.whole)
+        return TritonMetadata(batch, pairs[0], pairs[1], pairs[2], pairs[3], kind.whole, kind.long_context)
 
     def _prepare_decode(self, batch: AttentionBatch, kind: DecodeKind) -> TritonMetadata:
         index = batch.query_starts[:-1]  # a query each
@@ -261,7 +283,10 @@ class TritonAttention(AttentionBackend):
             tile_attention(query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
-            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
+            split = None
+            if metadata.long_context and window is None and query.shape[0] <= _MAX_SPLIT_TOKENS:
+                split = _split_tiles(spec, query.shape[0])
+            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window, split=split)
         for start, length in metadata.whole if plain else ():
             out[start : start + length] = _whole_prompt(spec, written, slice(start, start + length))
         return out
@@ -291,6 +316,16 @@ def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:
     if splits == 1 and programs <= _EVENED_PROGRAMS and max_context > 256:
         return 2, 128, 2
     return splits, 64, 3
+
+
+def _split_tiles(spec: AttentionSpec, num_tokens: int) -> Split:
+    """How programs share the keys of tiles in a step of this many tokens; measured on an H200.
+
+    Programs of few queries have several heads of one KV head, so that fewer of their lines are empty.
+    """
+    heads = math.gcd(spec.group_size, 4) if num_tokens <= 256 else 1
+    programs = -(-num_tokens * heads // QUERY_TILE) * (spec.num_heads // heads)
+    return Split(min(_MAX_TILE_SPLITS, max(_MIN_TILE_SPLITS, _SPLIT_PROGRAMS // programs)), heads)
 
 
 def _whole_prompt(spec: AttentionSpec, written: Written, span: slice) -> Tensor:

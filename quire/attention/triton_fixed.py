@@ -29,6 +29,7 @@ _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several
 class FixedTritonAttention(TritonAttention):
     name = "triton_fixed"
     shares = False
+    splits_tiles = False
     heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:

@@ -46,7 +46,7 @@ class CudaPlatform(Platform):
     asynchronous = True
     batch_invariant = False
     graph_sizes = (1, 2, 4, 8, *range(16, 257, 16), 320, 384, 448, 512)
-    mixed_graph_sizes = (32, 64, 128, 256, 512, 768, 1024)
+    mixed_graph_sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
     narrow_above = 1024  # smaller steps with prompts are captured whole
 
     def start(self, num_threads: int | None) -> None:

@@ -86,6 +86,8 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     kinds: list[MixedKind] = []
 
     class Noted(TritonAttention):
+        long_context = 18
+
         def captures(self, work: WorkPlan, num_tokens: int) -> bool:
             taken = super().captures(work, num_tokens)
             if taken and num_tokens == 16:
@@ -102,6 +104,7 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
     assert tokens_of(folder, prompts, SHORT, **limits) == eager
     assert {bool(kind.whole) for kind in kinds} == {False, True}, "with and without a whole prompt"
     assert any(kind.singles and kind.tiles for kind in kinds), "prompts beside rows that decode"
+    assert any(kind.long_context for kind in kinds), "programs that share the keys of a tile"
 
 
 @pytest.mark.parametrize("alike", [False, True])

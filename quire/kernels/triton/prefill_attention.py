@@ -1,8 +1,8 @@
 """Causal attention of many queries per row over the paged cache: prefill, with or without a cached prefix.
 
 The cache is [2, num_blocks, num_kv_heads, block_size, head_dim] and already holds the queries' own keys. Work is
-cut into tiles of QUERY_TILE queries of one row; the caller lists them. Where there are few tiles and many keys, several
-programs share the keys of a tile (split-KV), and a second kernel folds what they found.
+cut into tiles of QUERY_TILE queries of one row; the caller lists them. Where there are few tiles and many keys,
+several programs share the keys of a tile (split-KV), and a second kernel folds what they found.
 """
 
 from __future__ import annotations
