@@ -15,6 +15,7 @@ from quire.types.masks import Masks
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.step import MaskedRow
 from quire.types.structured import Vocabulary
 
 
@@ -78,9 +79,9 @@ class Constraints:
     def forget(self, request_id: str) -> None:
         self._manager.close(request_id)
 
-    def start_masks(self, request_ids: Sequence[str]) -> Future[Masks]:
-        """What these requests may say next, a line each. They say nothing more until it is done."""
-        return self._manager.start_masks(request_ids)
+    def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:
+        """What these rows may say next, a line per sample position. They say nothing more until it is done."""
+        return self._manager.start_masks(rows)
 
     def follow(self, outputs: Iterable[EngineOutput]) -> list[str]:
         """Take in what a step said. An output whose grammar allows no more becomes the last of its request.
@@ -90,7 +91,7 @@ class Constraints:
         ended: list[str] = []
         for output in outputs:
             reason = output.finish_reason
-            if output.token_ids and reason in (None, "length"):
+            if output.token_ids and reason != "error":
                 self._advance(output)
                 if reason is None and output.finish_reason is not None:
                     ended.append(output.request_id)
@@ -102,8 +103,17 @@ class Constraints:
         self._manager.shutdown()
 
     def _advance(self, output: EngineOutput) -> None:
-        state = self._manager.accept(output.request_id, output.token_ids)
+        """Go on over an output; what follows the end of its grammar is cut off: the step sampled that unmasked."""
+        tokens = output.token_ids
+        # A token that stopped the request is none of the grammar's.
+        told = tokens if output.finish_reason in (None, "length") else tokens[:-1]
+        if not told:
+            return
+        state = self._manager.accept(output.request_id, told)
         if state.error is not None:
             output.finish_reason, output.error, output.error_field = "error", state.error, state.error_field
         elif state.is_complete:
-            output.finish_reason, output.is_complete = "stop", True
+            output.finish_reason, output.stop_reason, output.is_complete = "stop", None, True
+            output.token_ids = tokens[: state.num_tokens]
+            if output.logprobs is not None:
+                output.logprobs = output.logprobs[: state.num_tokens]

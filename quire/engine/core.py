@@ -115,7 +115,7 @@ class EngineCore:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
         begin = self._clock()
         if plan.mask_slots and not self._in_flight:
-            masks = self.constraints.start_masks(self.scheduler.masked_requests(plan))
+            masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
             started = self.executor.execute(plan)
             started.sample(masks)
         else:
@@ -124,7 +124,7 @@ class EngineCore:
         self._in_flight.append((plan, started, begin))
 
     def _give_masks(self, plan: StepPlan, started: StartedStep) -> None:
-        started.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))
+        started.sample(self.constraints.start_masks(self.scheduler.masked_rows(plan)))
         self._unmasked = False
 
     def _admit_held(self) -> list[EngineOutput]:

@@ -47,13 +47,13 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
 
 
 def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
-    """Start waiting requests in order, until one does not fit. None in a step that had to preempt.
+    """Start waiting requests in order, until one does not fit. None in a step that was short of blocks.
 
     Some requests that are not to start yet may be passed; they keep their places.
     """
     waiting = state.waiting
     passed: list[Request] = []
-    while waiting and step.budget and state.rows.free and not step.preempted:
+    while waiting and step.budget and state.rows.free and not step.out_of_blocks:
         request = waiting.peek()
         if request.num_pending:
             break
@@ -88,7 +88,7 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
         return False
     request.row = state.rows.take()
     request.status = Status.RUNNING
-    request.num_computed_tokens = num_cached
+    request.num_computed_tokens = request.num_confirmed_tokens = num_cached
     request.capacity = kv.capacity(request.kv)
     request.store_above = 0
     if request.num_cached_tokens < 0:

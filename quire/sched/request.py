@@ -19,8 +19,15 @@ class Status(IntEnum):
     FINISHED = 2
 
 
+CAUGHT_UP = 1 << 62
+
+
 class Request:
-    """`num_tokens` counts the known tokens and one more for every sampled token that is still in flight."""
+    """Counts exist twice, because steps are planned before it is known how many tokens those before them give.
+
+    `num_tokens` and `num_computed_tokens` are upper bounds: if every token in flight holds. Planning uses them.
+    `token_ids` and `num_certain_tokens` are what results have confirmed; blocks are let go and cached by these.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -33,6 +40,7 @@ class Request:
         "min_tokens_total",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_confirmed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -67,6 +75,7 @@ class Request:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = num_prompt_tokens
         self.num_computed_tokens = 0  # as of the newest planned step
+        self.num_confirmed_tokens = 0  # by the results of chunks; CAUGHT_UP since it has sampled
         self.capacity = 0  # tokens that the blocks held now have room for
         self.store_above = 0  # more known tokens than this: a block is full and can be cached
 
@@ -101,8 +110,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Sampled tokens that are in flight."""
+        """Sampled tokens that are in flight, if all of them hold."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """Computed tokens that no result can take back, and that no step in flight computes."""
+        return min(self.num_confirmed_tokens, len(self.token_ids) - 1)
 
     @property
     def may_reuse_prefix(self) -> bool:

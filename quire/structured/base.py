@@ -33,6 +33,14 @@ class Matcher(ABC):
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Go on over these tokens. False if the grammar does not allow them: `error` says why."""
 
+    @abstractmethod
+    def try_accept(self, token_id: int) -> bool:
+        """Go on over a token that may not hold. False, changing nothing, if the grammar does not allow it."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens, which `try_accept` went over."""
+
     @property
     @abstractmethod
     def is_complete(self) -> bool:

@@ -50,6 +50,12 @@ class GuidanceMatcher(Matcher):
     def accept(self, token_ids: Sequence[int]) -> bool:
         return self.inner.consume_tokens(list(token_ids))
 
+    def try_accept(self, token_id: int) -> bool:
+        return self.inner.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
     @property
     def is_complete(self) -> bool:
         return self.inner.is_stopped() and not self.inner.is_error()

@@ -1,7 +1,8 @@
 """GrammarManager: the grammars of an engine's requests, from compilation to the mask of each step.
 
 A matcher is always at the end of its request's known tokens: only results that count move it on. So preemption,
-retries and steps in flight need no rollback. Knows request ids and tokens; knows no scheduler and no tensor.
+retries and steps in flight need no rollback; making the masks of drafts does. Knows request ids and tokens; knows no
+scheduler and no tensor.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from quire.structured.base import Grammar, Matcher
 from quire.structured.compiler import GrammarCompiler
 from quire.types.masks import Masks
+from quire.types.step import MaskedRow
 from quire.types.structured import GrammarError, GrammarKind, GrammarLimits, GrammarSource, Vocabulary
 
 
@@ -32,11 +35,12 @@ class Standing:
     """Where a request's grammar stands after its last token."""
 
     is_complete: bool = False  # nothing may follow: the output ends here
+    num_tokens: int = 0  # of those that were accepted, up to there
     error: str | None = None  # why it cannot go on
     error_field: str | None = None  # the part of the request that has to change, if it is that
 
 
-_FREE, _COMPLETE = Standing(), Standing(is_complete=True)
+_FREE = Standing()
 
 
 @dataclass(slots=True)
@@ -119,27 +123,31 @@ class GrammarManager:
         self._compiling.discard(request_id)
         self._entries.pop(request_id, None)
 
-    def start_masks(self, request_ids: Sequence[str]) -> Future[Masks]:
-        """Compute what may come next, a line per request, on another thread. Tokens are accepted after it is done.
+    def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:
+        """Compute what may come next on another thread: a line per row, and one behind it for each of its drafts.
 
-        A request that is not known any more, or whose matcher fails, gets a line that allows everything.
+        Tokens are accepted after it is done. A request that is not known any more, or whose matcher fails, gets a line
+        that allows everything; so do positions that count for nothing, behind a draft that the grammar forbids.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-        return self._thread.submit(self._fill, [self._entries.get(request_id) for request_id in request_ids])
+        entries = [self._entries.get(row.request_id) for row in rows]
+        if any(row.draft_token_ids for row in rows):
+            return self._thread.submit(self._fill_ahead, entries, [row.draft_token_ids for row in rows])
+        return self._thread.submit(self._fill, entries)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> Standing:
-        """Go on over a request's new tokens, if it has a grammar."""
+        """Go on over a request's new tokens, if it has a grammar, up to the one that completes it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return _FREE
         matcher = entry.matcher
-        if not matcher.accept(token_ids):
-            if matcher.is_too_complex:
-                field = f"structured_outputs.{entry.kind}"
-                return Standing(error=f"{field} is too complex: {matcher.error}; make it simpler", error_field=field)
-            return Standing(error=f"its grammar cannot go on: {matcher.error}")
-        return _COMPLETE if matcher.is_complete else _FREE
+        for count, token in enumerate(token_ids, 1):
+            if not matcher.accept((token,)):
+                return _astray(entry)
+            if matcher.is_complete:
+                return Standing(is_complete=True, num_tokens=count)
+        return _FREE
 
     def shutdown(self) -> None:
         self._compiler.shutdown()
@@ -151,13 +159,46 @@ class GrammarManager:
 
     def _fill(self, entries: list[_Entry | None]) -> Masks:
         masks = self._room(len(entries))
-        lines = [index for index, entry in enumerate(entries) if entry is not None]
-        known = [entry for entry in entries if entry is not None]
-        if len(known) < len(entries):
+        known = {index: entry for index, entry in enumerate(entries) if entry is not None}
+        if len(known) == len(entries):
+            self._fill_into(masks, list(known.values()))
+        else:
             masks.fill(-1)
+            self._fill_lines(masks, known)
+        return masks
+
+    def _fill_ahead(self, entries: list[_Entry | None], drafts: list[Sequence[int]]) -> Masks:
+        """The same with lines for drafts: matchers go on over them, one draft of each at a time, and back again."""
+        starts = list(accumulate((1 + len(tokens) for tokens in drafts), initial=0))
+        masks = self._room(starts.pop())
+        masks.fill(-1)
+        ahead = {index: entry for index, entry in enumerate(entries) if entry is not None}
+        gone: dict[int, int] = {}  # index -> drafts that its matcher went over
+        for depth in range(1 + max(map(len, drafts))):
+            self._fill_lines(masks, {starts[index] + depth: entry for index, entry in ahead.items()})
+            ahead = {
+                index: entry
+                for index, entry in ahead.items()
+                if depth < len(drafts[index]) and entry.matcher.try_accept(drafts[index][depth])
+            }
+            gone |= dict.fromkeys(ahead, depth + 1)
+            ahead = {index: entry for index, entry in ahead.items() if not entry.matcher.is_complete}
+        for index, count in gone.items():
+            entry = entries[index]
+            assert entry is not None
+            entry.matcher.rollback(count)
+        return masks
+
+    def _fill_lines(self, masks: Masks, entries: dict[int, _Entry]) -> None:
+        """Write the masks of these entries, by line, between others."""
+        if entries:
+            filled = self._new_masks(len(entries))
+            self._fill_into(filled, list(entries.values()))
+            masks[list(entries)] = filled
+
+    def _fill_into(self, filled: Masks, known: list[_Entry]) -> None:
         if not known:
-            return masks
-        filled = masks if len(known) == len(entries) else self._new_masks(len(known))
+            return
         self._compiler.backend().fill([entry.matcher for entry in known], filled)
         endless = [index for index, entry in enumerate(known) if entry.ignores_eos]
         if endless:
@@ -166,6 +207,11 @@ class GrammarManager:
         for index, entry in enumerate(known):
             if entry.matcher.error is not None:
                 filled[index] = -1
-        if filled is not masks:
-            masks[lines] = filled
-        return masks
+
+
+def _astray(entry: _Entry) -> Standing:
+    matcher = entry.matcher
+    if not matcher.is_too_complex:
+        return Standing(error=f"its grammar cannot go on: {matcher.error}")
+    field = f"structured_outputs.{entry.kind}"
+    return Standing(error=f"{field} is too complex: {matcher.error}; make it simpler", error_field=field)

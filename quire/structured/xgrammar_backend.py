@@ -37,6 +37,12 @@ class XGrammarMatcher(Matcher):
                 return False
         return True
 
+    def try_accept(self, token_id: int) -> bool:
+        return bool(self.inner.accept_token(token_id))
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
     @property
     def is_complete(self) -> bool:
         if not self.inner.is_completed():

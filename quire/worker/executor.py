@@ -14,7 +14,7 @@ class StartedStep(Protocol):
     """A step that may still be running."""
 
     def sample(self, masks: Future[Masks]) -> None:
-        """Give a step the masks that it waits for, a line per entry of its mask_slots.
+        """Give a step the masks that it waits for, as its mask_slots tell, a line per sample position.
 
         May block until they are there; never raises.
         """

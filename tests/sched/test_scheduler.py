@@ -14,7 +14,7 @@ from quire.types.errors import EngineError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepResult
-from tests.fakes import VOCAB_SIZE, generate_alone
+from tests.fakes import VOCAB_SIZE, FakeDrafter, generate_alone
 from tests.sched.driver import Driver, make_request
 
 MAX_MODEL_LEN = 40
@@ -24,6 +24,11 @@ layouts = st.one_of(
     st.just([LayerKV("full", None, 1)] * 2),
     st.integers(1, 12).map(lambda window: [LayerKV("sliding", window, 1)]),
     st.integers(1, 12).map(lambda window: [LayerKV("full", None, 1), *[LayerKV("sliding", window, 1)] * 2]),
+)
+
+drafters = st.one_of(
+    st.none(),
+    st.builds(FakeDrafter, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 5), st.integers(0, 99)),
 )
 
 
@@ -44,6 +49,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         prefix_caching=draw(st.booleans()),
         depth=draw(st.integers(1, 3)),
         step_time=draw(st.sampled_from([0.0, 0.001, 0.02, 1.0])),
+        drafter=draw(drafters),
     )
 
 
@@ -81,6 +87,7 @@ def test_every_trace_gives_what_each_request_gives_alone(
     added: dict[str, EngineRequest] = {}
     poisoned = data.draw(st.sampled_from([frozenset(), frozenset(["1"])]))
     driver.executor.poisoned = poisoned
+    driver.executor.stalling = data.draw(st.sampled_from([0.0, 0.0, 0.3]))
     retried_in_vain = set()
     for action in trace:
         if action == "add" and len(added) < 8:
