@@ -24,12 +24,12 @@ from quire.platform.transfer import Download, upload
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
 from quire.runner.sampling.sampler import SamplingKind
-from quire.runner.step import PlannedTokens, Sampled, Step
+from quire.runner.step import PlannedTokens, Sampled, SamplePositions, Step
 
 # A full step is captured too where computing it, at so many multiplications, may be faster than launching it eagerly.
 _LAUNCH_BOUND = 8e12
 _FULL = 15 / 16  # a step of at least this part of it is padded to the full one
-_NOTHING = PlannedTokens(0, [], [], [], [], [])
+_NOTHING = PlannedTokens(0, [], [], SamplePositions([], [], [], []))
 
 _Graph = tuple[Callable[[], None], Tensor]
 
@@ -143,8 +143,8 @@ class CudaGraphs:
             return False
         self._decode = None
         replay, finite = self._captured(_Forward(size, False, work.kind))
-        if tokens.sample_rows:
-            self._sample_size = 1 << (len(tokens.sample_rows) - 1).bit_length()
+        if len(tokens.samples):
+            self._sample_size = 1 << (len(tokens.samples) - 1).bit_length()
             self._sampling(self._sample_size, step.shape.sampling)
         inputs.load(plan.rows, tokens, work.lists)
         replay()

@@ -126,8 +126,8 @@ class GrammarManager:
     def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:
         """Compute what may come next on another thread: a line per row, and one behind it for each of its drafts.
 
-        Tokens are accepted after it is done. A request that is not known any more, or whose matcher fails, gets a line
-        that allows everything; so do positions that count for nothing, behind a draft that the grammar forbids.
+        Tokens are accepted after it is done. Lines of a request that is not known any more, or whose matcher fails,
+        allow everything; so do those behind a draft that the grammar forbids, which count for nothing.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")

@@ -128,7 +128,9 @@ def test_a_request_waits_for_its_results_rather_than_lose_its_blocks() -> None:
 
 def test_drafts_take_what_is_left() -> None:
     driver = Driver(drafter=ScriptedDrafter(*range(20)), budget=8, max_num_seqs=3)
-    driver.add(make_request("a", [1], 30), make_request("b", [2], 3), make_request("p", [3, 4], params=PoolingParams()))
+    driver.add(
+        make_request("a", [1], 30), make_request("b", [2], 3), make_request("p", [3, 4], params=PoolingParams())
+    )
     plan = driver.plan()
     assert plan is not None
     assert sum(plan.num_tokens) == 8

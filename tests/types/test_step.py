@@ -21,6 +21,7 @@ PLAN = StepPlan(
     block_groups=[0],
     block_indices=[0],
     block_ids=[9],
+    draft_token_ids={0: [7, 7]},
     mask_slots={1: 0},
 )
 RESULT = StepResult(3, [[5], []], logprobs={0: [TokenLogprobs([5, 1], [-0.5, -1.0], 1)]}, errors={1: "NaN"})
