@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
+from quire.types.errors import EngineError
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult
 from quire.worker.direct import DirectModel
@@ -139,6 +140,12 @@ def test_masks_made_in_the_workers_room(worker: Worker) -> None:
     room.view(np.uint32)[1, 31 // 32] = 1 << 31
     running.sample(room)
     assert running.result().token_ids == [[150], [31]]
+
+
+def test_drafts_are_refused(worker: Worker) -> None:
+    step(worker, 0, {0: 5}, (start(0, PROMPT[:5]),))
+    with pytest.raises(EngineError, match="step 1 has drafts to verify"):
+        worker.execute(StepPlan(1, [0], [2], draft_token_ids={0: [7]}))
 
 
 def test_results_hold_no_tensors(worker: Worker) -> None:
