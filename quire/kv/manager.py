@@ -144,13 +144,14 @@ class KVCacheManager:
         Blocks that no token after the first `num_certain_tokens` can see are given back. Those tokens are computed
         for certain: no step in flight computes one of them, and no result takes one back.
         """
-        visible_from = [(group.index, group.first_visible(num_certain_tokens)) for group in self._sliding]
         num_new = ceil_div(num_tokens, self.block_size) - len(sequence.tables[0])
-        num_free = self._pool.num_free + sum(self._count_unseen(sequence, *place) for place in visible_from)
+        num_free = self._pool.num_free
+        for group in self._sliding:
+            num_free += self._count_unseen(sequence, group.index, group.first_visible(num_certain_tokens))
         if num_new * self._num_groups > num_free:
             return False
-        for group, first in visible_from:
-            self._give_back(sequence, group, first, row, deltas)
+        for group in self._sliding:
+            self._give_back(sequence, group.index, group.first_visible(num_certain_tokens), row, deltas)
         self._extend(sequence, num_new, row, deltas)
         return True
 

@@ -60,17 +60,23 @@ def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
     if drafts:
         known = [count + len(drafts.get(row, ())) for row, count in enumerate(known)]
     indices = [index for index, (row, end) in enumerate(zip(rows, contexts, strict=True)) if end == known[row]]
-    behind = [0] * len(indices)  # how many tokens of the row stand behind each position
-    if drafts:
-        found = [(index, n) for index in indices for n in range(len(drafts.get(rows[index], ())), -1, -1)]
-        indices, behind = [index for index, _ in found], [n for _, n in found]
     samples = SamplePositions(
         indices=indices,
         rows=[rows[index] for index in indices],
-        tokens=[starts[index] + plan.num_tokens[index] - 1 - n for index, n in zip(indices, behind, strict=True)],
-        lengths=[contexts[index] - n for index, n in zip(indices, behind, strict=True)],
+        tokens=[starts[index] + plan.num_tokens[index] - 1 for index in indices],
+        lengths=[contexts[index] for index in indices],
     )
-    return PlannedTokens(total, starts, contexts, samples)
+    return PlannedTokens(total, starts, contexts, _with_drafts(samples, drafts) if drafts else samples)
+
+
+def _with_drafts(last: SamplePositions, drafts: dict[int, list[int]]) -> SamplePositions:
+    """Of rows that sample at their last tokens: these positions, and those of the drafts before them."""
+    found = [
+        (index, row, token - behind, length - behind)
+        for index, row, token, length in zip(last.indices, last.rows, last.tokens, last.lengths, strict=True)
+        for behind in range(len(drafts.get(row, ())), -1, -1)
+    ]
+    return SamplePositions(*(list(column) for column in zip(*found, strict=True)))
 
 
 class StepShape(NamedTuple):

@@ -116,7 +116,8 @@ class Request:
     @property
     def num_certain_tokens(self) -> int:
         """Computed tokens that no result can take back, and that no step in flight computes."""
-        return min(self.num_confirmed_tokens, len(self.token_ids) - 1)
+        confirmed, known = self.num_confirmed_tokens, len(self.token_ids) - 1
+        return confirmed if confirmed < known else known
 
     @property
     def may_reuse_prefix(self) -> bool:

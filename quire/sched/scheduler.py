@@ -97,7 +97,7 @@ class Scheduler:
         outputs = apply_result(self._state, step, result)
         if seconds > 0.0:
             self._state.shares.measured(step.work, seconds)
-        self._state.step_tokens = sum(plan.num_tokens)
+        self._state.step_tokens = step.work.num_tokens
         return EngineOutputs(outputs, self.stats())
 
     def recover(self, plan: StepPlan) -> None:

@@ -120,6 +120,7 @@ class Driver:
         else:
             seconds = 0.001 * (plan.step_id * 37 % 50)
             self._collect(self.scheduler.update(plan, result, seconds).outputs)
+            assert self.scheduler.stats().step_tokens == sum(plan.num_tokens)
         self.scheduler.check_integrity()
 
     def step(self) -> None:
