@@ -13,7 +13,7 @@ from quire.structured.registry import BACKENDS
 from quire.structured.sources import make_source
 from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
 from tests.structured.test_schema import ENFORCED, validator_of
-from tests.structured.words import VOCABULARY, speak
+from tests.structured.words import EOS, VOCABULARY, go_and_come_back, speak
 
 LIMITS = GrammarLimits("xgrammar")
 pytestmark = pytest.mark.nightly
@@ -59,6 +59,10 @@ def test_an_output_ends_where_nothing_may_follow(xgrammar: Backend) -> None:
     assert seen == [False, False, True]
     assert not matcher.accept([ord("3")])
     assert matcher.error
+
+
+def test_what_is_tried_is_taken_back(xgrammar: Backend) -> None:
+    go_and_come_back(xgrammar.compile(make_source(StructuredOutputsParams(regex="a(b|cd)?"), LIMITS)).matcher(), EOS)
 
 
 def test_errors(xgrammar: Backend) -> None:
