@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import LMHead
+from quire.layers.fusion import Stage
+from quire.layers.linear import Linear
 from quire.layers.weights import MappedModule
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.types.ledger import EngineSizes, LedgerLine, largest
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,19 @@ class Model(MappedModule):
     @abstractmethod
     def attention_layers(self) -> list[Attention]:
         """In layer order; each must be bound before the first forward."""
+
+    def token_bytes(self, hidden_size: int, itemsize: int) -> int:
+        """About what a step takes for each of its tokens."""
+        widest = max(layer.out_features for layer in self.modules() if isinstance(layer, Linear))
+        widest = min(widest, 16 * hidden_size)  # an untied head is wide, but runs on sampled rows only
+        return (8 * hidden_size + 3 * widest) * itemsize
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        """What a step takes in layers, besides attention."""
+        count = sizes.max_num_batched_tokens
+        yield LedgerLine("activations", int(count * sizes.token_bytes), f"steps of {count} tokens", in_step=True)
+        stages = (module for module in self.modules() if isinstance(module, Stage))
+        yield from largest(line for stage in stages for line in stage.contributes(sizes))
 
 
 class CausalLM(Model):
