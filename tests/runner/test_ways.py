@@ -88,15 +88,13 @@ def test_a_way_is_added_by_one_file_and_one_line(tmp_path: Path, added: None) ->
     lines = {line.name: line.num_bytes for line in worker_of(core).plan.ledger.entries}
     assert lines["one row"] == 4 * worker_of(core).plan.sizes.hidden_size
     spy = Spy(eager)
-    runner_of(core).ways = [way, spy]
     found = []
     for ways in ([way, spy], [eager]):
         runner_of(core).ways = ways
         driver = Driver(core)
         for index, params in enumerate(({"temperature": 0.0}, {"temperature": 0.9, "top_k": 9, "seed": 3})):
-            driver.add(
-                str(index), [5 + index, 6, 7], SamplingParams(max_tokens=4 + 4 * index, ignore_eos=True, **params)
-            )
+            asked = SamplingParams(max_tokens=4 + 4 * index, ignore_eos=True, **params)
+            driver.add(str(index), [5 + index, 6, 7], asked)
         found.append({name: answer.content() for name, answer in driver.finish().items()})
     assert found[0] == found[1]
     assert [shape.is_decode for shape in spy.ran] == [False, True, True, True], "what it does not take goes on"
