@@ -117,7 +117,7 @@ class CudaGraphs:
     @classmethod
     def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
         captured = capture_sizes(context)
-        if captured is None:
+        if captured is None or not program.inputs.captures:
             return None
         taken, platform = graph_bytes(context, captured), context.platform
         pools = (platform.graph_pool(taken.forward), platform.graph_pool(taken.sample))

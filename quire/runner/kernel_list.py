@@ -61,7 +61,7 @@ class KernelList:
     @classmethod
     def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
         recorder = context.backend.recorder()
-        if recorder is None or room < MOST_TOKENS:
+        if recorder is None or room < MOST_TOKENS or not program.inputs.captures:
             return None
         return cls(program, recorder, eager, context.sizes.max_num_batched_tokens, context.sizes.max_num_seqs)
 

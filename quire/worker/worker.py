@@ -147,7 +147,9 @@ def build_runner(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
-    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len)
+    with platform.device:
+        inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
+    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len, inputs)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
@@ -161,6 +163,7 @@ def build_runner(
         prompt_logprobs=prompt_logprobs,
         containment=Containment(model.attention_layers(), tables),
         ways=list(make_ways(plan.way_context(model), program, eager, room)),
+        inputs=inputs,
     )
 
 
