@@ -71,15 +71,8 @@ class FixedTritonAttention(TritonAttention):
             cut = replace(split, splits=splits, num_warps=warps)
             tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
-            tile_attention(
-                *given,
-                *metadata.few,
-                out,
-                scale,
-                cap,
-                window,
-                replace(split, tile=FEW_QUERIES, splits=self.few_splits),
-            )
+            cut = replace(split, tile=FEW_QUERIES, splits=self.few_splits)
+            tile_attention(*given, *metadata.few, out, scale, cap, window, cut)
         tiles = metadata.partial_tiles if whole else metadata.tiles
         if tiles[0].shape[0]:
             stages = 1 if spec.head_dim * query.element_size() > _WIDE else 3
