@@ -27,9 +27,10 @@ def lines_of(root: Path) -> dict[str, tuple[int, int]]:
     for path in sorted((root / "quire").rglob("*")):
         if path.suffix not in SUFFIXES:
             continue
-        package = path.relative_to(root / "quire").parts[0]
+        package, *inside = path.relative_to(root / "quire").parts
         lines = path.read_text(encoding="utf-8").splitlines()
-        written, every = found[group := group_of.get(package, "core")]
+        group = group_of.get(package, "core") if inside else "others"
+        written, every = found[group]
         found[group] = written + sum(bool(line.strip()) for line in lines), every + len(lines)
     return found
 
@@ -42,9 +43,7 @@ def main(arguments: list[str]) -> int:
         print(f"{group:<9} {written:>7,} lines ({every:,} with blank ones){budget}")
     if found["core"][0] <= CORE_LINES:
         return 0
-    print(
-        f"the core has {found['core'][0]:,} lines, at most {CORE_LINES:,}; what is written twice pays for what is new"
-    )
+    print(f"the core has {found['core'][0]:,} lines, at most {CORE_LINES:,}; find what is written twice")
     return 1
 
 
