@@ -6,8 +6,9 @@ model or a kind of sampling that does more than call kernels runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists, StepInputs
 from quire.runner.sampling.sampler import SamplingKind
 from quire.runner.step import Arrived, PlannedTokens, Sampled, SamplePositions, Step
+from quire.runner.ways import WayContext
+from quire.types.ledger import LedgerLine
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -50,6 +53,17 @@ class KernelList:
             self._forward = self._record_forward()
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
+
+    @staticmethod
+    def contributes(context: WayContext) -> Iterable[LedgerLine]:
+        return ()
+
+    @classmethod
+    def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
+        recorder = context.backend.recorder()
+        if recorder is None or room < MOST_TOKENS or not program.inputs.captures:
+            return None
+        return cls(program, recorder, eager, context.sizes.max_num_batched_tokens, context.sizes.max_num_seqs)
 
     @property
     def is_recorded(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
 from quire.runner.prompt_logprobs import PromptLogprobs
@@ -43,8 +44,10 @@ class Runner:
         prompt_logprobs: PromptLogprobs,
         containment: Containment,
         ways: Sequence[Way],
+        inputs: TokenInputs = PLAIN_INPUTS,
     ) -> None:
         """The last of `ways` takes every step."""
+        self.inputs = inputs
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
 
@@ -102,10 +105,12 @@ class Runner:
             self.rows.free(row)
             self.sampler.remove_request(row)
             self.prompt_logprobs.remove_request(row)
+            self.inputs.remove_request(row)
         for start in plan.starts:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
+            self.inputs.add_request(start)
         self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)

@@ -57,7 +57,7 @@ class NotingBackend(AttentionBackend):
 class NotingModel:
     """Keeps what it was given; the hidden state of a token is its index in the step."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, embeds: None) -> Tensor:
         self.input_ids, self.positions, self.batch = input_ids, positions, batch
         tokens = torch.arange(len(input_ids)) if batch.wanted is None else batch.wanted.tokens
         return tokens.float().unsqueeze(1)
