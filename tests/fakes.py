@@ -19,27 +19,28 @@ class FakeStepError(Exception):
     """A step that failed on purpose."""
 
 
-def next_token(token_ids: Sequence[int], adapter_id: int = 0, vocab_size: int = VOCAB_SIZE) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
     """The fake model: the next token is a function of all tokens before it."""
-    return hash((adapter_id, *token_ids)) % vocab_size
+    return hash((0, *token_ids)) % vocab_size
 
 
 def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """What a request must give: output tokens, finish reason, stop reason. Written without the scheduler."""
+    """What a request must give: new output tokens, finish reason, stop reason. Written without the scheduler."""
     params = request.params
     assert isinstance(params, SamplingParams)
     tokens = list(request.token_ids)
     outputs: list[int] = []
     while True:
-        token = next_token(tokens, request.adapter_id)
+        token = next_token(tokens)
         tokens.append(token)
         outputs.append(token)
-        if len(outputs) >= params.min_tokens:
+        num_outputs = request.num_given_outputs + len(outputs)
+        if num_outputs >= params.min_tokens:
             if token in params.stop_token_ids:
                 return outputs, "stop", token
             if token in request.eos_token_ids and not params.ignore_eos:
                 return outputs, "stop", None
-        if len(outputs) == request.max_tokens or len(tokens) == max_model_len:
+        if num_outputs == request.max_tokens or len(tokens) == max_model_len:
             return outputs, "length", None
 
 
@@ -119,7 +120,7 @@ class FakeExecutor:
             begin, end = state.num_computed_tokens, state.num_computed_tokens + count
             assert count >= 1
             assert end <= len(state.token_ids), "more tokens are planned than the row knows"
-            hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+            hashes = _prefix_hashes(state.token_ids[:end])
             for group in self.layout.groups:
                 for position in range(begin, end):
                     block = self.tables[row][group.index][position // size]
@@ -131,7 +132,7 @@ class FakeExecutor:
         """Read what attention would read, then sample if the row caught up."""
         state = self.rows[row]
         begin, end = state.num_computed_tokens, state.num_computed_tokens + count
-        hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+        hashes = _prefix_hashes(state.token_ids[:end])
         size = self.layout.block_size
         for group in self.layout.groups:
             first = 0 if group.window is None else max(0, begin - group.window + 1)
@@ -154,16 +155,16 @@ class FakeExecutor:
         if isinstance(params, PoolingParams):
             result.pooled[index] = [float(sum(state.token_ids))]
             return []
-        token = next_token(state.token_ids, state.start.adapter_id)
+        token = next_token(state.token_ids)
         if params.logprobs is not None:
             result.logprobs[index] = [TokenLogprobs([token], [-0.5], 1)]
         state.token_ids.append(token)
         return [token]
 
 
-def _prefix_hashes(token_ids: Sequence[int], adapter_id: int) -> list[int]:
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
     hashes: list[int] = []
-    value = adapter_id
+    value = 0
     for token in token_ids:
         value = hash((value, token))
         hashes.append(value)

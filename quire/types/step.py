@@ -22,7 +22,6 @@ class RowStart(msgspec.Struct, array_like=True):
     params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: tuple[int, ...]
-    adapter_id: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True):

@@ -7,7 +7,7 @@ import pytest
 
 from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache, ToEngine
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
-from quire.types.request import EngineRequest, MediaItem
+from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
 
@@ -28,7 +28,7 @@ REQUEST = EngineRequest(
     request_id="a",
     token_ids=[1, 2],
     params=PoolingParams(),
-    media=(MediaItem(b"h", 0, 1, "image"),),
+    num_prompt_tokens=1,
     seed=1 << 63,
     cache_salt="s",
 )
