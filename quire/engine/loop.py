@@ -27,7 +27,7 @@ class EngineLoop:
         self._stopping = False
         self._finishing = False
         self._debug_checks = debug_checks
-        core.constraints.when_ready(self._wake.set)
+        core.parked.on_news = self._wake.set
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
         """Take a message in; an EngineOutput is an answer that is already known and goes out with the next step."""
@@ -57,16 +57,16 @@ class EngineLoop:
     def run_once(self) -> EngineOutputs:
         """Take in what has arrived and finish one step. Returns at once when there is nothing to do.
 
-        When all requests wait for their grammars, it waits too.
+        When all requests are parked, it waits too.
         """
         if not self.has_work() and self.has_unfinished():
             self.wait()
         answers = self._take_messages()
         outputs = self._core.step()
         if answers:
-            outputs.outputs[:0] = answers
+            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats)
         if self._debug_checks and not self._core.has_work():
-            self._core.scheduler.check_integrity()
+            self._core.check_integrity()
         return outputs
 
     def wait(self) -> bool:

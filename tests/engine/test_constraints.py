@@ -179,7 +179,7 @@ def test_others_pass_a_request_whose_grammar_is_compiling() -> None:
     assert not core.has_work()
     assert core.has_unfinished()
     woken = threading.Event()
-    core.constraints.when_ready(woken.set)
+    core.parked.on_news = woken.set
     (aborted,) = core.abort(["held"])
     assert (aborted.request_id, aborted.finish_reason) == ("held", "abort")
     pending[0].set_result(object())
