@@ -70,6 +70,9 @@ def import_engine() -> None:
         import quire.engine.build
         import quire.engine.loop  # noqa: F401
         from quire.platform.host import return_free_memory
+        from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
+
+        EXECUTORS.get(DEFAULT_EXECUTOR)
     return_free_memory()
 
 

@@ -35,6 +35,7 @@ from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
+from quire.worker.description import WorkerDescription
 from quire.worker.planning import EnginePlan, beside_steps, graph_sizes, plan_engine, with_workspace
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
@@ -88,6 +89,15 @@ class Worker:
         )
         self.model = model
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
+        self.description = WorkerDescription(
+            model=plan.source.name,
+            architecture=plan.model_config["architectures"][0],
+            vocab_size=plan.description.vocab_size,
+            settings=settings,
+            ledger=ledger,
+            step_times=self.platform.step_times,
+            step_sizes=self.runner.step_sizes,
+        )
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",
             plan.source.name,
@@ -105,11 +115,6 @@ class Worker:
     def prepare(self) -> bool:
         """Do something that steps to come will need, if there is anything; False if not."""
         return self.runner.capture_next()
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps with prompts are padded to, up to the largest of them."""
-        return self.runner.step_sizes
 
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""
