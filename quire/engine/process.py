@@ -167,9 +167,11 @@ class EngineProcess:
     def _run_engine(self) -> None:
         try:
             self._sender.send(Hello(self._receiver.endpoint))
-            self._loop, info = self._build(self._order.config, self._report)
+            loop, info = self._build(self._order.config, self._report)
+            loop.on_reply = self._sender.send
+            self._loop = loop
             self._sender.send(Ready(info, self._age()))
-            self._run_steps(self._loop)
+            self._run_steps(loop)
         except Exception as error:  # whatever ended the engine, the client must hear of it
             self._fail(error)
         finally:

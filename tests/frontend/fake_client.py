@@ -121,11 +121,16 @@ class FakeClient(EngineClient):
     def has_unfinished(self) -> bool:
         return bool(self._running or self._said)
 
-    def reset_prefix_cache(self) -> None:
-        self.num_resets += 1
+    def call(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
+        if verb == "set_vocabulary":
+            assert isinstance(argument, Vocabulary)
+            self.vocabulary = argument
+        else:
+            assert verb == "reset_prefix_cache"
+            self.num_resets += 1
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
+        self.call(verb, argument)
 
     def shutdown(self) -> None:
         self.is_shut_down = True

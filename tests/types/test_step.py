@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache, ToEngine
+from quire.types.messages import AbortRequests, Command, EngineInfo, FromEngine, Reply, ToEngine
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -41,7 +41,9 @@ REQUEST = EngineRequest(
         (RESULT, StepResult),
         (REQUEST, ToEngine),
         (AbortRequests(["a"]), ToEngine),
-        (ResetPrefixCache(), ToEngine),
+        (Command(3, "verb", [1, "a", b"b"]), ToEngine),
+        (Reply(3, {"a": 1}), FromEngine),
+        (Reply(4, error="no"), FromEngine),
         (EngineInfo("m", "A", 1, 2, 3, 4, 5), EngineInfo),
         (EngineOutputs([EngineOutput("a", [1], "stop", error="x")], EngineStats(1)), EngineOutputs),
     ],
