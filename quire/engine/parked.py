@@ -86,7 +86,7 @@ class ParkedRequests:
             condition.begin(request).add_done_callback(partial(self._tell, parked, condition))
 
     def take_ready(self) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """The requests that may run now, in the order in which they became ready, and the ends of those that cannot."""
+        """The requests that may run now, in the order in which they became ready; the ends of those that cannot."""
         ready: list[EngineRequest] = []
         refused: list[EngineOutput] = []
         while self._news:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -220,7 +221,7 @@ class ZmqClient(EngineClient):
 
     def _wait_for_news(self, limit: float | None = None) -> None:
         """Block until something has arrived or happened, at most `limit` seconds."""
-        events = dict(self._poller.poll(None if limit is None else 1000 * limit))
+        events = dict(self._poller.poll(None if limit is None else math.ceil(1000 * limit)))
         self._receive()
         if self._child.exit_fd in events:
             self._on_exit()

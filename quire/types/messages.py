@@ -23,7 +23,7 @@ class Command(msgspec.Struct, tag=True, frozen=True):
     argument: Any = None  # of the verb's type, see quire/engine/control.py
 
 
-class Reply(msgspec.Struct, tag=True, frozen=True):
+class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     id: int
     value: Any = None  # of the verb's type
     error: str | None = None  # why it was not done

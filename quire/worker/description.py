@@ -1,4 +1,4 @@
-"""WorkerDescription: what an engine has to know of the worker behind an executor. Data, so that any executor has it."""
+"""WorkerDescription: what an engine has to know of the worker behind an executor, as data."""
 
 from __future__ import annotations
 

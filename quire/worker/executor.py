@@ -37,10 +37,8 @@ class StartedStep(Protocol):
 
 
 class Executor(ABC):
-    @property
-    def description(self) -> WorkerDescription:
-        """What the worker has taken and how it runs steps. Does not change."""
-        raise NotImplementedError(f"{type(self).__name__} has no worker that an engine could be built for")
+    description: WorkerDescription
+    """What the worker has taken and how it runs steps."""
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StartedStep:

@@ -11,7 +11,6 @@ from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
-from quire.worker.description import WorkerDescription
 from quire.worker.executor import Executor
 from quire.worker.worker import Worker
 
@@ -69,13 +68,10 @@ class InProcStep:
 
 class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
+        self.description = worker.description
         self._worker = worker
         self._prepares = True
         self._prepared: list[float] = []  # seconds that each took
-
-    @property
-    def description(self) -> WorkerDescription:
-        return self._worker.description
 
     def execute(self, plan: StepPlan) -> InProcStep:
         waits = not self._worker.platform.asynchronous

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -98,7 +99,7 @@ def run(core: EngineCore) -> dict[str, EngineOutput]:
         for output in client.get_outputs().outputs:
             before = said.get(output.request_id)
             if before is not None:
-                output.token_ids = before.token_ids + output.token_ids
+                output = msgspec.structs.replace(output, token_ids=before.token_ids + output.token_ids)
             said[output.request_id] = output
     return said
 

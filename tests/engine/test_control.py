@@ -61,7 +61,9 @@ def test_a_reply_holds_the_result_or_says_what_is_wrong() -> None:
     assert obey(core, Command(3, "break", "user")) == Reply(3, error="there is no such thing; name another")
     assert obey(core, Command(4, "break", "bug")) == Reply(4, error="ZeroDivisionError('a bug')")
     assert obey(core, Command(5, "break", 3)).error == "Expected `str`, got `int`"
-    assert "unknown control verb 'dance'; known: break, reset_prefix_cache" in str(obey(core, Command(6, "dance")).error)
+    assert "unknown control verb 'dance'; known: break, reset_prefix_cache" in str(
+        obey(core, Command(6, "dance")).error
+    )
     with pytest.raises(EngineDeadError):
         obey(core, Command(7, "break", "dead"))
 
@@ -113,7 +115,7 @@ async def test_a_call_that_takes_too_long_is_given_up_and_its_late_reply_is_nobo
     client = make_client()
     release = threading.Event()
     VERBS.register("wait", Verb(lambda core, _: release.wait(LIMIT)))
-    with pytest.raises(EngineError, match="has not answered 'wait' within 0.05 s"):
+    with pytest.raises(EngineError, match=r"has not answered 'wait' within 0\.05 s"):
         await client.call_async("wait", limit=0.05)
     release.set()
     assert isinstance(await client.call_async("stats"), EngineStats)
@@ -128,7 +130,7 @@ def test_calls_to_another_process() -> None:
         client.call("dance")
     with pytest.raises(EngineError, match="refused 'set_vocabulary': Expected `object`, got `int`"):
         client.call("set_vocabulary", 3)
-    with pytest.raises(EngineError, match="has not answered 'reset_prefix_cache' within 0.0 s"):
+    with pytest.raises(EngineError, match=r"has not answered 'reset_prefix_cache' within 0\.0 s"):
         client.call("reset_prefix_cache", limit=0.0)
     assert client.call("reset_prefix_cache") is None
     client.shutdown()

@@ -1,4 +1,4 @@
-"""Parked requests: in any order of arrivals, ends and aborts, each ends once and nobody waits for another's condition."""
+"""Parked requests: whatever becomes ready, fails or is aborted in any order, each ends once and blocks nobody."""
 
 from __future__ import annotations
 

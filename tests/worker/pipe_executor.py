@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -135,11 +136,7 @@ class PipeExecutor(Executor):
         self._prepared: Prepared | None = None
         described = self._receive()
         assert isinstance(described, Described)
-        self._description = described.description
-
-    @property
-    def description(self) -> WorkerDescription:
-        return self._description
+        self.description = described.description
 
     def execute(self, plan: StepPlan) -> PipeStep:
         self.send(Execute(plan))
@@ -160,10 +157,8 @@ class PipeExecutor(Executor):
         self.process.join(LIMIT)
 
     def send(self, message: ToWorker) -> None:
-        try:
+        with suppress(OSError):  # whoever asks for the result will hear that the worker is gone
             self._pipe.send_bytes(msgspec.msgpack.encode(message))
-        except OSError:
-            pass  # whoever asks for the result will hear of it
 
     def has_answer(self, step_id: int) -> bool:
         while self._pipe.poll() and self._is_alive():
