@@ -44,8 +44,6 @@ def build_engine(
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
     core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars))
     info = EngineInfo(
-        model=worker.model,
-        architecture=worker.architecture,
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,
         block_size=config.cache.block_size,

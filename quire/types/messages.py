@@ -32,8 +32,6 @@ class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """What the engine found out at start and the frontend needs to know."""
 
-    model: str
-    architecture: str
     vocab_size: int
     max_model_len: int
     block_size: int

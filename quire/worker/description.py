@@ -10,8 +10,6 @@ from quire.worker.ledger import MemoryLedger
 
 @dataclass(frozen=True)
 class WorkerDescription:
-    model: str  # what it is called
-    architecture: str
     vocab_size: int
     settings: ResolvedConfig
     ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context

@@ -90,8 +90,6 @@ class Worker:
         self.model = model
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
         self.description = WorkerDescription(
-            model=plan.source.name,
-            architecture=plan.model_config["architectures"][0],
             vocab_size=plan.description.vocab_size,
             settings=settings,
             ledger=ledger,

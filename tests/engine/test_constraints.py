@@ -30,7 +30,7 @@ from tests.engine.test_core import make_core
 LETTERS = [bytes([97 + index]) for index in range(26)]
 EOS = 30
 VOCABULARY = Vocabulary([*LETTERS, *[b""] * 4, b"</s>", *[b""] * 19], [EOS], [EOS])
-INFO = EngineInfo("fake", "Fake", 50, 64, 4, 65, 8)
+INFO = EngineInfo(50, 64, 4, 65, 8)
 
 
 class MaskedStep(Future[StepResult]):

@@ -74,7 +74,7 @@ class FakeClient(EngineClient):
         dies_at_step: int | None = None,
         errors: dict[str, str] | None = None,
     ) -> None:
-        self.info = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
+        self.info = EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
         self.added: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.num_steps = 0

@@ -35,7 +35,7 @@ from tests.metrics.scrape import Scrape, scrape
 
 STEP_TIME = 0.25  # sums of it are exact
 QUEUE_TIME = 0.5
-INFO = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_LEN, 4, 65, 8)
+INFO = EngineInfo(VOCAB_SIZE, MAX_LEN, 4, 65, 8)
 
 
 class StatsClient(FakeClient):

@@ -44,7 +44,7 @@ REQUEST = EngineRequest(
         (Command(3, "verb", [1, "a", b"b"]), ToEngine),
         (Reply(3, {"a": 1}), FromEngine),
         (Reply(4, error="no"), FromEngine),
-        (EngineInfo("m", "A", 1, 2, 3, 4, 5), EngineInfo),
+        (EngineInfo(1, 2, 3, 4, 5), EngineInfo),
         (EngineOutputs([EngineOutput("a", [1], "stop", error="x")], EngineStats(1)), EngineOutputs),
     ],
     ids=lambda value: type(value).__name__,
