@@ -48,7 +48,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     connector: bytes | None = None
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
 
     token_ids: list[int]
