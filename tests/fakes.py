@@ -21,27 +21,28 @@ class FakeStepError(Exception):
     """A step that failed on purpose."""
 
 
-def next_token(token_ids: Sequence[int], adapter_id: int = 0, vocab_size: int = VOCAB_SIZE) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
     """The fake model: the next token is a function of all tokens before it."""
-    return hash((adapter_id, *token_ids)) % vocab_size
+    return hash((0, *token_ids)) % vocab_size
 
 
 def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """What a request must give: output tokens, finish reason, stop reason. Written without the scheduler."""
+    """What a request must give: new output tokens, finish reason, stop reason. Written without the scheduler."""
     params = request.params
     assert isinstance(params, SamplingParams)
     tokens = list(request.token_ids)
     outputs: list[int] = []
     while True:
-        token = next_token(tokens, request.adapter_id)
+        token = next_token(tokens)
         tokens.append(token)
         outputs.append(token)
-        if len(outputs) >= params.min_tokens:
+        num_outputs = request.num_given_outputs + len(outputs)
+        if num_outputs >= params.min_tokens:
             if token in params.stop_token_ids:
                 return outputs, "stop", token
             if token in request.eos_token_ids and not params.ignore_eos:
                 return outputs, "stop", None
-        if len(outputs) == request.max_tokens or len(tokens) == max_model_len:
+        if num_outputs == request.max_tokens or len(tokens) == max_model_len:
             return outputs, "length", None
 
 
@@ -55,7 +56,7 @@ class FakeDrafter:
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         tokens = list(request.token_ids)
         for _ in range(num_in_flight + self._draw.randint(0, min(self._longest, limit))):
-            tokens.append(next_token(tokens, request.engine_request.adapter_id))
+            tokens.append(next_token(tokens))
         drafts = tokens[len(request.token_ids) + num_in_flight :]
         return [token if self._draw.random() < self._right else self._draw.randrange(VOCAB_SIZE) for token in drafts]
 
@@ -155,7 +156,7 @@ class FakeExecutor:
             assert count >= 1 + len(drafts)
             assert end <= len(tokens), "more tokens are planned than the row has"
             assert end == len(tokens) or not drafts, "a row verifies drafts before it has caught up"
-            hashes = _prefix_hashes(tokens[:end], state.start.adapter_id)
+            hashes = _prefix_hashes(tokens[:end])
             for group in self.layout.groups:
                 for position in range(begin, end):
                     block = self.tables[row][group.index][position // size]
@@ -167,7 +168,7 @@ class FakeExecutor:
         """Read what attention would read, then sample if the row caught up, and advance it by what holds."""
         state = self.rows[row]
         begin, end = state.num_computed_tokens, state.num_computed_tokens + count
-        hashes = _prefix_hashes((state.token_ids + drafts)[:end], state.start.adapter_id)
+        hashes = _prefix_hashes((state.token_ids + drafts)[:end])
         size = self.layout.block_size
         for group in self.layout.groups:
             first = 0 if group.window is None else max(0, begin - group.window + 1)
@@ -201,7 +202,7 @@ class FakeExecutor:
         """The drafts that hold, and one token more."""
         tokens: list[int] = []
         for draft in [*drafts, None]:
-            tokens.append(next_token(state.token_ids + tokens, state.start.adapter_id))
+            tokens.append(next_token(state.token_ids + tokens))
             if draft != tokens[-1]:
                 break
         self.num_drafts += len(drafts)
@@ -209,9 +210,9 @@ class FakeExecutor:
         return tokens
 
 
-def _prefix_hashes(token_ids: Sequence[int], adapter_id: int) -> list[int]:
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
     hashes: list[int] = []
-    value = adapter_id
+    value = 0
     for token in token_ids:
         value = hash((value, token))
         hashes.append(value)

@@ -184,11 +184,11 @@ class AsyncEngine:
 
     async def _send_vocabulary(self) -> None:
         vocabulary = await asyncio.to_thread(self._inputs.vocabulary)
-        self._client.set_vocabulary(vocabulary)
+        await self._client.call_async("set_vocabulary", vocabulary, limit=None)  # however long a step takes
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
-        self._client.reset_prefix_cache()
+        await self._client.call_async("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """Stop the engine; streams that are open end with EngineDeadError. May be called twice."""

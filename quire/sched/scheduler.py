@@ -19,7 +19,7 @@ from quire.sched.shares import TokenShares
 from quire.sched.state import Drafting, InFlight, Limits, SchedulerState, Shares, StepDraft
 from quire.sched.update import apply_result, first_output
 from quire.types.errors import EngineError
-from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
+from quire.types.outputs import EngineOutput, EngineStats
 from quire.types.request import EngineRequest
 from quire.types.step import MaskedRow, StepPlan, StepResult
 
@@ -91,14 +91,14 @@ class Scheduler:
             state.drafting.add_drafts(state, step)
         return self._issue(step) if step.requests else None
 
-    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> EngineOutputs:
+    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[EngineOutput]:
         """Apply the result of the oldest plan in flight; `seconds` is how long it kept the device, 0 if unknown."""
         step = self._oldest(plan)
         outputs = apply_result(self._state, step, result)
         if seconds > 0.0:
             self._state.shares.measured(step.work, seconds)
         self._state.step_tokens = step.work.num_tokens
-        return EngineOutputs(outputs, self.stats())
+        return outputs
 
     def recover(self, plan: StepPlan) -> None:
         """The oldest plan's execution raised: its requests, and those planned after it, run again, each alone.
@@ -111,11 +111,11 @@ class Scheduler:
         """Whether this plan runs one request alone after a failure: if it raises too, call fail()."""
         return any(step.retry for step in self._state.in_flight if step.plan.step_id == plan.step_id)
 
-    def fail(self, plan: StepPlan, message: str) -> EngineOutputs:
+    def fail(self, plan: StepPlan, message: str) -> list[EngineOutput]:
         """The oldest plan's execution raised and is not to be retried: its requests end, all others go on."""
         step = self._oldest(plan)
         unwind(self._state, step)
-        return EngineOutputs(fail_requests(self._state, step.requests, message), self.stats())
+        return fail_requests(self._state, step.requests, message)
 
     @property
     def has_unfinished(self) -> bool:
@@ -146,17 +146,24 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._state.waiting)
 
-    def stats(self) -> EngineStats:
+    @property
+    def request_ids(self) -> Iterable[str]:
+        """Of all that are not finished."""
+        return self._state.requests.keys()
+
+    def stats(self, *, num_parked: int = 0, step_time: float = 0.0) -> EngineStats:
+        """`num_parked` requests wait elsewhere; `step_time` is what the caller measured of the step before."""
         state = self._state
         return EngineStats(
             len(state.running),
-            len(state.waiting),
+            len(state.waiting) + num_parked,
             state.kv.num_blocks,
             state.kv.num_free_blocks,
             state.num_preemptions,
             state.prefix_queries,
             state.prefix_hits,
             state.step_tokens,
+            step_time,
             prompt_tokens=state.prompt_tokens,
             num_prefilling=len(state.prefilling),
             prefill_tokens_left=sum(r.num_tokens - r.num_computed_tokens for r in state.prefilling),

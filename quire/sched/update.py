@@ -96,30 +96,42 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     if request.status is Status.RUNNING:
         request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
     logprobs = result.logprobs.get(index)
-    output = first_output(request, tokens, reason, prompt_logprobs=prompt_logprobs)
-    output.stop_reason = stop_reason
-    output.logprobs = None if logprobs is None else logprobs[: len(tokens)]
-    return output
+    return first_output(
+        request,
+        tokens,
+        reason,
+        stop_reason,
+        logprobs=None if logprobs is None else logprobs[: len(tokens)],
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def first_output(
     request: Request,
     token_ids: list[int],
     finish_reason: FinishReason | None = None,
+    stop_reason: int | None = None,
     *,
+    logprobs: list[TokenLogprobs] | None = None,
     prompt_logprobs: list[TokenLogprobs] | None = None,
     error: str | None = None,
     pooled: list[float] | None = None,
 ) -> EngineOutput:
     """An output that tells the number of cached tokens and the queue time if none before it has."""
-    output = EngineOutput(
-        request.request_id, token_ids, finish_reason, prompt_logprobs=prompt_logprobs, error=error, pooled=pooled
+    first = not request.reported
+    request.reported = True
+    return EngineOutput(
+        request.request_id,
+        token_ids,
+        finish_reason,
+        stop_reason,
+        logprobs,
+        prompt_logprobs,
+        request.num_cached_tokens if first else -1,
+        error,
+        pooled,
+        request.queue_time if first else None,
     )
-    if not request.reported:
-        request.reported = True
-        output.num_cached_tokens = request.num_cached_tokens
-        output.queue_time = request.queue_time
-    return output
 
 
 def _retract(request: Request, count: int) -> None:

@@ -7,7 +7,6 @@ scheduler and no tensor.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,15 +18,7 @@ from quire.structured.base import Grammar, Matcher
 from quire.structured.compiler import GrammarCompiler
 from quire.types.masks import Masks
 from quire.types.step import MaskedRow
-from quire.types.structured import GrammarError, GrammarKind, GrammarLimits, GrammarSource, Vocabulary
-
-
-@dataclass(slots=True)
-class Compiled:
-    """A request whose grammar is ready, or could not be made."""
-
-    request_id: str
-    error: GrammarError | None
+from quire.types.structured import GrammarKind, GrammarLimits, GrammarSource, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +41,8 @@ class _Entry:
     ignores_eos: bool
 
 
-def ignore_news() -> None:
-    """Nobody sleeps while grammars are compiled."""
-
-
 class GrammarManager:
-    """Everything but `compile`'s completion happens on the engine's thread."""
+    """Everything but the completion of compilations and masks happens on the engine's thread."""
 
     def __init__(
         self,
@@ -64,11 +51,7 @@ class GrammarManager:
         room: Callable[[int], Masks] | None = None,
     ) -> None:
         """`room` gives an array of so many lines to write masks into; those written before are used by then."""
-        self.on_news: Callable[[], None] = ignore_news
-        """Called on some thread whenever `take_compiled` has something new to say."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
-        self._compiled: deque[tuple[str, GrammarKind, bool, Future[Grammar]]] = deque()
-        self._compiling: set[str] = set()
         self._entries: dict[str, _Entry] = {}
         self._eos_token_ids: list[int] = []
         self._num_words = 0
@@ -76,7 +59,7 @@ class GrammarManager:
         self._room = room or self._new_masks
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Say what the tokens stand for; comes before the first `open`."""
+        """Say what the tokens stand for; comes before the first `compile`."""
         self._eos_token_ids = vocabulary.eos_token_ids
         self._num_words = -(-len(vocabulary.pieces) // 32)
         self._compiler.set_vocabulary(vocabulary)
@@ -86,41 +69,19 @@ class GrammarManager:
         """Whether any request has a grammar that is ready."""
         return bool(self._entries)
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._compiled)
+    def compile(self, source: GrammarSource) -> Future[Grammar]:
+        """The grammar, now or later; a GrammarError if it cannot be made. Never blocks."""
+        return self._compiler.compile(source)
 
-    def open(self, request_id: str, source: GrammarSource, *, ignores_eos: bool = False) -> None:
-        """Compile a request's grammar; never blocks. `take_compiled` says when it is ready.
+    def open(self, request_id: str, kind: GrammarKind, grammar: Grammar, *, ignores_eos: bool = False) -> None:
+        """Put a request at the beginning of its grammar.
 
         Under `ignores_eos` end-of-sequence is not allowed anywhere: the output goes on while the grammar does.
         """
-        self._compiling.add(request_id)
-
-        def tell(future: Future[Grammar]) -> None:
-            self._compiled.append((request_id, source.kind, ignores_eos, future))
-            self.on_news()
-
-        self._compiler.compile(source).add_done_callback(tell)
-
-    def take_compiled(self) -> list[Compiled]:
-        """The requests whose compilation has ended since the last call."""
-        news: list[Compiled] = []
-        while self._compiled:
-            request_id, kind, ignores_eos, future = self._compiled.popleft()
-            if request_id not in self._compiling:
-                continue  # closed meanwhile
-            self._compiling.discard(request_id)
-            error = future.exception()
-            assert error is None or isinstance(error, GrammarError)
-            if error is None:
-                self._entries[request_id] = _Entry(future.result().matcher(), kind, ignores_eos)
-            news.append(Compiled(request_id, error))
-        return news
+        self._entries[request_id] = _Entry(grammar.matcher(), kind, ignores_eos)
 
     def close(self, request_id: str) -> None:
         """Forget a request; one without a grammar is not known and that is fine."""
-        self._compiling.discard(request_id)
         self._entries.pop(request_id, None)
 
     def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:

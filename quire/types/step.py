@@ -25,7 +25,6 @@ class RowStart(msgspec.Struct, array_like=True):
     params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: tuple[int, ...]
-    adapter_id: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -61,7 +60,7 @@ class MaskedRow(NamedTuple):
     draft_token_ids: Sequence[int] = ()
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
 
     token_ids: list[int]

@@ -33,6 +33,7 @@ from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
+from quire.worker.description import WorkerDescription
 from quire.worker.planning import EnginePlan, plan_engine, with_measured_step
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
@@ -86,6 +87,13 @@ class Worker:
         )
         self.model = model
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
+        self.description = WorkerDescription(
+            vocab_size=plan.description.vocab_size,
+            settings=settings,
+            ledger=ledger,
+            step_times=self.platform.step_times,
+            step_sizes=self.runner.step_sizes,
+        )
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",
             plan.source.name,
@@ -103,11 +111,6 @@ class Worker:
     def prepare(self) -> bool:
         """Do something that steps to come will need, if there is anything; False if not."""
         return self.runner.capture_next()
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps with prompts are padded to, up to the largest of them."""
-        return self.runner.step_sizes
 
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ from tests.fakes import ScriptedDrafter
 LETTERS = [bytes([97 + index]) for index in range(26)]
 EOS = 30
 VOCABULARY = Vocabulary([*LETTERS, *[b""] * 4, b"</s>", *[b""] * 19], [EOS], [EOS])
-INFO = EngineInfo("fake", "Fake", 50, 64, 4, 65, 8)
+INFO = EngineInfo(50, 64, 4, 65, 8)
 
 
 class MaskedStep(Future[StepResult]):
@@ -124,7 +125,7 @@ def run(core: EngineCore) -> dict[str, EngineOutput]:
         for output in client.get_outputs().outputs:
             before = said.get(output.request_id)
             if before is not None:
-                output.token_ids = before.token_ids + output.token_ids
+                output = msgspec.structs.replace(output, token_ids=before.token_ids + output.token_ids)
             said[output.request_id] = output
     return said
 
@@ -219,7 +220,7 @@ def test_others_pass_a_request_whose_grammar_is_compiling() -> None:
     assert not core.has_work()
     assert core.has_unfinished()
     woken = threading.Event()
-    core.constraints.when_ready(woken.set)
+    core.parked.on_news = woken.set
     (aborted,) = core.abort(["held"])
     assert (aborted.request_id, aborted.finish_reason) == ("held", "abort")
     pending[0].set_result(object())

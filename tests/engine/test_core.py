@@ -99,8 +99,8 @@ def run(core: EngineCore, device: Device) -> dict[str, EngineOutput]:
         for output in core.step().outputs:
             device.unread = 0
             before = joined.get(output.request_id)
-            output.token_ids = [*(before.token_ids if before else []), *output.token_ids]
-            joined[output.request_id] = output
+            token_ids = [*(before.token_ids if before else []), *output.token_ids]
+            joined[output.request_id] = msgspec.structs.replace(output, token_ids=token_ids)
         core.scheduler.check_integrity()
     return joined
 

@@ -22,7 +22,7 @@ from quire.types.outputs import CompletionOutput, EngineOutput
 from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 
-INPUTS = InputProcessor(TOKENIZER, EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
+INPUTS = InputProcessor(TOKENIZER, EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "\u2600"}}</tool_call>'
 
 

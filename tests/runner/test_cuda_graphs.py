@@ -159,8 +159,8 @@ def masked_steps(spy: Spy) -> int:
 
 def wait_for_grammars(core: EngineCore) -> None:
     ready = threading.Event()
-    core.constraints.when_ready(ready.set)
-    assert not core.constraints.is_holding or core.constraints.has_news or ready.wait(30)
+    core.parked.on_news = ready.set
+    assert not core.parked or core.parked.has_news or ready.wait(30)
 
 
 MASKED = [

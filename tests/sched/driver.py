@@ -114,12 +114,12 @@ class Driver:
         except FakeStepError as error:
             self.in_flight.clear()
             if self.scheduler.is_retry(plan):
-                self._collect(self.scheduler.fail(plan, str(error)).outputs)
+                self._collect(self.scheduler.fail(plan, str(error)))
             else:
                 self.scheduler.recover(plan)
         else:
             seconds = 0.001 * (plan.step_id * 37 % 50)
-            self._collect(self.scheduler.update(plan, result, seconds).outputs)
+            self._collect(self.scheduler.update(plan, result, seconds))
             assert self.scheduler.stats().step_tokens == sum(plan.num_tokens)
         self.scheduler.check_integrity()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -65,15 +66,24 @@ def requests(draw: st.DrawFn, name: str) -> EngineRequest:
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         logprobs=draw(st.sampled_from([None, 1])),
     )
-    return make_request(
+    request = make_request(
         name,
         start + end,
         draw(st.integers(1, 24)),
         params,
         eos_token_ids=(5, 6, 7),
         priority=draw(st.integers(0, 2)),
-        adapter_id=draw(st.sampled_from([0, 0, 1])),
+        cache_salt=draw(st.sampled_from([None, None, "salt"])),
     )
+    return resumed(request, draw(st.sampled_from([0, 0, 1, 3, 9])))
+
+
+def resumed(request: EngineRequest, count: int) -> EngineRequest:
+    """The request as it is submitted again after its first outputs, `count` of them if it has more."""
+    outputs = generate_alone(request, MAX_MODEL_LEN)[0]
+    given = outputs[: min(count, len(outputs) - 1)]
+    token_ids = request.token_ids + given
+    return msgspec.structs.replace(request, token_ids=token_ids, num_prompt_tokens=len(request.token_ids))
 
 
 ACTIONS = ["plan"] * 5 + ["finish"] * 5 + ["add"] * 3 + ["preempt", "abort", "fail", "reset"]
@@ -122,7 +132,8 @@ def test_every_trace_gives_what_each_request_gives_alone(
         assert name not in poisoned
         assert (output, reason, stop_reason) == expected
         given_out = [entry.token_ids[0] for one in driver.outputs[name] for entry in one.prompt_logprobs or []]
-        assert given_out == (request.token_ids[1:] if request.params.prompt_logprobs is not None else [])
+        wants = request.params.prompt_logprobs is not None and not request.num_given_outputs
+        assert given_out == (request.token_ids[1:] if wants else []), "those of a prompt come before its outputs"
         logprobs = [entry.token_ids[0] for one in driver.outputs[name] for entry in one.logprobs or []]
         assert logprobs == (output if request.params.logprobs is not None else [])
         assert driver.outputs[name][0].num_cached_tokens >= 0

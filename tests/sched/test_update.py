@@ -18,7 +18,7 @@ def answer(driver: Driver, tokens: list[list[int]], **columns: object) -> list[E
     result = StepResult(plan.step_id, tokens)
     for name, column in columns.items():
         setattr(result, name, column)
-    outputs = driver.scheduler.update(plan, result).outputs
+    outputs = driver.scheduler.update(plan, result)
     driver.scheduler.check_integrity()
     return outputs
 
@@ -80,7 +80,7 @@ def test_tokens_past_a_stop_are_never_cached() -> None:
     plans = [driver.scheduler.schedule() for _ in range(3)]
     for plan, token in zip(plans, (7, 8, 8), strict=True):
         assert plan is not None
-        outputs = driver.scheduler.update(plan, StepResult(plan.step_id, [[token]])).outputs
+        outputs = driver.scheduler.update(plan, StepResult(plan.step_id, [[token]]))
         assert len(outputs) == (token == 7), "results after the end are dropped"
         driver.scheduler.check_integrity()
     assert not any(driver.kv._pool.cached), "[1, 7] was sampled, but 7 was computed by a step after the end"

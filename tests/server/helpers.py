@@ -68,7 +68,7 @@ class FakeProvider:
 def long_client(answer: Any, **options: Any) -> FakeClient:
     """A fake engine whose context is as good as endless."""
     client = FakeClient(answer, **options)
-    client.info = EngineInfo("fake", "Fake", VOCAB_SIZE, LONG, 16, 64, 8)
+    client.info = EngineInfo(VOCAB_SIZE, LONG, 16, 64, 8)
     return client
 
 
