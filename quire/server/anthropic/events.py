@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 from pydantic_core import from_json
 
+from quire.parsers.json_scan import parse_object, to_json
 from quire.server.anthropic.protocol import (
     BlockDeltaEvent,
     BlockStartEvent,
@@ -52,7 +52,7 @@ def content_block(block: Block, show_thinking: bool) -> ContentBlock:
         return TextBlock(block.text)
     if block.kind == "reasoning":
         return ThinkingBlock(block.text if show_thinking else "", SIGNATURE)
-    return ToolUseBlock(block.call_id, block.name, _arguments(block.text))
+    return ToolUseBlock(block.call_id, block.name, _input(block))
 
 
 def usage_of(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
@@ -79,10 +79,15 @@ def _empty(start: BlockStart) -> ContentBlock:
         return TextBlock("")
     if start.kind == "reasoning":
         return ThinkingBlock("", "")
-    return ToolUseBlock(start.call_id, start.name, {})
+    return ToolUseBlock(start.call_id, start.name, msgspec.Raw(b"{}"))
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """An answer that was cut short has only the beginning of its JSON; what is there is kept."""
-    value: dict[str, Any] = from_json(text or "{}", allow_partial=True)
-    return value
+def _input(block: Block) -> msgspec.Raw:
+    """The arguments as an object; of a call that was cut short, those that are there and can be read."""
+    text = block.text or "{}"
+    try:
+        text = to_json(parse_object(text) if block.complete else from_json(text, allow_partial=True))
+    except ValueError:
+        # Whole arguments are nested deeper than this process can read: the client gets them as they were written.
+        text = text if block.complete else "{}"
+    return msgspec.Raw(text.encode())

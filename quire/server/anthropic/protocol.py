@@ -117,7 +117,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock

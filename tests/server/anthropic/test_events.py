@@ -45,9 +45,9 @@ def build(answer: Sequence[Said], cuts: Sequence[int], show: bool) -> tuple[dict
     whole.stop_reason, whole.stop_sequence = stop.stop_reason, stop.stop_sequence
     events = [MessageStart(Message("msg_1", "m", [], usage))]
     stream = [event for block in blocks for event in stream_events(block, show)]
-    return msgspec.to_builtins(whole), msgspec.to_builtins(
-        [*events, *stream, MessageDelta(stop, usage), MessageStop()]
-    )
+    both = [whole, [*events, *stream, MessageDelta(stop, usage), MessageStop()]]
+    as_sent: tuple[dict[str, Any], list[dict[str, Any]]] = tuple(json.loads(msgspec.json.encode(both)))
+    return as_sent
 
 
 @given(ANSWERS, ARGUMENTS, st.lists(st.integers(0, 4), max_size=6), st.booleans())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
 from quire.server.context import ServerContext
 from quire.server.conversation.request import (
     AUTO,
@@ -157,7 +156,7 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        arguments = parse_object(function["arguments"] or "{}")
+    except ValueError as error:
         raise RequestError(f"{where} is not a JSON object: {error}; correct it", where) from error
     return {**call, "function": {**function, "arguments": arguments}}

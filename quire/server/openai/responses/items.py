@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
 from quire.server.openai.responses.events import CUT_SHORT, decrypt
 from quire.types.errors import RequestError
 
@@ -102,8 +101,8 @@ class _Builder:
         name = flat_name(_text(item, "name", where), item.get("namespace") or item.get("server_label"))
         arguments = _text(item, "arguments", where)
         try:
-            parsed = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            parsed = parse_object(arguments or "{}")
+        except ValueError as error:
             raise RequestError(
                 f"{where}.arguments is not a JSON object: {error}; correct it", f"{where}.arguments"
             ) from error

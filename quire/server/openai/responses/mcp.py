@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
 from quire.server.conversation.request import is_tool_name
 from quire.server.errors import ToolServerError
 from quire.server.openai.responses.events import Event, ResponseEvents
@@ -142,10 +141,11 @@ async def run_calls(
 
 async def _call(servers: ToolServers, item: McpCallItem) -> str | McpError:
     try:
-        arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
-        result = await servers.call(item.server_label, item.name, arguments)
-    except msgspec.DecodeError as error:
+        arguments = parse_object(item.arguments or "{}")
+    except ValueError as error:
         return McpProtocolError(f"the arguments are not a JSON object: {error}")
+    try:
+        result = await servers.call(item.server_label, item.name, arguments)
     except ToolServerError as error:
         return McpProtocolError(str(error))
     return McpExecutionError([{"type": "text", "text": result.text}]) if result.is_error else result.text
