@@ -31,6 +31,7 @@ from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
+from quire.platform.allocator import keep_little_free_memory
 from quire.server.app import build_app
 from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
@@ -66,6 +67,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     `launch` starts the engine process; tests and benchmarks give others.
     """
     setup_server_logging(settings.log_format)
+    keep_little_free_memory()
     spare: Spare = NO_SPARE
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else print_line
