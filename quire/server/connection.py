@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol):
         """A client that has said all it had to say still gets the answer, unless it is gone altogether."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
-            return False  # the connection is closed
+            return False  # the connection is closed; event loops cannot keep one half of TLS open
         cycle.keep_alive = False
         # The end of what a client sends looks the same when it has closed its socket. Then it resets the connection
         # when something comes, and what may come before any answer is an interim response.
