@@ -24,6 +24,8 @@ class SchemaSupport:
 
     keywords: frozenset[str]
     formats: frozenset[str]
+    combines: bool = True
+    """Whether keywords that stand side by side are all enforced, also without a `type`."""
 
 
 class Matcher(ABC):

@@ -13,6 +13,7 @@ from typing import Any
 from quire.structured.base import FORMATS, SchemaSupport
 from quire.structured.instance import CheckText, is_of_type
 from quire.structured.rewrite import REWRITTEN, Rewriter
+from quire.structured.separate import Separator
 from quire.types.structured import GrammarError
 
 CheckRegex = Callable[[str], str | None]
@@ -100,7 +101,12 @@ class SchemaCheck:
             rewriter = Rewriter(found, self._support.keywords, self._check_text, self._lose, self._is_strict)
             found = rewriter.run()
             self.is_exact = rewriter.is_exact
+        if not self._support.combines:
+            found = Separator(found, self._check_text, self._lose, self._refuse_values).run()
         return found
+
+    def _refuse_values(self, keyword: str, path: tuple[str, ...]) -> None:
+        raise self._error(keyword, path, "has no value that obeys the keywords beside it; change one of them")
 
     def _lose(self, keyword: str, path: tuple[str, ...], why: str) -> None:
         """Refuse what cannot be enforced, or note that it is left out."""
