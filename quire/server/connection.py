@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from quire.server.errors import error_body
+from quire.server.errors import Failure, openai_error
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
-        body = error_body(message, "invalid_request_error", code=code)
+        body = openai_error(Failure(status=status, message=message, code=code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         if self.transport.can_write_eof():

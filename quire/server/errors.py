@@ -1,9 +1,15 @@
-"""Every failure as an HTTP status and the error body of the API that was called: OpenAI's, or Anthropic's."""
+"""Every failure as a status, a code, a field, and the error form of the API that was called.
+
+The one place where errors get their address: `addressed` names fields as a request does, `failure_of` says what an
+error means to a client, and the rest puts that into OpenAI's and Anthropic's forms.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -89,38 +95,97 @@ class ClientDisconnectedError(QuireError):
     """The client went away before its answer was complete."""
 
 
-def status_of(error: QuireError) -> int:
-    if isinstance(error, ClientDisconnectedError):
-        return STATUS_CLIENT_GONE
-    if isinstance(error, UnknownModelError | NotFoundError):
-        return 404
-    if isinstance(error, RequestError):
-        return 400
-    if isinstance(error, ToolServerError):
-        return 502
-    return 503 if isinstance(error, EngineUnavailableError) else 500
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong, before it is put into the error form of an API."""
+
+    status: int
+    message: str
+    field: str | None = None
+    """The part of the request that is wrong."""
+    code: str | None = None
+    """What programs tell failures of one status apart by."""
+    headers: Mapping[str, str] | None = None
+    anthropic_message: str | None = None
+    """The words that Anthropic's clients look for, where they are others."""
 
 
-def encode_error(error: QuireError) -> bytes:
-    """The body for an error, as a response or as the last event of a stream."""
-    if isinstance(error, RequestError):
-        return error_body(str(error), "invalid_request_error", error.field, request_error_code(error))
-    if isinstance(error, QueueFullError):
-        return error_body(str(error), "server_error", code="queue_full")
-    code = "engine_unavailable" if isinstance(error, EngineUnavailableError) else None
-    return error_body(str(error), "server_error", code=code)
-
-
-def request_error_code(error: RequestError) -> str | None:
-    """What programs tell errors apart by that have the same status."""
+def failure_of(error: QuireError) -> Failure:
+    """The one table of what an error means to a client."""
+    field = error.field if isinstance(error, RequestError) else None
+    status, code = _status_and_code(error)
+    headers = anthropic_message = None
+    if isinstance(error, EngineUnavailableError):
+        headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
     if isinstance(error, ContextLengthError):
-        return "context_length_exceeded"
-    return "model_not_found" if isinstance(error, UnknownModelError) else None
+        anthropic_message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
+    return Failure(
+        status=status,
+        message=str(error),
+        field=field,
+        code=code,
+        headers=headers,
+        anthropic_message=anthropic_message,
+    )
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    param = None if param is None else _printable(param)
-    return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(message), kind, param, code)))
+def _status_and_code(error: QuireError) -> tuple[int, str | None]:
+    match error:
+        case ClientDisconnectedError():
+            return STATUS_CLIENT_GONE, None
+        case UnknownModelError():
+            return 404, "model_not_found"
+        case NotFoundError():
+            return 404, "not_found"
+        case ContextLengthError():
+            return 400, "context_length_exceeded"
+        case RequestError():
+            return 400, None
+        case ToolServerError():
+            return 502, None
+        case QueueFullError():
+            return 503, "queue_full"
+        case EngineUnavailableError():
+            return 503, "engine_unavailable"
+    return 500, None
+
+
+@contextmanager
+def addressed(fields: Mapping[str, str | None]) -> Iterator[None]:
+    """Raise RequestErrors under the names that a request has for what is wrong.
+
+    `fields` gives for a name of the engine's, which parts of it share, the request's own; None leaves it.
+    """
+    try:
+        yield
+    except RequestError as error:
+        name = error.field or ""
+        own = fields.get(name.partition(".")[0])
+        if own is not None:
+            error.field = own
+            if "." in name:  # a word by itself, such as prompt, may be one of the sentence
+                error.args = (str(error).replace(name, own, 1),)
+        raise
+
+
+def openai_error(failure: Failure) -> bytes:
+    """The body for a failure, as a response or as the last event of a stream."""
+    is_client = failure.status < 500 and failure.status != STATUS_CLIENT_GONE
+    field = None if failure.field is None else _printable(failure.field)
+    kind = "invalid_request_error" if is_client else "server_error"
+    return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(failure.message), kind, field, failure.code)))
+
+
+def anthropic_error(failure: Failure, request_id: str | None) -> bytes:
+    """The same in the form of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    info = AnthropicErrorInfo(kind, _printable(failure.anthropic_message or failure.message))
+    return msgspec.json.encode(AnthropicErrorBody(info, request_id))
+
+
+def responses_code(failure: Failure) -> str:
+    """The code of a response that has failed: the Responses API has no statuses within a stream."""
+    return "server_error" if failure.status >= 500 else failure.code or "invalid_prompt"
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -128,41 +193,18 @@ def is_anthropic(scope: Scope) -> bool:
     return route_path(scope).startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
-def anthropic_error(error: QuireError, request_id: str | None) -> bytes:
-    """`encode_error` in the form of Anthropic's API."""
-    message = str(error)
-    if isinstance(error, ContextLengthError):  # these are the words that its clients look for
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
-    return encode_anthropic_error(status_of(error), message, request_id)
-
-
-def encode_anthropic_error(status: int, message: str, request_id: str | None) -> bytes:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorInfo(kind, _printable(message)), request_id))
-
-
-def error_response(scope: Scope, error: QuireError) -> Response:
-    headers = {}
-    if isinstance(error, EngineUnavailableError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    status = status_of(error)
-    if is_anthropic(scope):
-        return json_response(anthropic_error(error, _request_id(scope)), status, headers)
-    return json_response(encode_error(error), status, headers)
-
-
-def plain_error_response(
-    scope: Scope, status: int, message: str, headers: Mapping[str, str] | None = None, field: str | None = None
-) -> Response:
-    if is_anthropic(scope):
-        return json_response(encode_anthropic_error(status, message, _request_id(scope)), status, headers)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json_response(error_body(message, kind, field, _CODES.get(status)), status, headers)
-
-
-def _request_id(scope: Scope) -> str | None:
+def error_response(scope: Scope, failure: Failure) -> Response:
+    """The failure in the form of the API that was called."""
     request_id: str | None = scope.get("state", {}).get("request_id")
-    return request_id
+    body = anthropic_error(failure, request_id) if is_anthropic(scope) else openai_error(failure)
+    return json_response(body, failure.status, failure.headers)
+
+
+def http_failure(
+    status: int, message: str, headers: Mapping[str, str] | None = None, field: str | None = None
+) -> Failure:
+    """A failure that HTTP itself has a name for."""
+    return Failure(status=status, message=message, field=field, code=_CODES.get(status), headers=headers)
 
 
 def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -178,13 +220,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return error_response(request.scope, error)
+    return error_response(request.scope, failure_of(error))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, field = explain_validation(error.errors())
-    return plain_error_response(request.scope, 400, message, field=field)
+    return error_response(request.scope, http_failure(400, message, field=field))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -198,12 +240,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"{request.url.path[:200]} does not answer to {request.method}"
     field = error.field if isinstance(error, BodyError) else None
-    return plain_error_response(request.scope, error.status_code, message, error.headers, field)
+    return error_response(request.scope, http_failure(error.status_code, message, error.headers, field))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
-    return plain_error_response(request.scope, 500, BUG_MESSAGE)
+    return error_response(request.scope, http_failure(500, BUG_MESSAGE))
 
 
 def _printable(text: str) -> str:

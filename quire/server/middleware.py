@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.access import PROBES, is_open, route_path
-from quire.server.errors import STATUS_CLIENT_GONE, plain_error_response
+from quire.server.errors import STATUS_CLIENT_GONE, error_response, http_failure
 from quire.server.metrics_route import http_end
 from quire.utils.log import get_logger
 
@@ -120,13 +120,12 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
-            response = plain_error_response(
-                scope,
+            failure = http_failure(
                 401,
                 "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`",
                 {"www-authenticate": "Bearer"},
             )
-            await response(scope, receive, send)
+            await error_response(scope, failure)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -179,7 +178,8 @@ class BodyLimits:
         async def send_open(message: Message) -> None:
             await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
-        await plain_error_response(scope, 413, self._too_large(), _CLOSE)(scope, receive, send_open)
+        response = error_response(scope, http_failure(413, self._too_large(), _CLOSE))
+        await response(scope, receive, send_open)
         await self._drop_rest(receive)
         await send({"type": "http.response.body"})
 

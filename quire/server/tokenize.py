@@ -16,10 +16,10 @@ from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.errors import json_response
+from quire.server.generation.field_table import NO_EFFECT_ON_PROMPTS, check_extra_fields
+from quire.server.generation.fields import TokenIds
 from quire.server.openai.chat.messages import template_conversation
 from quire.server.openai.chat.protocol import ConversationFields
-from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
-from quire.server.openai.sampling import TokenIds
 from quire.server.openapi import answers
 from quire.types.errors import RequestError
 

@@ -25,8 +25,8 @@ from quire.server.conversation.request import (
     ToolChoice,
     check_tools,
 )
-from quire.server.openai.structured import one_format
-from quire.server.openai.template import template_options
+from quire.server.conversation.template_fields import template_options
+from quire.server.generation.structured import one_format
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 

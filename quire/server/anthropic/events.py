@@ -25,6 +25,7 @@ from quire.server.anthropic.protocol import (
 )
 from quire.server.conversation.answer import FinishReason
 from quire.server.conversation.blocks import Block, BlockDelta, BlockEvent, BlockStart
+from quire.server.generation.usage import UsageCounter
 
 # Clients hand a block of thinking back with its signature; here it is enough that there is one.
 SIGNATURE = "quire"
@@ -55,9 +56,10 @@ def content_block(block: Block, show_thinking: bool) -> ContentBlock:
     return ToolUseBlock(block.call_id, block.name, _input(block))
 
 
-def usage_of(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
+def usage_of(counter: UsageCounter) -> Usage:
     """Anthropic counts the tokens read from the cache apart from the others."""
-    return Usage(prompt_tokens - cached_tokens, output_tokens, cached_tokens)
+    cached = counter.cached_tokens
+    return Usage(counter.prompt_tokens - cached, counter.completion_tokens, cached)
 
 
 def stop_info(finish: FinishReason | None, stop: int | str | None, output_tokens: int, max_tokens: int) -> StopInfo:

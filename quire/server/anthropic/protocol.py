@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.server.openai.sampling import GenerationFields, SmallInt
-from quire.server.openai.template import TemplateFields
+from quire.server.conversation.template_fields import TemplateFields
+from quire.server.generation.fields import GenerationFields, SmallInt
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 

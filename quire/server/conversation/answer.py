@@ -28,8 +28,6 @@ class ChoicePiece:
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    num_reasoning_tokens: int
-    """Of all tokens of the choice so far, those of thinking."""
     schema_report: SchemaReport | None = None
     """With the finish reason, if the schema of the answer was not enforced as a whole."""
 
@@ -66,7 +64,6 @@ class ChoiceReader:
             output.logprobs,
             reason,
             output.stop_reason,
-            output.num_reasoning_tokens,
             None if self._schema_check is None else self._report(self._schema_check, events, reason),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
 from quire.server.conversation.formats import PLAIN_TOOL_FORMAT, Formats
 from quire.server.conversation.plain import with_tools, without_tool_roles
@@ -54,12 +53,3 @@ def template_variables(conversation: Conversation) -> dict[str, Any]:
     if options.documents is not None:
         variables["documents"] = options.documents
     return variables | dict(options.chat_template_kwargs)
-
-
-def check_template_option(settings: ServerConfig, chat_template: str | None) -> None:
-    """Refuse a template where requests may not bring one."""
-    if chat_template is not None and not settings.allow_request_chat_template:
-        raise RequestError(
-            "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
-            "chat_template",
-        )

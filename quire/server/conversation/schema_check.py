@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from quire.server.conversation.grammar import renamed
 from quire.server.conversation.request import Conversation, OutputFormat
+from quire.server.errors import addressed
 from quire.structured.instance import InvalidError, NotCheckedError, Validator
 from quire.structured.registry import BACKENDS
 from quire.structured.sources import relax_schema
-from quire.types.structured import GrammarError, GrammarLimits
+from quire.types.structured import GrammarLimits
 
 
 class SchemaReport(msgspec.Struct, frozen=True):
@@ -57,10 +57,8 @@ def relax(conversation: Conversation, limits: GrammarLimits) -> tuple[Conversati
     wanted = conversation.output_format
     if wanted is None or wanted.is_strict or not isinstance(wanted.constraint.json, dict):
         return conversation, None
-    try:
+    with addressed({"structured_outputs": wanted.where}):
         relaxed, not_enforced = relax_schema(wanted.constraint, limits)
-    except GrammarError as error:
-        raise renamed(error, wanted.where) from error
     if not not_enforced:
         return conversation, None
     check = SchemaCheck(wanted.constraint.json, not_enforced, limits)

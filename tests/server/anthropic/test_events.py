@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from quire.server.anthropic.events import SIGNATURE, content_block, stop_info, stream_events, usage_of
-from quire.server.anthropic.protocol import Message, MessageDelta, MessageStart, MessageStop
+from quire.server.anthropic.events import SIGNATURE, content_block, stop_info, stream_events
+from quire.server.anthropic.protocol import Message, MessageDelta, MessageStart, MessageStop, Usage
 from quire.server.conversation.blocks import BlockReader, blocks_of
 from tests.server.answers import ANSWERS, Said, events_of, merged, unknown_fields
 
@@ -38,7 +38,7 @@ def build(answer: Sequence[Said], cuts: Sequence[int], show: bool) -> tuple[dict
         blocks += reader.read(told[begin : begin + size])
         begin += size
     blocks += reader.finish()
-    usage = usage_of(5, 2, 3)
+    usage = Usage(3, 3, 2)
     stop = stop_info("stop", None, 3, 10)
     content = [content_block(block, show) for block in blocks_of(blocks)]
     whole = Message("msg_1", "m", content, usage)

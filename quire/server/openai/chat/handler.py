@@ -15,7 +15,10 @@ from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
+from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.request import Generation, conversation_generation, ids_of, origin_of
+from quire.server.generation.run import finished_outputs, run
+from quire.server.generation.usage import UsageCounter
 from quire.server.openai.chat.deltas import delta_of, response_message
 from quire.server.openai.chat.messages import conversation_of, last_text
 from quire.server.openai.chat.protocol import (
@@ -26,11 +29,9 @@ from quire.server.openai.chat.protocol import (
     ChunkChoice,
     Delta,
 )
-from quire.server.openai.fields import check_extra_fields
-from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.logprobs import ChatLogprobs, LogprobsFormatter, prompt_logprobs
-from quire.server.openai.sampling import check_logprobs, check_stream_options, engine_prompt, sampling_params
-from quire.server.openai.usage import Usage, UsageCounter
+from quire.server.openai.sampling import check_logprobs, check_stream_options, sampling_params
+from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
@@ -53,7 +54,7 @@ async def prepare(
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
-    response_id, engine_id = response_ids("chatcmpl-", body, request)
+    ids = ids_of("chatcmpl-", body, request)
     engine = context.provider.engine
     params = sampling_params(
         body,
@@ -65,20 +66,14 @@ async def prepare(
     )
     conversation = conversation_of(context, body)
     prepared = await while_connected(request.receive, prepare_conversation(context, conversation, params))
-    generation = Generation(
-        response_id=response_id,
-        engine_id=engine_id,
+    generation = conversation_generation(
+        body,
+        prepared,
+        ids,
+        origin_of(request),
         model=model,
-        prompts=[engine_prompt(body, prepared.prompt)],
         prompt_field="messages",
-        format_field=prepared.format_field,
-        params=prepared.params,
-        reading=prepared.reading,
-        is_streamed=bool(body.stream),
-        priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
-        trace_headers=trace_headers_of(request.scope),
-        arrival_time=arrival_time_of(request.scope),
     )
     return generation, prepared
 
@@ -120,11 +115,11 @@ class ChatAnswer:
         (output,) = await finished_outputs(self._context, self._generation)
         self._usage.add(output)
         answer = ChatCompletion(
-            self._generation.response_id,
+            self._generation.ids.response,
             self._generation.created,
             self._generation.model,
             [self._choice(piece) for piece in self._reader.read(output)],
-            self._usage.usage(),
+            usage_of(self._usage),
         )
         if self._names_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
@@ -142,7 +137,7 @@ class ChatAnswer:
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
         if self._include_usage:
-            yield event(msgspec.json.encode(self._chunk(None, self._usage.usage())))
+            yield event(msgspec.json.encode(self._chunk(None, usage_of(self._usage))))
 
     def _choice(self, piece: ChoicePiece) -> ChatChoice:
         return ChatChoice(
@@ -166,10 +161,10 @@ class ChatAnswer:
         before: Usage | UnsetType | None = None if self._include_usage else UNSET
         usage = before
         if self._continuous_usage:
-            before = self._usage.usage()  # a choice's first chunk tells its role, and no token yet
+            before = usage_of(self._usage)  # a choice's first chunk tells its role, and no token yet
         self._usage.add(output)
         if self._continuous_usage:
-            usage = self._usage.usage()
+            usage = usage_of(self._usage)
         pieces = self._reader.read(output)
         new = [piece.index for piece in pieces if piece.index not in begun]
         begun.update(new)
@@ -211,7 +206,7 @@ class ChatAnswer:
     def _chunk(self, choice: ChunkChoice | None, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         generation = self._generation
         return ChatCompletionChunk(
-            generation.response_id,
+            generation.ids.response,
             generation.created,
             generation.model,
             [] if choice is None else [choice],

@@ -14,6 +14,7 @@ from quire.server.conversation.request import (
     ToolChoice,
     check_tools,
 )
+from quire.server.conversation.template_fields import template_options
 from quire.server.openai.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -22,7 +23,6 @@ from quire.server.openai.chat.protocol import (
     ToolDefinition,
 )
 from quire.server.openai.structured import output_format
-from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 

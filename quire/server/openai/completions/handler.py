@@ -16,14 +16,16 @@ from quire.frontend.mailbox import merge_deltas
 from quire.server.context import ServerContext
 from quire.server.conversation.request import OutputFormat
 from quire.server.errors import json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
+from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.fields import engine_prompt
+from quire.server.generation.request import Generation, ids_of, origin_of
+from quire.server.generation.run import finished_outputs, run
+from quire.server.generation.usage import UsageCounter
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from quire.server.openai.fields import check_extra_fields
-from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
-from quire.server.openai.sampling import check_n, check_stream_options, engine_prompt, sampling_params
+from quire.server.openai.sampling import check_n, check_stream_options, sampling_params
 from quire.server.openai.structured import output_format
-from quire.server.openai.usage import Usage, UsageCounter
+from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
@@ -49,12 +51,10 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
     if body.suffix and body.echo:
         raise RequestError("suffix is given with echo; leave one of them out", "suffix")
     prompts = prompts_of(body)
-    response_id, engine_id = response_ids("cmpl-", body, request)
     engine = context.provider.engine
     wanted = output_format(body.response_format, body.structured_outputs)
     return Generation(
-        response_id=response_id,
-        engine_id=engine_id,
+        ids=ids_of("cmpl-", body, request),
         model=model,
         prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
         prompt_field="prompt",
@@ -63,8 +63,7 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
         is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
-        trace_headers=trace_headers_of(request.scope),
-        arrival_time=arrival_time_of(request.scope),
+        origin=origin_of(request),
     )
 
 
@@ -162,7 +161,7 @@ class CompletionAnswer:
                     shown = output.prompt_logprobs if self._shows_prompt_logprobs else None
                     choice.prompt_logprobs = prompt_logprobs(shown)
                 choices.append(choice)
-        return msgspec.json.encode(self._completion(choices, self._usage.usage()))
+        return msgspec.json.encode(self._completion(choices, usage_of(self._usage)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; each holds the chunks that one output came to."""
@@ -183,13 +182,13 @@ class CompletionAnswer:
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
         if self._include_usage:
-            yield event(msgspec.json.encode(self._completion([], self._usage.usage())))
+            yield event(msgspec.json.encode(self._completion([], usage_of(self._usage))))
 
     def _chunks(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
         self._count(output)
         usage: Usage | UnsetType | None = None if self._include_usage else UNSET
         if self._continuous_usage:
-            usage = self._usage.usage()
+            usage = usage_of(self._usage)
         chunks = []
         shows_tokens = self._formatter is not None or self._return_token_ids
         for completion in output.outputs:
@@ -258,4 +257,4 @@ class CompletionAnswer:
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         generation = self._generation
-        return Completion(generation.response_id, generation.created, generation.model, choices, usage)
+        return Completion(generation.ids.response, generation.created, generation.model, choices, usage)

@@ -18,11 +18,11 @@ from quire.server.conversation.request import (
     ToolChoice,
     check_tools,
 )
+from quire.server.conversation.template_fields import template_options
+from quire.server.generation.structured import one_format
 from quire.server.openai.responses.items import Item, flat_name, messages_of
 from quire.server.openai.responses.mcp import Listing
 from quire.server.openai.responses.protocol import Response, ResponsesRequest
-from quire.server.openai.structured import one_format
-from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams

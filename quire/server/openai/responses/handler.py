@@ -15,8 +15,7 @@ from starlette.responses import Response as HttpResponse
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import num_tokens
 from quire.server.errors import NotFoundError, json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
-from quire.server.openai.generation import request_name, unique_id
+from quire.server.generation.request import ids_of, origin_of
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
 from quire.server.openai.responses.events import Event, ResponseEvents
@@ -101,9 +100,8 @@ class Responses:
         model = context.check_model(body.model)
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        # One that a client chose may come twice, and stored responses are found by it.
-        name, own = request_name(body, request)
-        response_id = f"resp_{name}" if own else unique_id(f"resp_{name}")
+        # An id that a client chose may come twice, and stored responses are found by it.
+        response_id = ids_of("resp_", body, request).engine
         response = response_of(body, response_id, int(time.time()), model)
         previous = self._previous(body.previous_response_id)
         items = [self._resolved(item, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
@@ -117,8 +115,7 @@ class Responses:
             toolbox=toolbox,
             params=params,
             items=[*previous, *items],
-            trace_headers=trace_headers_of(request.scope),
-            arrival_time=arrival_time_of(request.scope),
+            origin=origin_of(request),
         )
         max_tokens = max_tokens_of(context, body)
         reasoning = body.reasoning

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from quire.server.context import ServerContext
-from quire.server.openai.sampling import GenerationFields
+from quire.server.generation.fields import GenerationFields
 from quire.types.errors import RequestError
 
 Harmless = Callable[[Any], bool]
