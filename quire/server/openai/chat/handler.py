@@ -29,8 +29,9 @@ from quire.server.openai.chat.protocol import (
     ChunkChoice,
     Delta,
 )
-from quire.server.openai.logprobs import ChatLogprobs, LogprobsFormatter, prompt_logprobs
+from quire.server.openai.logprobs import ChatLogprobs, prompt_logprobs
 from quire.server.openai.sampling import check_logprobs, check_stream_options, sampling_params
+from quire.server.openai.shown import Shown
 from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
@@ -102,14 +103,8 @@ class ChatAnswer:
         self._usage = UsageCounter()
         self._prefix = last_text(body) if body.echo else ""
         self._include_reasoning = body.include_reasoning is not False
-        self._return_token_ids = bool(body.return_token_ids)
-        self._names_token_ids = body.names("return_token_ids")
-        self._names_prompt_logprobs = body.names("prompt_logprobs")
-        self._include_usage, self._continuous_usage = body.wants_usage()
         self._num_top = generation.params.logprobs or 0
-        self._formatter: LogprobsFormatter | None = None
-        if generation.params.logprobs is not None:
-            self._formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+        self._shown = Shown(context, body, with_logprobs=generation.params.logprobs is not None)
 
     async def body(self) -> bytes:
         (output,) = await finished_outputs(self._context, self._generation)
@@ -121,9 +116,9 @@ class ChatAnswer:
             [self._choice(piece) for piece in self._reader.read(output)],
             usage_of(self._usage),
         )
-        if self._names_prompt_logprobs:
+        if self._shown.names_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        answer.prompt_token_ids = self._shown(output.prompt_token_ids)
+        answer.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids)
         return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -136,7 +131,7 @@ class ChatAnswer:
                 chunks = self._chunks(output, begun)
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
-        if self._include_usage:
+        if self._shown.with_usage:
             yield event(msgspec.json.encode(self._chunk(None, usage_of(self._usage))))
 
     def _choice(self, piece: ChoicePiece) -> ChatChoice:
@@ -146,25 +141,15 @@ class ChatAnswer:
             self._logprobs(piece),
             piece.finish_reason,
             piece.stop_reason,
-            self._shown(piece.token_ids),
+            self._shown.token_ids(piece.token_ids),
             piece.schema_report or UNSET,
         )
 
-    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
-        """Token ids for a client that asked for them; null for one that named the field otherwise."""
-        if not self._names_token_ids:
-            return UNSET
-        return token_ids if self._return_token_ids else None
-
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
         self._usage.add_prompt(output)
-        before: Usage | UnsetType | None = None if self._include_usage else UNSET
-        usage = before
-        if self._continuous_usage:
-            before = usage_of(self._usage)  # a choice's first chunk tells its role, and no token yet
+        before = self._shown.chunk_usage(self._usage)  # a choice's first chunk tells its role, and no token yet
         self._usage.add(output)
-        if self._continuous_usage:
-            usage = usage_of(self._usage)
+        usage = self._shown.chunk_usage(self._usage)
         pieces = self._reader.read(output)
         new = [piece.index for piece in pieces if piece.index not in begun]
         begun.update(new)
@@ -182,23 +167,23 @@ class ChatAnswer:
         """Whose answer begins. One that is only calls has no content, not an empty one."""
         content = self._prefix if self._prefix or not self._may_call else None
         first = self._chunk(self._chunk_choice(index, Delta("assistant", content)), usage)
-        first.prompt_token_ids = self._shown(output.prompt_token_ids)
+        first.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids)
         return first
 
     def _choices(self, piece: ChoicePiece) -> list[ChunkChoice]:
         """What a piece says, a choice for each event; the first one has the piece's tokens with it."""
         deltas = [delta_of(said) for said in piece.events if self._is_shown(said)]
         # A token may have nothing to say by itself, such as the first half of a character.
-        if not deltas and piece.token_ids and (self._formatter is not None or self._return_token_ids):
+        if not deltas and piece.token_ids and self._shown.tokens:
             deltas = [Delta()]
         choices = [self._chunk_choice(piece.index, delta) for delta in deltas]
         if choices:
             choices[0].logprobs = self._logprobs(piece)
-            choices[0].token_ids = self._shown(piece.token_ids)
+            choices[0].token_ids = self._shown.token_ids(piece.token_ids)
         return choices
 
     def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
-        return ChunkChoice(index, delta, token_ids=self._shown(None))
+        return ChunkChoice(index, delta, token_ids=self._shown.token_ids(None))
 
     def _is_shown(self, said: Event) -> bool:
         return not isinstance(said, CallEnd) and (self._include_reasoning or not isinstance(said, ReasoningDelta))
@@ -211,10 +196,10 @@ class ChatAnswer:
             generation.model,
             [] if choice is None else [choice],
             usage,
-            self._shown(None),
+            self._shown.token_ids(None),
         )
 
     def _logprobs(self, piece: ChoicePiece) -> ChatLogprobs | None:
-        if self._formatter is None or piece.logprobs is None:
+        if self._shown.formatter is None or piece.logprobs is None:
             return None
-        return self._formatter.chat(piece.logprobs, self._num_top)
+        return self._shown.formatter.chat(piece.logprobs, self._num_top)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +24,7 @@ from quire.server.generation.usage import UsageCounter
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
 from quire.server.openai.sampling import check_n, check_stream_options, sampling_params
+from quire.server.openai.shown import Shown
 from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
@@ -139,15 +140,9 @@ class CompletionAnswer:
         self._n = generation.params.n if body.best_of is None else body.n or 1
         self._echo = bool(body.echo)
         self._no_tokens = body.max_tokens == 0
-        self._names_prompt_logprobs = body.names("prompt_logprobs")
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
-        self._return_token_ids = bool(body.return_token_ids)
-        self._names_token_ids = body.names("return_token_ids")
-        self._include_usage, self._continuous_usage = body.wants_usage()
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
-        self._formatter: LogprobsFormatter | None = None
-        if body.logprobs is not None:
-            self._formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None)
 
     async def body(self) -> bytes:
         outputs = await finished_outputs(self._context, self._generation)
@@ -157,7 +152,7 @@ class CompletionAnswer:
             for completion in best_of(output.outputs, self._n):
                 choice = self._choice(prompt_index, output, completion)
                 choice.finish_reason, choice.stop_reason = self._ending(completion)
-                if self._names_prompt_logprobs:
+                if self._shown.names_prompt_logprobs:
                     shown = output.prompt_logprobs if self._shows_prompt_logprobs else None
                     choice.prompt_logprobs = prompt_logprobs(shown)
                 choices.append(choice)
@@ -166,7 +161,7 @@ class CompletionAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; each holds the chunks that one output came to."""
         waiting: dict[int, list[RequestOutput]] = {}  # by prompt: outputs that came before its log-probabilities
-        needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._formatter else set()
+        needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._shown.formatter else set()
         async with aclosing(run(self._context, self._generation)) as outputs:
             await anext(outputs)
             yield ACCEPTED
@@ -181,23 +176,20 @@ class CompletionAnswer:
                 chunks = self._chunks(index, output)
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
-        if self._include_usage:
+        if self._shown.with_usage:
             yield event(msgspec.json.encode(self._completion([], usage_of(self._usage))))
 
     def _chunks(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
         self._count(output)
-        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
-        if self._continuous_usage:
-            usage = usage_of(self._usage)
+        usage = self._shown.chunk_usage(self._usage)
         chunks = []
-        shows_tokens = self._formatter is not None or self._return_token_ids
         for completion in output.outputs:
             choice = self._choice(prompt_index, output, completion)
-            if choice.text or (completion.token_ids and shows_tokens):
+            if choice.text or (completion.token_ids and self._shown.tokens):
                 chunks.append(self._completion([choice], usage))
             if completion.finish_reason is not None:
                 last = CompletionChoice(choice.index, "", None, *self._ending(completion))
-                last.token_ids = last.prompt_token_ids = self._shown(None)
+                last.token_ids = last.prompt_token_ids = self._shown.token_ids(None)
                 chunks.append(self._completion([last], usage))
         return chunks
 
@@ -210,17 +202,11 @@ class CompletionAnswer:
         choice = CompletionChoice(index, "" if self._no_tokens else completion.text)
         if first and self._echo:
             choice.text = self._prompt_text(output) + choice.text
-        if self._formatter is not None:
-            choice.logprobs = self._logprobs(self._formatter, index, output, completion, first)
-        choice.token_ids = self._shown(token_ids)
-        choice.prompt_token_ids = self._shown(output.prompt_token_ids if first else None)
+        if self._shown.formatter is not None:
+            choice.logprobs = self._logprobs(self._shown.formatter, index, output, completion, first)
+        choice.token_ids = self._shown.token_ids(token_ids)
+        choice.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids if first else None)
         return choice
-
-    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
-        """Token ids for a client that asked for them; null for one that named the field otherwise."""
-        if not self._names_token_ids:
-            return UNSET
-        return token_ids if self._return_token_ids else None
 
     def _logprobs(
         self,
