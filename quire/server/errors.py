@@ -29,6 +29,7 @@ STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, b
 
 _CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
