@@ -101,7 +101,7 @@ def _length(middle: int, ratio: float, generator: random.Random) -> int:
 
 
 class TokenMaker:
-    """Prompts as token ids, drawn from the whole vocabulary except special tokens."""
+    """Prompts as random token ids of the whole vocabulary except special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = [

@@ -16,7 +16,7 @@ from quire.server.openapi import answers
 from quire.types.errors import EngineUnavailableError
 
 READY = "ready"
-# A server that finishes its last requests is well, and should not be killed for it; it is only not ready for more.
+# A server that drains is healthy and must not be killed; it is only not ready for more requests.
 ALIVE = frozenset({READY, "draining"})
 
 
@@ -48,7 +48,7 @@ class ServerInfo(msgspec.Struct):
 
 
 def harmless_settings(config: ServerConfig) -> dict[str, Any]:
-    """Those that are numbers, switches or one of a few words: none of them can hold a key, a path or an address."""
+    """Settings that are numbers, booleans or one of a few words: none can hold a key, a path or an address."""
     hints = get_type_hints(type(config))
     return {
         name: getattr(config, name)
@@ -88,7 +88,7 @@ def admin_router(context: ServerContext) -> APIRouter:
 
     @router.get("/server_info", response_class=Response, responses=answers(ServerInfo))
     async def server_info() -> Response:
-        """What runs here and how it is set up. Keys, paths and the environment are never told."""
+        """What runs here and how it is set up. Never shows keys, paths or the environment."""
         try:
             engine = msgspec.convert(context.provider.engine.info, EngineSummary, from_attributes=True)
         except EngineUnavailableError:

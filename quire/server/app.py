@@ -52,7 +52,7 @@ def build_app(
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
 ) -> FastAPI:
-    """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext.
+    """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
     Whoever gives `tool_servers` closes them.
     """

@@ -25,7 +25,7 @@ from quire.server.validation import explain_validation
 from quire.types.errors import ContextLengthError, EngineUnavailableError, QueueFullError, QuireError, RequestError
 
 BUG_MESSAGE = "the server failed on this request; its log says why"
-STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
+STATUS_CLIENT_GONE = 499  # nginx's status for it; only the log shows it
 
 _CODES = {
     401: "invalid_api_key",
@@ -105,7 +105,7 @@ class Failure:
     field: str | None = None
     """The part of the request that is wrong."""
     code: str | None = None
-    """What programs tell failures of one status apart by."""
+    """What kind of failure it is, for programs; more than the status says."""
     headers: Mapping[str, str] | None = None
     anthropic_message: str | None = None
     """The words that Anthropic's clients look for, where they are others."""
@@ -155,7 +155,8 @@ def _status_and_code(error: QuireError) -> tuple[int, str | None]:
 def addressed(fields: Mapping[str, str | None]) -> Iterator[None]:
     """Raise RequestErrors under the names that a request has for what is wrong.
 
-    `fields` gives for a name of the engine's, which parts of it share, the request's own; None leaves it.
+    `fields` maps the engine's name of a field to the request's own; parts of a field, as in `a.b`, go with it. None
+    leaves the name as it is.
     """
     try:
         yield
@@ -245,7 +246,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
+    """The HTTP server logs the traceback; the client gets no details."""
     return error_response(request.scope, http_failure(500, BUG_MESSAGE))
 
 

@@ -34,7 +34,7 @@ def load_router(context: ServerContext) -> APIRouter:
 
 
 class LoadReport:
-    """Tells the engine's load with the answer to each request that asks for it."""
+    """Adds the engine's load to the answers of requests that ask for it."""
 
     def __init__(self, app: ASGIApp, provider: EngineProvider) -> None:
         self.app = app

@@ -52,7 +52,7 @@ def arrival_time_of(scope: Scope) -> float:
 
 
 def trace_headers_of(scope: Scope) -> dict[str, str] | None:
-    """What says which trace a request belongs to, if anything."""
+    """The headers that name the trace of a request, if there are any."""
     headers = Headers(scope=scope)
     return {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
 
@@ -63,7 +63,7 @@ def is_request_id(text: str) -> bool:
 
 
 class RequestContext:
-    """Outermost: gives each request an id, returns it as a header, and tells log and observer when it ends."""
+    """The outermost layer: gives each request an id, returns it as a header, and reports the request's end."""
 
     def __init__(self, app: ASGIApp, observer: Observer = NULL_OBSERVER) -> None:
         self.app = app
@@ -111,7 +111,7 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Lets in who sends one of the keys. With no keys everybody is let in."""
+    """Accepts requests with one of the keys; without keys, all requests."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False) -> None:
         self.app = app

@@ -48,7 +48,7 @@ class EventStream(Response):
     """Sends the events of a generator as they come, and keep-alives while none come.
 
     Headers wait for the first event, but no longer than VERDICT_SECONDS after the generator's ACCEPTED: what fails
-    before is answered with a status of its own. What fails later is told by the stream's last event.
+    before is answered with a status of its own. What fails later is the stream's last event.
     """
 
     media_type = "text/event-stream"

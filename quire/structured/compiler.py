@@ -88,7 +88,7 @@ class GrammarCompiler:
         answer = _Once(future)
         try:
             backend = self._backend.result()
-        except Exception as error:  # whatever went wrong there is told to the request
+        except Exception as error:  # whatever went wrong there is the answer to the request
             answer.fail(GrammarError(f"structured output is not available: {error}", "structured_outputs"))
             return
         timer = threading.Timer(self._limits.compile_timeout, answer.fail, [self._timed_out(source)])

@@ -187,7 +187,7 @@ def _explain(source: GrammarSource, error: str) -> GrammarError:
 
 
 def _reason(message: str) -> str:
-    """The library draws the place of an error; the reason is on the first line, or behind "error:" in a regex."""
+    """The library marks the error in the source; the reason is on the first line, or behind "error:" in a regex."""
     if message.startswith("NoExtension"):
         return "no text obeys it"
     lines = message.strip().splitlines()

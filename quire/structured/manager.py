@@ -63,7 +63,7 @@ class GrammarManager:
         cache_size: int = 128,
         room: Callable[[int], Masks] | None = None,
     ) -> None:
-        """`room` gives an array of so many lines to write masks into; those written before are used by then."""
+        """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then."""
         self.on_news: Callable[[], None] = ignore_news
         """Called on some thread whenever `take_compiled` has something new to say."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)

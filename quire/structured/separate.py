@@ -26,7 +26,7 @@ Path = tuple[str, ...]
 
 
 class Separator:
-    """One schema. What is left out is told to `on_loss`, and values of which none is left to `on_nothing`."""
+    """Separates one schema. `on_loss` gets each keyword that is left out, `on_nothing` one that no value obeys."""
 
     def __init__(self, root: Any, check_text: CheckText, on_loss: OnLoss, on_nothing: OnNothing) -> None:
         self._root = root

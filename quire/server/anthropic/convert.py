@@ -66,7 +66,7 @@ def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
 
 
 def _messages_of(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """The template's messages for one of Anthropic's: results of tools are messages of their own."""
+    """One of Anthropic's messages as messages for the template: each tool result is a message of its own."""
     if message.role not in _ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:40]!r} but must be one of {', '.join(_ROLES)}", f"{where}.role"
@@ -111,7 +111,7 @@ def _assistant(blocks: Sequence[InputBlock], where: str) -> dict[str, Any]:
                 raise RequestError(f"{place}.input must be an object", f"{place}.input")
             function = {"name": _field(block, "name", place), "arguments": arguments}
             calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
-        elif block.type != "redacted_thinking":  # of which there is nothing to be read
+        elif block.type != "redacted_thinking":  # its content is encrypted
             texts.append(_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thinking:
@@ -171,7 +171,7 @@ def _tool(tool: ToolDefinition, where: str) -> Tool:
 
 
 def _tool_choice(body: PromptFields) -> tuple[ToolChoice, bool]:
-    """Who decides about calls, and whether there may be several."""
+    """The tool choice, and whether an answer may have several calls."""
     choice = body.tool_choice
     if choice is None:
         return AUTO, True

@@ -32,7 +32,7 @@ SIGNATURE = "quire"
 
 
 def stream_events(event: BlockEvent, show_thinking: bool) -> list[StreamEvent]:
-    """What a client hears of one block event. Thinking that is not shown leaves an empty block with a signature."""
+    """The stream events for one block event. Thinking that is not shown leaves an empty block with a signature."""
     position = event.position
     if isinstance(event, BlockStart):
         return [BlockStartEvent(position, _empty(event))]

@@ -39,7 +39,7 @@ from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 
 ROUTE = "/v1/messages"
-# What clients of Anthropic's own service send and has no meaning here, or is only a hint.
+# Fields for Anthropic's own service that have no meaning here or are hints.
 HINTS = frozenset(
     {
         "betas",
@@ -95,7 +95,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 
 
 async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
-    """How long the prompt of a conversation is."""
+    """The number of prompt tokens of a conversation."""
     context.check_model(body.model)
     check_fields(context, body, NO_EFFECT_ON_PROMPTS)
     prompt = await render_conversation(context, conversation_of(context, body))
@@ -103,7 +103,7 @@ async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount
 
 
 def check_fields(context: ServerContext, body: PromptFields, no_effect: Collection[str] = ()) -> None:
-    """Refuse, of fields outside the model, those that would be misunderstood."""
+    """Refuse unknown fields that must not be ignored."""
     extra = body.model_extra or {}
     if extra.get("mcp_servers"):
         raise RequestError(
@@ -157,7 +157,7 @@ class MessageAnswer:
         return [MessageStart(start), Ping()]
 
     def events(self, output: RequestOutput, piece: ChoicePiece) -> list[StreamEvent]:
-        """What a stream says of one output."""
+        """The stream events for one output."""
         self.usage.add_prompt(output)
         events = [] if self._begun else self.begin()
         self.usage.add(output)

@@ -96,7 +96,7 @@ class MessagesRequest(GenerationFields, PromptFields):
 
 
 class CountTokensRequest(PromptFields):
-    """The same conversation, to be counted and not answered."""
+    """A conversation whose prompt tokens are counted."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -145,7 +145,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """Says nothing; keeps a connection alive."""
+    """Keeps the connection alive."""
 
 
 class BlockStartEvent(msgspec.Struct, tag_field="type", tag="content_block_start"):

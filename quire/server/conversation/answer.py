@@ -69,7 +69,7 @@ class ChoiceReader:
 
     def _report(self, check: SchemaCheck, events: list[Event], reason: FinishReason | None) -> SchemaReport | None:
         self._text += [event.text for event in events if isinstance(event, TextDelta)]
-        # Calls are an answer of another kind, and an answer that failed is none.
+        # An answer that consists of calls or has failed is not checked.
         return check.report("".join(self._text)) if self._text and reason in ("stop", "length") else None
 
     def _is_wanted(self, event: Event) -> bool:

@@ -57,9 +57,9 @@ def grammar_of(
 def _enforceable(
     conversation: Conversation, tools: Sequence[Tool], held: Sequence[Tool], limits: GrammarLimits
 ) -> list[Tool]:
-    """The tools, those that are held to their schemas with one that a grammar can be made of.
+    """The tools; those whose calls must obey their schemas have schemas that can be enforced.
 
-    Of a strict tool that is all of its schema, or it is refused; of any other, all that can be enforced.
+    The schema of a strict tool is enforced as a whole or refused; of any other tool, what can be enforced.
     """
     where = {tool.name: f"{tool.where}.parameters" for tool in conversation.offered_tools}
     found = []

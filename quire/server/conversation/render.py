@@ -12,7 +12,7 @@ from quire.types.errors import RequestError, TokenizerError
 
 
 def render(text: TextModel, formats: Formats, conversation: Conversation, *, may_wait: bool = True) -> str:
-    """The prompt. Takes as long as the template wants, within its budget; unless it `may_wait`, a BudgetError."""
+    """Render the prompt. Without `may_wait`, BudgetError if the template takes more than a few milliseconds."""
     options = conversation.template
     messages, tools = conversation.messages, conversation.offered_tools
     printed: list[dict[str, Any]] | None = [tool.as_function() for tool in tools] or None
@@ -39,7 +39,7 @@ def render(text: TextModel, formats: Formats, conversation: Conversation, *, may
 
 
 def template_variables(conversation: Conversation) -> dict[str, Any]:
-    """What the template reads besides messages and tools. What the client names itself wins."""
+    """The template's variables besides messages and tools. Those that the client gives win."""
     variables: dict[str, Any] = {}
     effort, thinking = conversation.reasoning_effort, conversation.thinking
     if effort is not None and effort != "none":

@@ -1,4 +1,4 @@
-"""Checks an answer against the parts of its schema that no grammar could hold it to, and says what came of it."""
+"""Checks an answer against its schema, where the grammar could not enforce all of it, and reports the result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quire.types.structured import GrammarLimits
 
 
 class SchemaReport(msgspec.Struct, frozen=True):
-    """What a client hears about an answer whose schema was not enforced as a whole."""
+    """The result for an answer whose schema was not enforced as a whole."""
 
     not_enforced: list[str]
     """Keywords with their places in the schema."""
     valid: bool | None
-    """Whether the answer obeys the whole schema; None if that could not be told."""
+    """Whether the answer obeys the whole schema; None if it could not be checked."""
     error: str | None = None
     """What it breaks and where, or why it was not checked."""
 

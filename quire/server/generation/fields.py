@@ -19,7 +19,7 @@ INT32 = (1 << 31) - 1
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=INT32)]], Field(fail_fast=True)]
 SmallInt = Annotated[int, Field(ge=-INT32, le=INT32)]
 
-# Fields whose values are no sampling parameters yet, or mean something else in the request of an API.
+# Fields that are converted, or whose meaning depends on the API.
 _NOT_PLAIN = frozenset({"logprobs", "max_tokens", "repetition_detection", "structured_outputs"})
 
 
@@ -37,7 +37,7 @@ ExtraArgument = str | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | boo
 
 
 class GenerationFields(BaseModel):
-    """What may be asked of generation on every endpoint that generates."""
+    """The fields of every request that generates text."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -79,7 +79,7 @@ class GenerationFields(BaseModel):
     request_id: str | None = Field(None, description="Part of the answer's id, instead of the x-request-id header.")
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields that are sampling parameters of the same name, without those that are not given."""
+        """The given fields that are sampling parameters, by the names of SamplingParams."""
         plain = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__) - _NOT_PLAIN
         given: dict[str, Any] = self.model_dump(include=plain, exclude_none=True)
         if self.repetition_detection is not None:

@@ -20,7 +20,7 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the engine is told about the HTTP request: when it came, and to which trace it belongs."""
+    """When an HTTP request arrived, and the headers that name its trace."""
 
     arrival_time: float
     """On the monotonic clock."""
@@ -50,7 +50,7 @@ class Generation:
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
     is_streamed: bool = False
-    """Whether a client hears of each output, and can be kept waiting for the first."""
+    """Whether the client gets each output as it comes; if so, it can be kept waiting for the first one."""
     priority: int
     add_special_tokens: bool
     origin: Origin

@@ -18,10 +18,10 @@ logger = get_logger(__name__)
 
 
 async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the prompt, output) as they come. Closing it aborts everything that has not finished.
+    """Yield (index of the prompt, output). Closing the generator aborts what has not finished.
 
-    The first output comes when the engine has all prompts, and has no completions. A stream whose engine dies between
-    that and its first token asks the next engine, once.
+    The first output has no completions: it comes when the engine has all prompts. If the engine dies between that and
+    the first token of a streamed request, the request is sent once more, to the next engine.
     """
     engine = context.provider.engine
     prompts, params = generation.prompts, generation.params
@@ -54,7 +54,7 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
 
 
 def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator[RequestOutput, None]]:
-    """One for each prompt; they ask the engine when they are read."""
+    """One stream for each prompt; a request is sent when its stream is first read."""
     prompts = generation.prompts
     return [
         engine.generate(
@@ -73,7 +73,7 @@ def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator
 
 
 def request_fields(generation: Generation) -> dict[str, str | None]:
-    """What the request calls what the engine may complain about."""
+    """The request's own names for the fields in errors of the engine."""
     prompt = generation.prompt_field
     return {"structured_outputs": generation.format_field, "prompt": prompt, "prompt_token_ids": prompt}
 
@@ -81,9 +81,9 @@ def request_fields(generation: Generation) -> dict[str, str | None]:
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all streams as they come. A stream is read on only when its last output was taken.
+    """Yield the outputs of all streams as they come. The next output of a stream is read when the last was taken.
 
-    Each stream begins with an announcement; of these only one is handed on, when all have come.
+    Each stream begins with an announcement; one of them is yielded, when all have come.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as outputs:
@@ -96,7 +96,7 @@ async def merged(
         try:
             async for output in stream:
                 await queue.put((index, output))
-        except Exception as error:  # whatever ended one stream must reach the reader of all of them
+        except Exception as error:  # any failure of one stream must reach the reader of all of them
             await queue.put(error)
 
     tasks: list[asyncio.Task[None]] = []

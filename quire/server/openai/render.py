@@ -23,7 +23,7 @@ class Rendered(msgspec.Struct):
 
 
 async def render(context: ServerContext, generation: Generation) -> list[Rendered]:
-    """Each prompt of a request as the engine would get it. Nothing is generated; what would be refused is."""
+    """Each prompt as the engine would get it, with the same checks; nothing is generated."""
     rendered = []
     params, response_id = generation.params, generation.ids.response
     with addressed(request_fields(generation)):

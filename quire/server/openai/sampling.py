@@ -18,7 +18,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(GenerationFields):
-    """What completions and chat completions may be asked besides."""
+    """The further fields of completions and chat completions."""
 
     n: SmallInt | None = Field(None, description="How many completions to make of each prompt.")
     response_format: ResponseFormat | None = None
@@ -30,11 +30,11 @@ class SamplingFields(GenerationFields):
     )
 
     def names(self, field: str) -> bool:
-        """Whether the client gave the field, with whatever value: answers then have what belongs to it, or a null."""
+        """Whether the request has the field, with any value: the answer then has its field, or a null."""
         return field in self.model_fields_set
 
     def wants_usage(self) -> tuple[bool, bool]:
-        """Whether a stream tells the usage at its end, and with every chunk."""
+        """Whether a stream has the usage at its end, and with every chunk."""
         options = self.stream_options or StreamOptions()
         continuous = bool(options.continuous_usage_stats)
         return bool(options.include_usage), bool(options.include_usage) and continuous

@@ -34,7 +34,7 @@ class Shown:
         return token_ids if self._return_token_ids else None
 
     def chunk_usage(self, counter: UsageCounter) -> Usage | UnsetType | None:
-        """What a chunk says of the usage so far; the whole usage has a chunk of its own."""
+        """The `usage` of a chunk; the final usage has a chunk of its own."""
         if self._with_every_chunk:
             return usage_of(counter)
         return None if self.with_usage else UNSET

@@ -51,7 +51,7 @@ async def create_chat_completion(context: ServerContext, body: ChatCompletionReq
 async def prepare(
     context: ServerContext, body: ChatCompletionRequest, request: Request
 ) -> tuple[Generation, PreparedConversation]:
-    """Check everything that does not need the engine's word."""
+    """Check everything that can be checked without the engine."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
@@ -122,7 +122,7 @@ class ChatAnswer:
         return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; each holds the chunks that one output came to."""
+        """Server-sent events, one for each output, with all its chunks."""
         begun: set[int] = set()
         async with aclosing(run(self._context, self._generation)) as outputs:
             await anext(outputs)
@@ -147,7 +147,7 @@ class ChatAnswer:
 
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
         self._usage.add_prompt(output)
-        before = self._shown.chunk_usage(self._usage)  # a choice's first chunk tells its role, and no token yet
+        before = self._shown.chunk_usage(self._usage)  # the first chunk of a choice has its role and no token
         self._usage.add(output)
         usage = self._shown.chunk_usage(self._usage)
         pieces = self._reader.read(output)
@@ -164,16 +164,16 @@ class ChatAnswer:
         return chunks
 
     def _first_chunk(self, index: int, output: RequestOutput, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
-        """Whose answer begins. One that is only calls has no content, not an empty one."""
+        """The chunk with the role. Its content is null, not empty, if the answer may be calls alone."""
         content = self._prefix if self._prefix or not self._may_call else None
         first = self._chunk(self._chunk_choice(index, Delta("assistant", content)), usage)
         first.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids)
         return first
 
     def _choices(self, piece: ChoicePiece) -> list[ChunkChoice]:
-        """What a piece says, a choice for each event; the first one has the piece's tokens with it."""
+        """A chunk choice for each event of a piece; the first one also has the piece's tokens."""
         deltas = [delta_of(said) for said in piece.events if self._is_shown(said)]
-        # A token may have nothing to say by itself, such as the first half of a character.
+        # A token may have no text of its own, such as the first half of a character.
         if not deltas and piece.token_ids and self._shown.tokens:
             deltas = [Delta()]
         choices = [self._chunk_choice(piece.index, delta) for delta in deltas]

@@ -30,7 +30,7 @@ _TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
-    """What a chat request asks. Copies no schema: however large it is, this is quick."""
+    """The conversation of a chat request. Copies no schema, so that large ones cost nothing."""
     return dataclasses.replace(
         template_conversation(context, body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -70,7 +70,7 @@ def tool_of(tool: ToolDefinition, where: str) -> Tool:
 
 
 def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
-    """Who decides about calls, and the tools that may be called: `allowed_tools` leaves some of them."""
+    """The tool choice, and the tools that may be called: with `allowed_tools`, some of them."""
     if value is None:
         return AUTO, tools
     if isinstance(value, str):

@@ -44,7 +44,7 @@ async def create_completion(context: ServerContext, body: CompletionRequest, req
 
 
 def prepare(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
-    """Check everything that does not need the engine's word."""
+    """Check everything that can be checked without the engine."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
@@ -83,7 +83,7 @@ def _with_suffix(prompt: dict[str, Any], suffix: str | None) -> dict[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """One prompt or many, as many: a list of integers is one prompt."""
+    """The prompts as a list: a text or a list of integers is one prompt."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -97,7 +97,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 def _params(
     context: ServerContext, body: CompletionRequest, max_model_len: int, wanted: OutputFormat | None
 ) -> SamplingParams:
-    # The engine always makes a token; when none is wanted it is not shown.
+    # The engine always generates a token; with max_tokens 0 it is not shown.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     compares = body.best_of is not None and body.best_of > (body.n or 1)
     params = sampling_params(
@@ -159,7 +159,7 @@ class CompletionAnswer:
         return msgspec.json.encode(self._completion(choices, usage_of(self._usage)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; each holds the chunks that one output came to."""
+        """Server-sent events, one for each output, with all its chunks."""
         waiting: dict[int, list[RequestOutput]] = {}  # by prompt: outputs that came before its log-probabilities
         needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._shown.formatter else set()
         async with aclosing(run(self._context, self._generation)) as outputs:

@@ -81,7 +81,7 @@ def toolbox_of(
 
 
 def is_optional(definition: Mapping[str, Any]) -> bool:
-    """Whether a client can do without a hosted tool: it says so or asks for a search without access to the web."""
+    """Whether a hosted tool may be left out: it is marked optional, or is a search without access to the web."""
     return definition.get("optional") is True or definition.get("external_web_access") is False
 
 
@@ -102,7 +102,7 @@ def conversation_of(
 
 
 def tool_choice_of(value: str | dict[str, Any] | None, toolbox: Toolbox) -> tuple[ToolChoice, list[Tool]]:
-    """Who decides about calls, and which tools may be called."""
+    """The tool choice, and the tools that may be called."""
     tools = list(toolbox.tools)
     if value is None:
         return AUTO, tools
@@ -151,7 +151,7 @@ def _only(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
 
 
 def response_of(body: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
-    """The response before anything has been said."""
+    """The response before its first output."""
     check_fields(body)
     return Response(
         id=response_id,

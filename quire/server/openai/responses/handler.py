@@ -33,7 +33,7 @@ from quire.utils.log import get_logger
 logger = get_logger(__name__)
 
 MOST_ITEMS = 100  # of a page of input items
-# Codex gives up after 300 seconds without an event, and does not count comments: every minute, say an event.
+# Codex gives up after 300 seconds without an event, and ignores comments: send an event every minute.
 LOOKS_PER_EVENT = 12
 
 
@@ -55,7 +55,7 @@ class Responses:
         return json_response(msgspec.json.encode(plan.response))
 
     async def count_tokens(self, body: ResponsesRequest, request: Request) -> InputTokens:
-        """How long the prompt of a response would be, however much the model takes."""
+        """The number of prompt tokens of a response, also beyond what the model takes."""
         plan = await while_connected(request.receive, self._prepare(body, request))
         return InputTokens(await num_tokens(self._context, plan.first.prepared.prompt))
 
@@ -138,7 +138,7 @@ class Responses:
         )
 
     def _resolved(self, item: Item, where: str) -> Item:
-        """The item itself, or what it refers to: an item that a stored response said."""
+        """The item itself, or the output item of a stored response that it refers to."""
         if item.get("type") != "item_reference":
             return item
         item_id = str(item.get("id"))
@@ -203,7 +203,7 @@ class Responses:
             self._fail(plan, error)
 
     def _fail(self, plan: Plan, error: QuireError) -> Event:
-        """End a response whose client has heard its beginning; its last event."""
+        """Fail a response whose stream has begun, and return its last event."""
         last = fail(plan, error)
         self._keep_if_done(plan)
         return last

@@ -34,7 +34,7 @@ def items_of(value: str | Sequence[Item]) -> list[Item]:
 
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Messages in the templates' shape. What an assistant said, thought and called in a row is one message."""
+    """Messages in the templates' shape. Consecutive items of the assistant are one message."""
     builder = _Builder()
     if instructions:
         builder.messages.append({"role": "system", "content": instructions})
@@ -63,7 +63,7 @@ class _Builder:
         elif kind == "function_call_output":
             call_id = _text(item, "call_id", where)
             self._result(call_id, _output(item.get("output"), f"{where}.output"))
-        elif kind != "mcp_list_tools":  # which only tells the client what the server knows
+        elif kind != "mcp_list_tools":  # which is for the client only
             raise RequestError(
                 f"{where} is of type {str(kind)[:60]!r}, which this server does not take; send messages, function"
                 " calls, their outputs and reasoning",
@@ -89,7 +89,7 @@ class _Builder:
         text = _output(item.get("content"), f"{where}.content")
         if role == "assistant":
             message = self._assistant()
-            if "tool_calls" in message:  # it spoke again after calling
+            if "tool_calls" in message:  # text after calls is a new message
                 self.close()
                 message = self._assistant()
             message["content"] += text
@@ -118,7 +118,7 @@ class _Builder:
 
 
 def _is_cut_short(item: Item) -> bool:
-    """Whether an answer of ours ended within this call, so that nobody ran it."""
+    """Whether an answer of this server ended within this call, so that it was not run."""
     if item.get("status") in ("in_progress", "incomplete"):
         return True
     return item.get("type") == "mcp_call" and _error_text(item) == CUT_SHORT

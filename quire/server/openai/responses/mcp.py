@@ -25,7 +25,7 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-# Where a server is and who may use it was decided by whoever started Quire.
+# The operator decides where a server is and who may use it.
 _OPERATORS = ("server_url", "connector_id", "authorization", "headers")
 TOO_MANY = "not called: the response has made as many calls as it may (max_tool_calls)"
 
@@ -121,7 +121,7 @@ def _listing(label: str, definition: Mapping[str, Any], tools: list[RemoteTool],
 async def run_calls(
     servers: ToolServers, events: ResponseEvents, calls: Sequence[tuple[int, McpCallItem]], most: int | None
 ) -> AsyncGenerator[list[Event], None]:
-    """Make the waiting calls, all at once but only `most`, and tell their results in their order."""
+    """Run at most `most` of the waiting calls concurrently, and yield the events of their results in order."""
     made = calls if most is None else calls[:most]
     tasks = [asyncio.create_task(_call(servers, item)) for _, item in made]
     try:

@@ -22,7 +22,7 @@ from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
 ROUTE = "/v1/responses"
-# What is understood and has no meaning here, or is only a hint.
+# Fields that have no meaning here or are hints.
 HINTS = frozenset({"prompt_cache_options", "client_metadata"})
 UNSUPPORTED = {
     "conversation": "send previous_response_id, or all items as input",
@@ -32,7 +32,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question to the engine, and how its answer is read."""
+    """One request to the engine, and how its answer is read."""
 
     generation: Generation
     prepared: PreparedConversation
@@ -54,7 +54,7 @@ class TurnMaker:
     async def make(
         self, number: int, said: Sequence[Item], *, may_call: bool = True, max_tokens: int | None = None
     ) -> Turn:
-        """Turn `number`, after the items that were `said` in the turns before it."""
+        """Turn `number`; `said` are the output items of the turns before it."""
         context, body = self.context, self.body
         conversation = conversation_of(context, body, [*self.items, *said], self.toolbox)
         if number > 0:  # what the client asked to be called has been called
@@ -77,14 +77,14 @@ def params_of(context: ServerContext, body: ResponsesRequest) -> SamplingParams:
 
 
 def max_tokens_of(context: ServerContext, body: ResponsesRequest) -> int | None:
-    """Most tokens of all turns together."""
+    """The most output tokens of all turns together."""
     if body.max_output_tokens is None:
         return None
     return min(body.max_output_tokens, context.provider.engine.info.max_model_len)
 
 
 def check_fields(context: ServerContext, body: ResponsesRequest) -> None:
-    """Refuse what cannot be honoured: of fields outside the model, those that would be misunderstood."""
+    """Refuse unknown fields that must not be ignored."""
     extra = body.model_extra or {}
     for name, instead in UNSUPPORTED.items():
         if extra.get(name) is not None:

@@ -192,7 +192,7 @@ class RawMessage(msgspec.Struct, tag_field="type", tag="raw_message_tokens"):
 
 
 class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True):
-    """The response; what the client asked for is told back in it."""
+    """The response. It repeats the settings of the request."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""One response from its first event to its last: asks the engine, calls tool servers, asks again, and tells all."""
+"""Runs one response: turns of the engine, with calls of tool servers between them, as one stream of events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """What the turns so far have taken."""
+    """Tokens and calls of the turns so far."""
 
     usage: UsageCounter = field(default_factory=UsageCounter)
     calls: int = 0
@@ -71,9 +71,9 @@ def fail(plan: Plan, error: QuireError) -> Event:
 
 
 async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
-    """The events of a response, as they come; the first time none, when the engine has the request.
+    """Yield lists of events as they come; the first list is empty, when the engine has the request.
 
-    There is turn after turn, as long as the model calls tool servers and nothing else.
+    Another turn follows as long as the model calls only tools of tool servers.
     """
     tally = Tally()
     turn, number = plan.first, 0
@@ -154,7 +154,7 @@ class RawTurn:
 
 
 def begin(plan: Plan) -> list[Event]:
-    """What is known before the first token."""
+    """The events that are known before the first token."""
     events = plan.events.begin()
     for listing in plan.maker.toolbox.listings:
         events += plan.events.listing(listing.label, listing.infos())
