@@ -51,7 +51,7 @@ class _Entry:
 
 
 def ignore_news() -> None:
-    """Nobody sleeps while grammars are compiled."""
+    """The default of `on_news`: nothing waits for compiled grammars."""
 
 
 class GrammarManager:
@@ -65,7 +65,7 @@ class GrammarManager:
     ) -> None:
         """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then."""
         self.on_news: Callable[[], None] = ignore_news
-        """Called on some thread whenever `take_compiled` has something new to say."""
+        """Called on any thread when `take_compiled` has a new result."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
         self._compiled: deque[tuple[str, GrammarKind, bool, Future[Grammar]]] = deque()
         self._compiling: set[str] = set()
@@ -76,7 +76,7 @@ class GrammarManager:
         self._room = room or self._new_masks
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Say what the tokens stand for; comes before the first `open`."""
+        """Set the vocabulary; called before the first `open`."""
         self._eos_token_ids = vocabulary.eos_token_ids
         self._num_words = -(-len(vocabulary.pieces) // 32)
         self._compiler.set_vocabulary(vocabulary)
@@ -119,7 +119,7 @@ class GrammarManager:
         return news
 
     def close(self, request_id: str) -> None:
-        """Forget a request; one without a grammar is not known and that is fine."""
+        """Forget a request; does nothing for one without a grammar."""
         self._compiling.discard(request_id)
         self._entries.pop(request_id, None)
 

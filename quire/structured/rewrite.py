@@ -1,8 +1,8 @@
-"""Says with keywords that a backend enforces what a schema says with others: by cases, complements and enumerations.
+"""Rewrites a schema into the keywords that a backend enforces, by cases, complements and enumerations.
 
-What obeys the result obeys the schema. `is_exact` tells whether the reverse holds too, apart from the order of
-properties. What no automaton of a bearable size can say is handed to `on_loss`. Knows JSON Schema and the keywords of
-the backend; knows no grammar.
+What obeys the result obeys the schema. `is_exact` says whether the reverse holds too, apart from the order of
+properties. Keywords that no automaton of acceptable size can express are passed to `on_loss`. Knows JSON Schema and
+the keywords of the backend; knows no grammar.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Rewriter:
         rule = schema["propertyNames"]
         judged = {name: self._facts.is_valid(rule, name) for name in schema.get("properties", {})}
         if any(valid is None for valid in judged.values()):
-            raise CannotSayError("it cannot be told of the properties whether their names obey it")
+            raise CannotSayError("it is not known of all properties whether their names obey it")
         bad = _lacks([name for name, valid in judged.items() if not valid])
         if isinstance(rule, bool):
             return True if rule else {"additionalProperties": False}

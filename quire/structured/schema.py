@@ -27,7 +27,7 @@ _SAYS_NOTHING = """
     contentEncoding contentMediaType contentSchema $vocabulary $dynamicAnchor $recursiveAnchor x-guidance
 """
 _ANNOTATIONS = frozenset(_SAYS_NOTHING.split())
-# Any other keyword that is unknown says nothing either: so the standard wants it.
+# By the standard, any other unknown keyword is an annotation.
 _CONSTRAINS = """
     type enum const not if then else anyOf allOf oneOf $ref $dynamicRef $recursiveRef
     properties required additionalProperties patternProperties minProperties maxProperties propertyNames
@@ -137,7 +137,7 @@ class SchemaCheck:
             found["enum"] = self._enum_of_type(found["enum"], found["type"], (*path, "enum"))
         _use_old_bounds(found)
         if "patternProperties" in schema and "patternProperties" not in found:
-            found.pop("additionalProperties", None)  # which is about other names than those that are lost
+            found.pop("additionalProperties", None)  # it would apply to the names of the lost patterns too
         self._check_object(found, path)
         self._rewrites = self._rewrites or not found.keys().isdisjoint(_NEEDS_REWRITING)
         return found

@@ -1,4 +1,4 @@
-"""Says a schema so that no keyword depends on another beside it, for a backend that reads only one of them.
+"""Rewrites a schema so that no keyword depends on another beside it, for a backend that reads only one of them.
 
 Such a backend looks at `enum`, `const`, `$ref` or `anyOf` and ignores what stands beside them, and without a `type`
 ignores bounds or takes one type for granted. What obeys the result obeys the schema.
@@ -19,7 +19,7 @@ _SAY_NOTHING = frozenset({"$defs", "definitions", "$schema"})
 _NAMED = frozenset({"properties", "$defs", "definitions"})
 _LISTED = frozenset({"anyOf", "prefixItems"})
 _SINGLE = frozenset({"items", "additionalProperties"})
-# Of each pair, one keyword is about what the other leaves.
+# In each pair, the second keyword applies to what the first one does not name.
 _RELATED = (("properties", "additionalProperties"), ("prefixItems", "items"))
 
 Path = tuple[str, ...]
@@ -43,7 +43,7 @@ class Separator:
         beside = {keyword: value for keyword, value in schema.items() if keyword in _SAY_NOTHING}
         said = {keyword: value for keyword, value in schema.items() if keyword not in _SAY_NOTHING}
         if "enum" in said:
-            said.pop("type", None)  # by which its values were chosen already
+            said.pop("type", None)  # its values have been filtered by the type
         if len(said) > 1:
             if not said.keys().isdisjoint({"enum", "const"}):
                 said = self._values(said, path)
@@ -99,7 +99,7 @@ class Separator:
 
 
 def _are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two schemas say together what their keywords say in one."""
+    """Whether the keywords of two schemas can be merged into one schema with the same meaning."""
     if not one.keys().isdisjoint(other):
         return False
     pairs = [*_RELATED, *((last, first) for first, last in _RELATED)]

@@ -93,13 +93,16 @@ def make_app(
     )
 
 
+TLS = ("ssl_certfile", "ssl_keyfile")
+
+
 def make_certificate(folder: Path) -> dict[str, str]:
     """The settings of a server with a certificate of its own for 127.0.0.1; needs the openssl command."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
-    return {"ssl_certfile": cert, "ssl_keyfile": key}
+    return dict(zip(TLS, (cert, key), strict=True))
 
 
 def http(app: FastAPI, **options: Any) -> httpx.AsyncClient:
@@ -161,7 +164,8 @@ def live_server(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     port = listener.getsockname()[1]
-    server = Server(uvicorn_config(app, ServerConfig(**settings)))
+    of_connections = {name: settings[name] for name in ("header_timeout", *TLS) if name in settings}
+    server = Server(uvicorn_config(app, ServerConfig(**of_connections)))
     loop = new_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(server, listener)), daemon=True)
     thread.start()

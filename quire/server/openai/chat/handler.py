@@ -41,14 +41,14 @@ ROUTE = "/v1/chat/completions"
 
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
-    generation, prepared = await prepare(context, body, request)
+    generation, prepared = await make_generation(context, body, request)
     answer = ChatAnswer(context, body, generation, prepared)
     if body.stream:
         return EventStream(answer.events())
     return json_response(await while_connected(request.receive, answer.body()))
 
 
-async def prepare(
+async def make_generation(
     context: ServerContext, body: ChatCompletionRequest, request: Request
 ) -> tuple[Generation, PreparedConversation]:
     """Check everything that can be checked without the engine."""

@@ -37,13 +37,13 @@ ROUTE = "/v1/completions"
 
 
 async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:
-    answer = CompletionAnswer(context, body, prepare(context, body, request))
+    answer = CompletionAnswer(context, body, make_generation(context, body, request))
     if body.stream:
         return EventStream(answer.events())
     return json_response(await while_connected(request.receive, answer.body()))
 
 
-def prepare(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
+def make_generation(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
     """Check everything that can be checked without the engine."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
