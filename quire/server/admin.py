@@ -62,8 +62,7 @@ def admin_router(context: ServerContext) -> APIRouter:
 
     def report(good: frozenset[str]) -> Response:
         health = context.provider.health()
-        body = msgspec.json.encode(Health(health.status, health.detail))
-        return json_response(body, 200 if health.status in good else 503)
+        return json_response(Health(health.status, health.detail), 200 if health.status in good else 503)
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
@@ -84,7 +83,7 @@ def admin_router(context: ServerContext) -> APIRouter:
     @router.get("/version", response_class=Response)
     async def version() -> Response:
         """Quire's version."""
-        return json_response(msgspec.json.encode(Version(quire.__version__)))
+        return json_response(Version(quire.__version__))
 
     @router.get("/server_info", response_class=Response, responses=answers(ServerInfo))
     async def server_info() -> Response:
@@ -96,7 +95,7 @@ def admin_router(context: ServerContext) -> APIRouter:
         formats = context.formats
         status, settings = context.provider.health().status, harmless_settings(context.settings)
         info = ServerInfo(quire.__version__, status, engine, formats.tool, formats.reasoning, settings)
-        return json_response(msgspec.json.encode(info))
+        return json_response(info)
 
     @router.head("/", response_class=Response, include_in_schema=False)
     async def head() -> Response:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -111,44 +112,31 @@ class Failure:
     """The words that Anthropic's clients look for, where they are others."""
 
 
+_MEANINGS: tuple[tuple[type[QuireError], int, str | None], ...] = (
+    (ClientDisconnectedError, STATUS_CLIENT_GONE, None),
+    (UnknownModelError, 404, "model_not_found"),
+    (NotFoundError, 404, "not_found"),
+    (ContextLengthError, 400, "context_length_exceeded"),
+    (RequestError, 400, None),
+    (ToolServerError, 502, None),
+    (QueueFullError, 503, "queue_full"),
+    (EngineUnavailableError, 503, "engine_unavailable"),
+    (QuireError, 500, None),
+)
+
+
 def failure_of(error: QuireError) -> Failure:
-    """The one table of what an error means to a client."""
-    field = error.field if isinstance(error, RequestError) else None
-    status, code = _status_and_code(error)
-    headers = anthropic_message = None
-    if isinstance(error, EngineUnavailableError):
-        headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+    """What an error means to a client."""
+    status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
+    failure = Failure(status=status, message=str(error), code=code)
+    if isinstance(error, RequestError):
+        failure = replace(failure, field=error.field)
     if isinstance(error, ContextLengthError):
-        anthropic_message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
-    return Failure(
-        status=status,
-        message=str(error),
-        field=field,
-        code=code,
-        headers=headers,
-        anthropic_message=anthropic_message,
-    )
-
-
-def _status_and_code(error: QuireError) -> tuple[int, str | None]:
-    match error:
-        case ClientDisconnectedError():
-            return STATUS_CLIENT_GONE, None
-        case UnknownModelError():
-            return 404, "model_not_found"
-        case NotFoundError():
-            return 404, "not_found"
-        case ContextLengthError():
-            return 400, "context_length_exceeded"
-        case RequestError():
-            return 400, None
-        case ToolServerError():
-            return 502, None
-        case QueueFullError():
-            return 503, "queue_full"
-        case EngineUnavailableError():
-            return 503, "engine_unavailable"
-    return 500, None
+        words = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
+        failure = replace(failure, anthropic_message=words)
+    if isinstance(error, EngineUnavailableError):
+        failure = replace(failure, headers={"retry-after": str(max(1, math.ceil(error.retry_after)))})
+    return failure
 
 
 @contextmanager
@@ -209,7 +197,9 @@ def http_failure(
     return Failure(status=status, message=message, field=field, code=_CODES.get(status), headers=headers)
 
 
-def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` as JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, headers, media_type="application/json")
 
 

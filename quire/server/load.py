@@ -28,7 +28,7 @@ def load_router(context: ServerContext) -> APIRouter:
     @router.get("/load", response_class=Response, responses=answers(Load))
     async def load() -> Response:
         """How many completions run or wait."""
-        return json_response(msgspec.json.encode(Load(context.admission.num_open)))
+        return json_response(Load(context.admission.num_open))
 
     return router
 

@@ -20,7 +20,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.stats import NULL_OBSERVER, Observer
-from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.access import PROBES, is_open, route_path
 from quire.server.errors import STATUS_CLIENT_GONE, error_response, http_failure
 from quire.server.metrics_route import http_end
@@ -43,18 +42,6 @@ def request_id_of(scope: Scope) -> str:
     """The id that RequestContext gave to this request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
-
-
-def arrival_time_of(scope: Scope) -> float:
-    """When this request came, on the monotonic clock."""
-    arrival_time: float = scope["state"]["arrival_time"]
-    return arrival_time
-
-
-def trace_headers_of(scope: Scope) -> dict[str, str] | None:
-    """The headers that name the trace of a request, if there are any."""
-    headers = Headers(scope=scope)
-    return {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
 
 
 def is_request_id(text: str) -> bool:

@@ -24,6 +24,7 @@ from quire.server.conversation.request import (
     Tool,
     ToolChoice,
     check_tools,
+    text_of,
 )
 from quire.server.conversation.template_fields import template_options
 from quire.server.generation.structured import one_format
@@ -86,9 +87,9 @@ def _user(blocks: Sequence[InputBlock], where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if block.type == "tool_result":
-            result = {"role": "tool", "tool_call_id": _field(block, "tool_use_id", place)}
+            result = {"role": "tool", "tool_call_id": text_of(block.others, "tool_use_id", place)}
             text = _result_text(block, place)
-            failed = (block.model_extra or {}).get("is_error") is True
+            failed = block.others.get("is_error") is True
             messages.append(result | {"content": f"Error: {text}" if failed else text})
         else:
             texts.append(_text(block, place))
@@ -104,13 +105,13 @@ def _assistant(blocks: Sequence[InputBlock], where: str) -> dict[str, Any]:
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if block.type == "thinking":
-            thinking.append(_field(block, "thinking", place))
+            thinking.append(text_of(block.others, "thinking", place))
         elif block.type == "tool_use":
-            arguments = (block.model_extra or {}).get("input")
+            arguments = block.others.get("input")
             if not isinstance(arguments, dict):
                 raise RequestError(f"{place}.input must be an object", f"{place}.input")
-            function = {"name": _field(block, "name", place), "arguments": arguments}
-            calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
+            function = {"name": text_of(block.others, "name", place), "arguments": arguments}
+            calls.append({"id": text_of(block.others, "id", place), "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # its content is encrypted
             texts.append(_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -122,7 +123,7 @@ def _assistant(blocks: Sequence[InputBlock], where: str) -> dict[str, Any]:
 
 
 def _result_text(block: InputBlock, where: str) -> str:
-    content = (block.model_extra or {}).get("content")
+    content = block.others.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
@@ -137,8 +138,8 @@ def _texts(blocks: Sequence[InputBlock], where: str) -> str:
 def _text(block: InputBlock, where: str) -> str:
     """The text of a block; a document may be one."""
     if block.type == "text":
-        return _field(block, "text", where)
-    source = (block.model_extra or {}).get("source")
+        return text_of(block.others, "text", where)
+    source = block.others.get("source")
     if block.type == "document" and isinstance(source, dict) and source.get("type") == "text":
         data = source.get("data")
         if isinstance(data, str):
@@ -147,13 +148,6 @@ def _text(block: InputBlock, where: str) -> str:
         f"{where} is of type {block.type[:40]!r}, which this server does not take here; send blocks of type 'text'",
         f"{where}.type",
     )
-
-
-def _field(block: InputBlock, name: str, where: str) -> str:
-    value = (block.model_extra or {}).get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
-    return value
 
 
 def _tool(tool: ToolDefinition, where: str) -> Tool:

@@ -70,7 +70,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
     reader, answer = prepared.reader(), MessageAnswer(body, generation)
     if not body.stream:
         (output,) = await while_connected(request.receive, finished_outputs(context, generation))
-        return json_response(msgspec.json.encode(answer.message(output, reader.read(output)[0])))
+        return json_response(answer.message(output, reader.read(output)[0]))
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(run(context, generation)) as outputs:

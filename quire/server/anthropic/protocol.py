@@ -20,6 +20,11 @@ class InputBlock(BaseModel):
 
     type: str
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields besides `type`."""
+        return self.model_extra or {}
+
 
 class InputMessage(BaseModel):
     model_config = ConfigDict(extra="allow")

@@ -91,6 +91,14 @@ class Conversation:
         return () if self.tool_choice.mode == "none" else self.tools
 
 
+def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A field of a part of the request that has to be text; `where` is what the request calls that part."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
+    return value
+
+
 def is_tool_name(name: str) -> bool:
     """Whether every tool format can write this name."""
     return _TOOL_NAME.fullmatch(name) is not None

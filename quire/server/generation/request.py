@@ -11,9 +11,10 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.frontend.reading import Reading
+from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.conversation.prepare import PreparedConversation
 from quire.server.generation.fields import GenerationFields, engine_prompt
-from quire.server.middleware import arrival_time_of, is_request_id, request_id_of, trace_headers_of
+from quire.server.middleware import is_request_id, request_id_of
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
@@ -58,7 +59,8 @@ class Generation:
 
 
 def origin_of(request: Request) -> Origin:
-    return Origin(arrival_time_of(request.scope), trace_headers_of(request.scope))
+    traced = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+    return Origin(request.state.arrival_time, traced or None)
 
 
 def ids_of(prefix: str, body: GenerationFields, request: Request) -> Ids:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -29,6 +28,6 @@ def chat_router(context: ServerContext) -> APIRouter:
         """The prompt that a conversation becomes, as token ids, without answering it."""
         generation, _ = await make_generation(context, body, request)
         (rendered,) = await while_connected(request.receive, render(context, generation))
-        return json_response(msgspec.json.encode(rendered))
+        return json_response(rendered)
 
     return router

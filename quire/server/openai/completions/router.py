@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -28,6 +27,6 @@ def completions_router(context: ServerContext) -> APIRouter:
     async def render_prompts(body: CompletionRequest, request: Request) -> Response:
         """The token ids of each prompt, without going on with it."""
         rendered = await while_connected(request.receive, render(context, make_generation(context, body, request)))
-        return json_response(msgspec.json.encode(rendered))
+        return json_response(rendered)
 
     return router

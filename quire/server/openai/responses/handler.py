@@ -52,7 +52,7 @@ class Responses:
         if body.stream:
             return self._stream(plan)
         await while_connected(request.receive, self._finish(plan))
-        return json_response(msgspec.json.encode(plan.response))
+        return json_response(plan.response)
 
     async def count_tokens(self, body: ResponsesRequest, request: Request) -> InputTokens:
         """The number of prompt tokens of a response, also beyond what the model takes."""

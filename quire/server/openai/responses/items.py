@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.parsers.json_scan import parse_object
+from quire.server.conversation.request import text_of
 from quire.server.openai.responses.events import CUT_SHORT, decrypt
 from quire.types.errors import RequestError
 
@@ -61,7 +62,7 @@ class _Builder:
             if not _is_cut_short(item):
                 self._call(item, where)
         elif kind == "function_call_output":
-            call_id = _text(item, "call_id", where)
+            call_id = text_of(item, "call_id", where)
             self._result(call_id, _output(item.get("output"), f"{where}.output"))
         elif kind != "mcp_list_tools":  # which is for the client only
             raise RequestError(
@@ -98,8 +99,8 @@ class _Builder:
             self.messages.append({"role": _ROLES[role], "content": text})
 
     def _call(self, item: Item, where: str) -> None:
-        name = flat_name(_text(item, "name", where), item.get("namespace") or item.get("server_label"))
-        arguments = _text(item, "arguments", where)
+        name = flat_name(text_of(item, "name", where), item.get("namespace") or item.get("server_label"))
+        arguments = text_of(item, "arguments", where)
         try:
             parsed = parse_object(arguments or "{}")
         except ValueError as error:
@@ -151,7 +152,7 @@ def _part(part: Any, where: str) -> str:
             f"{where} is of type {str(kind)[:60]!r}, and this server takes only text for now; send type 'input_text'",
             f"{where}.type",
         )
-    return _text(part, _TEXT_PARTS[kind], where)
+    return text_of(part, _TEXT_PARTS[kind], where)
 
 
 def _reasoning(item: Item) -> str:
@@ -163,10 +164,3 @@ def _reasoning(item: Item) -> str:
                 return text
     kept = item.get("encrypted_content")
     return decrypt(kept) if isinstance(kept, str) else ""
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
-    return value
