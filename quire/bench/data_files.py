@@ -1,4 +1,4 @@
-"""Reads prompts from JSONL and ShareGPT-shaped files; every complaint names the file and the place in it."""
+"""Reads prompts from JSONL and ShareGPT-shaped files; every error names the file and the place in it."""
 
 from __future__ import annotations
 

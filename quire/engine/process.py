@@ -23,6 +23,7 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.config.env import log_level
 from quire.engine.transport import Meeting, Receiver, Sender, UndecodableError
+from quire.platform.allocator import return_free_memory
 from quire.types.errors import EngineError, QuireError
 from quire.types.messages import EngineFailure, EngineInfo, Hello, Ready, StartupPhase, ToEngine
 from quire.types.outputs import EngineOutput
@@ -69,7 +70,6 @@ def import_engine() -> None:
     with paused_collector():
         import quire.engine.build
         import quire.engine.loop  # noqa: F401
-        from quire.platform.host import return_free_memory
         from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
         EXECUTORS.get(DEFAULT_EXECUTOR)

@@ -50,7 +50,7 @@ class GrammarManager:
         cache_size: int = 128,
         room: Callable[[int], Masks] | None = None,
     ) -> None:
-        """`room` gives an array of so many lines to write masks into; those written before are used by then."""
+        """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
         self._entries: dict[str, _Entry] = {}
         self._eos_token_ids: list[int] = []
@@ -59,7 +59,7 @@ class GrammarManager:
         self._room = room or self._new_masks
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Say what the tokens stand for; comes before the first `compile`."""
+        """Set the vocabulary; called before the first `compile`."""
         self._eos_token_ids = vocabulary.eos_token_ids
         self._num_words = -(-len(vocabulary.pieces) // 32)
         self._compiler.set_vocabulary(vocabulary)
@@ -81,7 +81,7 @@ class GrammarManager:
         self._entries[request_id] = _Entry(grammar.matcher(), kind, ignores_eos)
 
     def close(self, request_id: str) -> None:
-        """Forget a request; one without a grammar is not known and that is fine."""
+        """Forget a request; does nothing for one without a grammar."""
         self._entries.pop(request_id, None)
 
     def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:

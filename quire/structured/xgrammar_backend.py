@@ -68,7 +68,7 @@ class XGrammarGrammar(Grammar):
 
 class XGrammarBackend(Backend):
     package = "xgrammar"
-    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset())
+    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset(), combines=False)
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         from xgrammar import GrammarCompiler, TokenizerInfo, VocabType

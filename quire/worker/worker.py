@@ -14,7 +14,7 @@ from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import generator_class
-from quire.platform.host import return_free_memory
+from quire.platform.allocator import return_free_memory
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding

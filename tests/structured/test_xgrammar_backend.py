@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from quire.structured.base import Backend
 from quire.structured.registry import BACKENDS
 from quire.structured.sources import make_source
 from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
 from tests.structured.test_schema import ENFORCED, validator_of
+from tests.structured.test_separate import OBJECTS, SCHEMAS, VALUES
 from tests.structured.words import EOS, VOCABULARY, go_and_come_back, speak
 
 LIMITS = GrammarLimits("xgrammar")
@@ -41,6 +43,15 @@ def test_schemas_are_enforced_or_refused(xgrammar: Backend) -> None:
         for text in texts:
             assert text is None or validator_of(name).validate(json.loads(text)) is None, name
     assert enforced >= 40
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_keywords_side_by_side_are_all_enforced(xgrammar: Backend, schema: dict[str, Any]) -> None:
+    grammar = xgrammar.compile(make_source(StructuredOutputsParams(json=schema), LIMITS))
+    for value in VALUES + OBJECTS:
+        matcher = grammar.matcher()
+        taken = matcher.accept(list(json.dumps(value).encode())) and (matcher.is_complete or matcher.accept([EOS]))
+        assert taken == Draft202012Validator(schema).is_valid(value), value
 
 
 def test_the_other_kinds(xgrammar: Backend) -> None:

@@ -33,14 +33,14 @@ def models_router(context: ServerContext) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """The model, once for each of its names."""
         if is_anthropic(request.scope):
-            return json_response(msgspec.json.encode(model_page(context)))
-        return json_response(msgspec.json.encode(ModelList([card(name) for name in context.model_names])))
+            return json_response(model_page(context))
+        return json_response(ModelList([card(name) for name in context.model_names]))
 
     @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
     async def get_model(model_id: str, request: Request) -> Response:
         """The model of this name."""
         name = context.check_model(model_id)
         found = model_info(context, name) if is_anthropic(request.scope) else card(name)
-        return json_response(msgspec.json.encode(found))
+        return json_response(found)
 
     return router

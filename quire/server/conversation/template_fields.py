@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from quire.config.groups import ServerConfig
-from quire.server.conversation.render import check_template_option
 from quire.server.conversation.request import TemplateOptions
+from quire.types.errors import RequestError
 
 
 class TemplateFields(BaseModel):
@@ -19,7 +19,11 @@ class TemplateFields(BaseModel):
 
 def template_options(settings: ServerConfig, body: TemplateFields) -> TemplateOptions:
     """Refuses a template where requests may not bring one."""
-    check_template_option(settings, body.chat_template)
+    if body.chat_template is not None and not settings.allow_request_chat_template:
+        raise RequestError(
+            "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
+            "chat_template",
+        )
     return TemplateOptions(
         chat_template=body.chat_template,
         chat_template_kwargs=body.chat_template_kwargs or {},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.frontend.text_model import TextModel
-from quire.server.openai.generation import merged
+from quire.server.generation.run import merged
 from quire.types.outputs import RequestOutput
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import serving

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from quire.server.anthropic.handler import HINTS as MESSAGES_HINTS
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.generation.field_table import ACCEPTED, ELSEWHERE, NO_EFFECT_ON_PROMPTS, RENAMED, UNSUPPORTED
 from quire.server.openai.chat.protocol import ChatCompletionRequest
 from quire.server.openai.completions.protocol import CompletionRequest
-from quire.server.openai.fields import ACCEPTED, ELSEWHERE, NO_EFFECT_ON_PROMPTS, RENAMED, UNSUPPORTED
 from quire.server.openai.responses.prepare import HINTS as RESPONSES_HINTS
 from quire.server.openai.responses.protocol import ResponsesRequest
 from quire.server.tokenize import DetokenizeRequest, TokenizeChat, TokenizeText

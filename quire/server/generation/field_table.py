@@ -1,4 +1,4 @@
-"""The table of fields: what becomes of one that a client sends and that a request's own model does not have.
+"""The table of fields that a request may have and an endpoint does not: which are refused, and what to use instead.
 
 No endpoint may ignore in silence what another one honours: each such field has its line here. A field that nobody
 knows is ignored, with one line in the log.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from quire.server.context import ServerContext
-from quire.server.openai.sampling import GenerationFields
+from quire.server.generation.fields import GenerationFields
 from quire.types.errors import RequestError
 
 Harmless = Callable[[Any], bool]
@@ -36,8 +36,7 @@ def text_only(value: Any) -> bool:
     return value in ({"type": "text"}, ["text"])
 
 
-# Fields with a meaning that Quire does not give them yet, and which values of theirs ask for nothing special.
-# A null is always harmless.
+# Fields that Quire does not support yet, and which of their values are harmless. A null always is.
 UNSUPPORTED: dict[str, Harmless] = {
     "audio": never,
     "early_stopping": one_of(False),
@@ -59,7 +58,7 @@ UNSUPPORTED: dict[str, Harmless] = {
     "web_search_options": never,
 }
 
-# Fields with another name now: what to write instead, and which values of theirs ask for nothing.
+# Fields that have another name now: what to write instead, and which of their values are harmless.
 RENAMED: dict[str, tuple[str, Harmless]] = {
     "function_call": ("tool_choice", one_of("none", "auto")),
     "functions": ('tools, each as {"type": "function", "function": ...}', empty),
@@ -125,7 +124,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "return_token_strs": ("/tokenize", one_of(False)),
     "return_tokens_as_token_ids": ("/v1/chat/completions", one_of(False)),
     "stop_sequences": ("stop", empty),
-    "stream_options": ("", always),  # usage is always told where this is not a field
+    "stream_options": ("", always),  # where this is not a field, answers always have the usage
     "suffix": ("/v1/completions", empty),
     "system": ("a system message", empty),
     "text": ("response_format", empty),
@@ -151,13 +150,13 @@ NO_EFFECT_ON_PROMPTS = frozenset(
         *("max_completion_tokens", "max_tokens", "return_token_ids", "return_tokens_as_token_ids", "stop_sequences"),
     }
 )
-"""For an endpoint that counts or splits a prompt: a client may send the request that it is about to make."""
+"""What endpoints that count or tokenize a prompt accept, so that clients can send them a whole request."""
 
 
 def check_extra_fields(
     extra: Mapping[str, Any], context: ServerContext, route: str, no_effect: Collection[str] = ()
 ) -> None:
-    """Refuse by name what would be misunderstood if it were ignored; ignore the rest. `no_effect` is fine here."""
+    """Refuse by name the fields that must not be ignored; ignore the rest, and all that are in `no_effect`."""
     for name, value in extra.items():
         if value is None or name in ACCEPTED or name in no_effect:
             continue
