@@ -15,7 +15,10 @@ sys.path.insert(0, str(ROOT))
 from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
 from quire.metrics import catalog  # noqa: E402
 
-PAGES = {"docs/settings.md": args.reference_markdown, "docs/metrics.md": catalog.reference_markdown}
+PAGES = {
+    "docs/reference/settings.md": args.reference_markdown,
+    "docs/reference/metrics.md": catalog.reference_markdown,
+}
 
 
 def stale(root: Path = ROOT) -> list[str]:

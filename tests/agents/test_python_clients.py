@@ -1,4 +1,4 @@
-"""The Python clients of docs/agents.md against a live server, each as the page prints it."""
+"""The Python clients of docs/guides/agents.md against a live server, each as the page prints it."""
 
 from __future__ import annotations
 

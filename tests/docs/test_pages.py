@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FOLDERS = (ROOT / "docs", ROOT / "benchmarks" / "notes")
+PAGES = [
+    *(page for folder in FOLDERS for page in sorted(folder.rglob("*.md"))),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = sorted(path.parent.name for path in (ROOT / "quire").glob("*/__init__.py"))
 
@@ -18,7 +23,7 @@ def test_every_package_is_on_the_map() -> None:
     assert sorted(rows) == PACKAGES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_and_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = re.findall(r"`((?:quire|tests|tools|docs|benchmarks)/[\w/.-]+)`", text)

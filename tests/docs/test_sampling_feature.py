@@ -1,4 +1,4 @@
-"""docs/adding-a-sampling-feature.md: what is printed there works."""
+"""docs/internals/adding-a-sampling-feature.md: what is printed there works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.runner.sampling.registry import FEATURES
 from quire.runner.sampling.sampler import Sampler
 from tests.runner.sampling.helpers import CPU, make_logits, make_row, run
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-sampling-feature.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "adding-a-sampling-feature.md"
 
 
 def test_the_printed_feature() -> None:
