@@ -191,8 +191,8 @@ def reference_markdown() -> str:
         "# Metrics",
         "",
         "`GET /metrics` speaks Prometheus' text format, and OpenMetrics to those who ask for it."
-        " [grafana/quire.json](../grafana/quire.json) is a dashboard to import. Every metric has the label `model_name`,"
-        " the first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
+        " [grafana/quire.json](../grafana/quire.json) is a dashboard to import. Every metric has the label"
+        " `model_name`, the first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
         "",
         "*This page is generated from `quire/metrics/catalog.py` by `tools/gen_docs.py`.*",
     ]

@@ -1,4 +1,4 @@
-"""Each client of docs/guides/agents.md takes its turns on a real `quire serve` with a real model, as the page prints it."""
+"""Each client of docs/guides/agents.md takes its turns on a real `quire serve` with a real model, as printed."""
 
 from __future__ import annotations
 

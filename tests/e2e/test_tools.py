@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from tests.e2e.serving import Running
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 QUESTION: Any = [{"role": "user", "content": "Plan a trip to Paris for two."}]
 TRIP = {
     "type": "object",
@@ -225,9 +224,8 @@ def test_completions_take_structured_outputs(client: openai.OpenAI) -> None:
 
 
 def test_the_examples_of_the_guide(server: Running) -> None:
-    blocks = re.findall(
-        r"```python\n(.*?)```", (DOCS / "guides" / "tool-calling.md").read_text(encoding="utf-8"), flags=re.S
-    )
+    page = (ROOT / "docs" / "guides" / "tool-calling.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     assert len(blocks) >= 4
     source = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200)
