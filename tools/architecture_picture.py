@@ -49,7 +49,6 @@ BANDS = (
             (
                 ("frontend", "templates, tokenizer, LLM"),
                 ("parsers", "tool calls, reasoning"),
-                ("structured", "grammars, checked here"),
             ),
         ),
     ),
@@ -57,7 +56,14 @@ BANDS = (
         "Engine",
         "knows tokens, no text",
         "orange",
-        ((("engine", "the loop, the step"), ("sched", "who runs in a step"), ("kv", "blocks, prefix cache")),),
+        (
+            (
+                ("engine", "the loop, the step"),
+                ("sched", "who runs in a step"),
+                ("kv", "blocks, prefixes"),
+                ("structured", "grammars, masks"),
+            ),
+        ),
     ),
     Band(
         "Worker",
@@ -71,7 +77,7 @@ BANDS = (
     ),
 )
 CROSSINGS = (
-    Crossing("EngineRequest", "EngineOutputs", "EngineClient: a direct call, or messages between processes"),
+    Crossing("EngineRequest", "EngineOutputs", "EngineClient: a call, or messages to a process"),
     Crossing("StepPlan", "StepResult", "the executor: a future per step, several steps in flight"),
 )
 

@@ -25,7 +25,7 @@ def server() -> Iterator[LiveServer]:
 
 @schema.parametrize()
 @hypothesis.settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,
