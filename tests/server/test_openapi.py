@@ -25,7 +25,7 @@ def server() -> Iterator[LiveServer]:
 
 @schema.parametrize()
 @hypothesis.settings(
-    max_examples=8,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     database=None,
