@@ -36,7 +36,7 @@ class Outcome:
 
 
 CHECKS = (
-    Check("types", ("-m", "mypy", "--strict", "quire")),
+    Check("types", ("-m", "mypy", "--strict", "--num-workers", "2", "quire")),
     Check("lint", ("-m", "ruff", "check", ".")),
     Check("format", ("-m", "ruff", "format", "--check", ".")),
     Check("imports", ("-c", LINT_IMPORTS)),
