@@ -19,6 +19,7 @@ from quire.utils.schema import decode_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never read
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -27,6 +28,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -101,8 +103,12 @@ class SafetensorsCheckpoint(Checkpoint):
         files = sorted(self.folder.glob("*.safetensors"))
         if len(files) == 1:
             return {files[0]: None}
-        others = sorted(path.name for path in self.folder.glob("*.bin"))
-        hint = f"; it has {', '.join(others)}: convert the weights to safetensors" if others else ""
+        others = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLED)
+        hint = (
+            f"; it has {', '.join(others)}, which are pickled (reading them could run any code): convert them to safetensors"
+            if others
+            else ""
+        )
         raise CheckpointError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint or '; download the model again'}"
         )
