@@ -46,6 +46,8 @@ class Block:
     values: int
     num_bytes: int
     decode: Callable[[Tensor], Tensor] = field(repr=False)  # uint8 [rows, bytes] -> float32 [rows, values]
+    split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    """The same into factors, where it has them: int8 [rows, values] and float32 [rows, values / 16]."""
 
 
 @dataclass(frozen=True)

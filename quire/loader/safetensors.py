@@ -105,7 +105,7 @@ class SafetensorsCheckpoint(Checkpoint):
             return {files[0]: None}
         others = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLED)
         hint = (
-            f"; it has {', '.join(others)}, which are pickled (reading them could run any code): convert them to safetensors"
+            f"; it has {', '.join(others)}, which are pickled (reading them could run code): convert them to safetensors"
             if others
             else ""
         )

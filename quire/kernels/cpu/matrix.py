@@ -54,7 +54,7 @@ _ROWS = 1024  # packed at a time, so that intermediate results stay small
 
 
 def packed_bytes(source: str, rows: int, inner: int) -> int:
-    """Bytes of a packed [rows, inner] matrix of a GGUF block type, a storage or a format ("Q4_K", "int8", "code4")."""
+    """Bytes of a packed [rows, inner] matrix of a GGUF type, a storage or a format ("Q4_K", "int8", "code4")."""
     name = BLOCK_TYPES[source][2] if source in BLOCK_TYPES else STORAGES.get(source, source)
     size = ctypes.c_int64()
     bound().panel_bytes(FORMATS.index(name), inner, ctypes.addressof(size))

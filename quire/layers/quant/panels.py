@@ -18,6 +18,8 @@ _DOUBLED = {"E2M1": tuple(int(2 * value) for value in TABLES["E2M1"])}
 
 def panel_format(scheme: Scheme) -> str | None:
     """The format of panels that holds such a matrix; None: there is none."""
+    if scheme.block is not None and scheme.block.split is not None:
+        return "code8_f32"
     if scheme.scales is None or scheme.block is not None or "group_index" in dict(scheme.roles):
         return None
     implied = None if scheme.zeros is None else scheme.zeros.implied
@@ -41,6 +43,8 @@ def panel_parts(matrix: StoredMatrix) -> tuple[str, Tensor, Tensor, Tensor | Non
     rows, columns = matrix.shape
     shape, format = (rows, columns), panel_format(scheme)
     assert format is not None
+    if scheme.block is not None and scheme.block.split is not None:
+        return format, *scheme.block.split(tensors["weight"]), None
     group = 16 if format == "code8_f32" else 32
     codes = scheme.codes(tensors, shape)
     scales = scheme.per_columns(scheme.scale_values(tensors), shape, group)
