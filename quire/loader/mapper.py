@@ -134,6 +134,13 @@ def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None,
     return sum(layer.planned_bytes(stored) for layer, stored in schemes.items())
 
 
+def layers_of(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> dict[str, WeightedLayer]:
+    """The layer that each tensor of a checkpoint goes to, once what `load_weights` checks was checked."""
+    plan = _make_plan(model, tensors)
+    plan.check()
+    return {name: target.layer for name, (target, _) in plan.writes.items()}
+
+
 def count_parameters(model: MappedModule) -> int:
     """Numbers in the checkpoint that the model takes, whatever part of them this rank holds."""
     return sum(
