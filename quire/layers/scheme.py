@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
@@ -30,10 +31,16 @@ TABLES: dict[str, tuple[float, ...]] = {
 }
 
 
+@cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once, because a CUDA graph cannot be captured while the host's numbers are copied."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def element_values(element: str, codes: Tensor) -> Tensor:
     """Codes [..] of any integer type, or numbers of a type that torch has -> float32."""
     if element in TABLES:
-        return torch.tensor(TABLES[element], device=codes.device)[codes.long()]
+        return _constant(TABLES[element], torch.float32, codes.device)[codes.long()]
     if element == "INT4":  # two's complement; other integers are unsigned, or bytes of their own
         return ((codes.int() ^ 8) - 8).float()
     return codes.float()
@@ -66,7 +73,7 @@ class Packing:
     def unpack(self, words: Tensor) -> Tensor:
         """The codes of the elements, as many along `axis` as all words hold."""
         wide = 8 * self.word.itemsize
-        starts = torch.tensor([self.bits * place for place in self.order], device=words.device)
+        starts = _constant(tuple(self.bits * place for place in self.order), torch.int64, words.device)
         if self.words == 1:
             codes = words.unsqueeze(self.axis + 1) >> starts.to(words.dtype).view(-1, *[1] * (1 - self.axis))
         else:

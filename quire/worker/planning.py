@@ -22,7 +22,7 @@ from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import count_parameters, planned_bytes
+from quire.loader.mapper import count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM, ModelDescription
@@ -102,11 +102,16 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
         model = generator_class(model_config).from_config(
             model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
         )
+    decoded: list[str] = []
     if checkpoint is not None:
         weights = planned_bytes(model, checkpoint.tensors())
+        decoded = decoded_elements(model, checkpoint.tensors())
     else:
         weights = planned_bytes(model, None, F32 if made_up else _named_scheme(model_config))
     demand = _demand(config, platform, model, weights, description, settings, kv_dtype, backend, length)
+    if decoded:
+        note = f"{demand.weights_note}; {', '.join(decoded)} become {settings.dtype} when they are loaded"
+        demand = replace(demand, weights_note=note)
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)
     return EnginePlan(
