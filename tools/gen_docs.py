@@ -13,9 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
+from quire.loader.quantized import catalog as quantization  # noqa: E402
 from quire.metrics import catalog  # noqa: E402
 
-PAGES = {"docs/settings.md": args.reference_markdown, "docs/metrics.md": catalog.reference_markdown}
+PAGES = {
+    "docs/settings.md": args.reference_markdown,
+    "docs/metrics.md": catalog.reference_markdown,
+    "docs/supported-quantization.md": quantization.reference_markdown,
+}
 
 
 def stale(root: Path = ROOT) -> list[str]:
