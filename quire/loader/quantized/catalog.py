@@ -31,6 +31,12 @@ def reference_markdown() -> str:
         held = name in BLOCK_TYPES or panel_format(scheme) is not None
         kept = "stays packed, its values unchanged" if held else "becomes float32"
         lines.append(f"| {name} | {bits:g} | {kept} |")
-    lines += ["", "## Written by `quire quantize`", "", "| `--scheme` | weights | format of compressed-tensors |", "|---|---|---|"]
+    lines += [
+        "",
+        "## Written by `quire quantize`",
+        "",
+        "| `--scheme` | weights | format of compressed-tensors |",
+        "|---|---|---|",
+    ]
     lines += [f"| `{name}` | {written.summary} | {written.format} |" for name, written in WRITTEN.items()]
     return _HEAD + "\n".join(lines) + "\n"

@@ -60,7 +60,10 @@ def test_experts_of_gpt_oss_as_transformers_reads_them() -> None:
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (torch.zeros(3, 8, 1, dtype=torch.uint8), r"gate_up_proj_scales has the shape \[3, 8, 1\] instead of \[3, 8, 2\]"),
+        (
+            torch.zeros(3, 8, 1, dtype=torch.uint8),
+            r"gate_up_proj_scales has the shape \[3, 8, 1\] instead of \[3, 8, 2\]",
+        ),
         (torch.zeros(3, 8, 2), r"gate_up_proj_scales is of torch\.float32 instead of torch\.float8_e8m0fnu"),
         (None, "gate_up_proj_scales is missing"),
     ],
