@@ -16,7 +16,7 @@ from quire.types.errors import ConfigError
 if TYPE_CHECKING:
     from quire.worker.planning import EnginePlan
 
-SCHEMES = ("w8a8-int8", "w8a8-fp8", "w8a16", "w4a16", "nvfp4", "mxfp4")
+SCHEMES = ("w8a8-int8", "w8a8-fp8", "w8a16", "w4a16", "w4a16-asym", "nvfp4", "mxfp4")
 WINDOW = 1024  # tokens that are judged at a time
 # What a folder has besides its weights and its config.
 BESIDE = (
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group-size",
         type=int,
         metavar="N",
-        help="Inputs that share a scale (w4a16). Unset: 128, 64 or 32, as fits.",
+        help="Inputs that share a scale (w4a16: 128, 64 or 32, as fits; w4a16-asym: 32).",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="A text: its perplexity is printed before and after. Unset: none is."

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.scheme import TABLES
+from quire.layers.quant.mxfp4 import e2m1_bytes, round_to_mxfp4
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.safetensors import SINGLE_FILE, write_safetensors
 from quire.types.errors import ConfigError
@@ -20,7 +20,6 @@ from quire.types.errors import ConfigError
 Progress = Callable[[int, int], None]  # (tensors written, tensors in all)
 _TRIED = torch.linspace(1.0, 0.7, 13).tolist()  # parts of a group's largest weight that its range may end at
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
-_E2M1_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # where one magnitude ends and the next begins
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,14 @@ class Written:
     quantize: Callable[..., dict[str, Tensor]]  # (weight float32 [rows, columns], dtype of scales, group size)
     inputs: dict[str, Any] | None = None
     group_size: int | None = None  # what is asked for if the user does not say
+    symmetric: bool = True
+
+    @property
+    def takes_group_size(self) -> bool:
+        return self.group_size is not None and self.format == "pack-quantized"
 
     def config(self, group_size: int | None, ignore: Collection[str]) -> dict[str, Any]:
-        weights = {**self.weights, "symmetric": True, "dynamic": False, "group_size": group_size}
+        weights = {**self.weights, "symmetric": self.symmetric, "dynamic": False, "group_size": group_size}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": self.inputs, "format": self.format}
         return {
             "quant_method": "compressed-tensors",
@@ -60,24 +64,42 @@ def _rounded(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     return (values / scales).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1)
 
 
-def _packed_integers(weight: Tensor, dtype: torch.dtype, group: int | None, *, bits: int) -> dict[str, Tensor]:
-    """Of several ends for a group's range the one that errs least: the few largest weights may be cut."""
-    groups = weight.unflatten(1, (-1, group or weight.shape[1]))
-    largest, end = groups.abs().amax(-1, keepdim=True), (1 << bits - 1) - 0.5
-    scales, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
-    for part in _TRIED if bits < 8 else _TRIED[:1]:
-        tried = _scales(largest * part, end, dtype)
-        error = (_rounded(groups, tried, bits) * tried - groups).square().sum(-1, keepdim=True)
-        scales, least = torch.where(error < least, tried, scales), torch.minimum(error, least)
-    codes = (_rounded(groups, scales, bits) + (1 << bits - 1)).flatten(1).to(torch.int64)
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes [rows, columns] -> int32 [rows, words], the first in the low bits."""
     per_word = 32 // bits
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % per_word)).unflatten(
+        1, (-1, per_word)
+    )
     words = (codes << bits * torch.arange(per_word)).sum(-1)
-    return {
-        "weight_packed": (words - ((words >> 31) << 32)).to(torch.int32),
+    return (words - ((words >> 31) << 32)).to(torch.int32)
+
+
+def _packed_integers(
+    weight: Tensor, dtype: torch.dtype, group: int | None, *, bits: int, symmetric: bool = True
+) -> dict[str, Tensor]:
+    """Of several ends for a group's range those that err least: the few largest weights may be cut."""
+    groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+    high, low, middle = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True), 1 << bits - 1
+    largest, most = torch.maximum(high, -low), 2 * middle - 1
+    scales, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    codes, zeros = torch.zeros_like(groups), torch.full_like(largest, middle)
+    for part in _TRIED if bits < 8 else _TRIED[:1]:
+        if symmetric:
+            tried, zero = _scales(largest * part, middle - 0.5, dtype), torch.full_like(largest, middle)
+        else:
+            tried = _scales((high.clamp_min(0) - low.clamp_max(0)) * part, most, dtype)
+            zero = (-low.clamp_max(0) * part / tried).round().clamp(0, most)
+        rounded = (groups / tried + zero).round().clamp(0, most)
+        error = ((rounded - zero) * tried - groups).square().sum(-1, keepdim=True)
+        better = error < least
+        codes, zeros = torch.where(better, rounded, codes), torch.where(better, zero, zeros)
+        scales, least = torch.where(better, tried, scales), torch.minimum(error, least)
+    stored = {
+        "weight_packed": _words(codes.flatten(1), bits),
         "weight_scale": scales.squeeze(-1).to(dtype),
         "weight_shape": torch.tensor(weight.shape),
     }
+    return stored if symmetric else {**stored, "weight_zero_point": _words(zeros.squeeze(-1).t(), bits).t()}
 
 
 def _floats8(weight: Tensor, dtype: torch.dtype, group: int | None) -> dict[str, Tensor]:
@@ -86,28 +108,18 @@ def _floats8(weight: Tensor, dtype: torch.dtype, group: int | None) -> dict[str,
     return {"weight": codes, "weight_scale": scales.to(dtype)}
 
 
-def _nibbles(values: Tensor) -> Tensor:
-    """Values [rows, columns] on the scale of E2M1 -> bytes [rows, columns / 2], the first in the low bits."""
-    codes = (torch.bucketize(values.abs(), _E2M1_BETWEEN) + 8 * (values < 0)).to(torch.uint8)
-    assert len(TABLES["E2M1"]) == 16
-    return codes[:, ::2] | codes[:, 1::2] << 4
-
-
 def _nvfp4(weight: Tensor, dtype: torch.dtype, group: int | None) -> dict[str, Tensor]:
     """The numbers that scales are divided by make the largest of them 448."""
     groups = weight.unflatten(1, (-1, group or 16))
     second = (_E4M3_MAX * _E2M1_MAX / weight.abs().max().clamp_min(1e-30)).reshape(1)
     scales = (groups.abs().amax(-1) / _E2M1_MAX * second).clamp(2.0**-9, _E4M3_MAX).to(torch.float8_e4m3fn)
     values = groups / (scales.float() / second).unsqueeze(-1)
-    return {"weight_packed": _nibbles(values.flatten(1)), "weight_scale": scales, "weight_global_scale": second}
+    return {"weight_packed": e2m1_bytes(values.flatten(1)), "weight_scale": scales, "weight_global_scale": second}
 
 
 def _mxfp4(weight: Tensor, dtype: torch.dtype, group: int | None) -> dict[str, Tensor]:
-    groups = weight.unflatten(1, (-1, group or 32))
-    largest = groups.abs().amax(-1).clamp_min(2.0**-120)
-    exponents = torch.floor(torch.log2(largest)).int() - 2  # the largest magnitude lies in [4, 8), and 6 is the most
-    values = torch.ldexp(groups, -exponents.unsqueeze(-1))
-    return {"weight_packed": _nibbles(values.flatten(1)), "weight_scale": (exponents + 127).to(torch.uint8)}
+    tensors = round_to_mxfp4(weight).tensors
+    return {"weight_packed": tensors["weight"], "weight_scale": tensors["scales"]}
 
 
 _TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
@@ -139,6 +151,14 @@ WRITTEN: dict[str, Written] = {
         partial(_packed_integers, bits=4),
         group_size=128,
     ),
+    "w4a16-asym": Written(
+        "4-bit integers, a scale and a zero point per group of inputs",
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group"},
+        partial(_packed_integers, bits=4, symmetric=False),
+        group_size=32,
+        symmetric=False,
+    ),
     "nvfp4": Written(
         "4-bit floats, an fp8 scale per 16",
         "nvfp4-pack-quantized",
@@ -163,9 +183,10 @@ def choose_group_size(name: str, asked: int | None, shapes: Mapping[str, tuple[i
         if asked is not None:
             raise ConfigError(f"group_size is {asked} but {name} has a scale per output; leave --group-size out")
         return None
-    if asked is not None and name != "w4a16":
+    if asked is not None and not written.takes_group_size:
         raise ConfigError(f"group_size is {asked} but {name} always has {written.group_size}; leave --group-size out")
-    sizes = [asked] if asked is not None else [written.group_size, *((64, 32) if name == "w4a16" else ())]
+    smaller = [size for size in (64, 32) if written.takes_group_size and size < written.group_size]
+    sizes = [asked] if asked is not None else [written.group_size, *smaller]
     fitting = [size for size in sizes if not any(shape[1] % size for shape in shapes.values())]
     if fitting:
         return fitting[0]

@@ -5,19 +5,13 @@ experts.gate_up_proj_blocks and _scales are presented as experts.gate_up_proj [e
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from quire.layers.scheme import Packing, Role, ScaleGrid, Scheme
+from quire.layers.quant.mxfp4 import MXFP4
+from quire.layers.scheme import Scheme
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
 
-GROUP = 32
-_ROLES: tuple[tuple[Role, str], ...] = (("weight", "_blocks"), ("scales", "_scales"))
-MXFP4 = Scheme(
-    "E2M1",
-    packing=Packing(torch.uint8, (0, 1)),
-    scales=ScaleGrid(1, GROUP, torch.float8_e8m0fnu),
-    roles=_ROLES,
-)
+MXFP4_EXPERTS = replace(MXFP4, roles=(("weight", "_blocks"), ("scales", "_scales")))
 
 
 class Mxfp4(QuantizedCheckpoint):
@@ -36,7 +30,7 @@ class Mxfp4(QuantizedCheckpoint):
         return path
 
     def scheme(self, path: str, leaves: Leaves) -> Scheme | None:
-        return MXFP4 if leaves.keys() & dict.fromkeys(("_blocks", "_scales")) else None
+        return MXFP4_EXPERTS if leaves.keys() & dict.fromkeys(("_blocks", "_scales")) else None
 
     def shape(self, path: str, scheme: Scheme, leaves: Leaves) -> tuple[int, ...] | None:
         *several, rows, groups, num_bytes = (1, 1, 1, *leaves["_blocks"].shape)[-4:]

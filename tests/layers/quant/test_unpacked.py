@@ -9,11 +9,12 @@ from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowPara
 from quire.layers.quant.base import MatrixSpec
 from quire.layers.quant.fp8 import Fp8Linear, has_fp8_rows
 from quire.layers.quant.unpacked import UnpackedLinear
-from quire.layers.scheme import StoredMatrix, as_tensor
+from quire.layers.scheme import TABLES, StoredMatrix, as_tensor, float_scheme
 from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.types.errors import ConfigError
 from tests.loader.quantized.test_checkpoints import NAMES, ROOT
 
 TARGET = Target("elsewhere", torch.float32, "unpacked")
@@ -76,3 +77,30 @@ def test_fp8_rows_are_not_quantized_again(name: str) -> None:
     assert torch.equal(method.weight.view(torch.uint8), weight.tensors["weight"].view(torch.uint8))
     assert torch.equal(method.weight.float() * method.scale[:, None], weight.tensor())
     assert not has_fp8_rows(stored("fp8-block").scheme)
+
+
+def test_float_weights_become_the_nearest_4_bit_floats() -> None:
+    target = Target("elsewhere", torch.float32, "mxfp4")
+    layer = ColumnParallelLinear(64, 24, bias=False, target=target, group=ParallelGroup()).allocate("up_proj")
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    planned = layer.planned_bytes({("weight", None): float_scheme(torch.float32)})
+    layer.load("weight", None, weight)
+    assert layer.method.num_bytes == planned == 24 * 64 * 4.25 / 8
+    found = layer(torch.eye(64))
+    assert isinstance(found, torch.Tensor)
+    steps = 2.0 ** (weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True).log2().floor() - 2)
+    scaled, mine = weight.unflatten(1, (-1, 32)) / steps, found.t().unflatten(1, (-1, 32)) / steps
+    values = torch.tensor(TABLES["E2M1"])
+    best = (scaled.unsqueeze(-1) - values).abs().amin(-1)
+    torch.testing.assert_close((mine - scaled).abs(), best, atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_rounded_is_named() -> None:
+    target = Target("elsewhere", torch.float32, "mxfp4")
+    for inputs, scheme, message in (
+        (40, float_scheme(torch.float32), "up_proj has 40 inputs, which are no whole groups of 32; leave"),
+        (64, stored("gptq").scheme, "up_proj is quantized already .its weights are UINT4.; leave"),
+    ):
+        layer = ColumnParallelLinear(inputs, 24, bias=False, target=target, group=ParallelGroup()).allocate("up_proj")
+        with pytest.raises(ConfigError, match=message):
+            layer.planned_bytes({("weight", None): scheme})
