@@ -52,6 +52,8 @@ def test_the_default_model_keeps_its_perplexity(scheme: str, tmp_path: Path) -> 
     text, settings = PAGE.read_text()[:6000], {"max_model_len": 1024, "kv_cache_dtype": "float32"}
     config = EngineConfig.from_flat(model="smollm2", **settings)
     assert main(["quantize", "smollm2", "--scheme", scheme, "--out", str(tmp_path / "out")]) == 0
-    stored = EngineConfig.from_flat(model=str(tmp_path / "out"), tokenizer=str(resolve_model("smollm2").path), **settings)
+    stored = EngineConfig.from_flat(
+        model=str(tmp_path / "out"), tokenizer=str(resolve_model("smollm2").path), **settings
+    )
     before, after = perplexity(config, text), perplexity(stored, text)
     assert 100 * (after / before - 1) < RISES[scheme]

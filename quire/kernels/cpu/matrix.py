@@ -205,7 +205,8 @@ class PackedMatrix:
 
 def _by_panel(values: Tensor) -> Tensor:
     """[rows, n] -> [panels, 16, n], rows past the last being zero."""
-    return torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL)).unflatten(0, (-1, PANEL))
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL))
+    return padded.reshape(-1, PANEL, values.shape[1])
 
 
 def _code_panels(format: str, codes: Tensor) -> Tensor:
@@ -214,7 +215,8 @@ def _code_panels(format: str, codes: Tensor) -> Tensor:
     if format.startswith("code8"):
         lines: Tensor = panels.to(torch.int8).mT.contiguous()
         return lines.view(torch.uint8).flatten(1)
-    pairs = panels.to(torch.uint8).unflatten(2, (-1, 4, 2))  # eight elements of an output in a word, as four bytes
+    # Eight elements of an output in a word, as four bytes.
+    pairs = panels.to(torch.uint8).view(*panels.shape[:2], -1, 4, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).transpose(1, 2).reshape(panels.shape[0], -1)
 
 

@@ -43,7 +43,8 @@ class Fp8Linear(LinearMethod):
         if isinstance(rows, StoredMatrix) and has_fp8_rows(rows.scheme):
             here = slice(start, start + rows.shape[0])
             self.weight.data[here] = rows.tensors["weight"].to(self.weight.device)
-            scales = rows.scheme.per_columns(rows.scheme.scale_values(rows.tensors), rows.shape[:2], rows.shape[1])
+            outputs, inputs = rows.shape
+            scales = rows.scheme.per_columns(rows.scheme.scale_values(rows.tensors), (outputs, inputs), inputs)
             self.scale.data[here] = scales.squeeze(1).to(self.scale.device)
             return
         tensor = as_tensor(rows)

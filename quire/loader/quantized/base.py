@@ -192,11 +192,12 @@ class QuantizedCheckpoint(Checkpoint):
     def _shape(self, path: str, scheme: Scheme, leaves: Leaves) -> tuple[int, ...] | None:
         """The logical shape, by a tensor that says so or by the packed weight; None if the roles' shapes differ."""
         packed = dict(scheme.roles)["weight"]
-        if len(leaves[packed].shape) not in (2, 3) and not self.flat:
+        shape = self.shape(path, scheme, leaves)
+        if shape is None and len(leaves[packed].shape) not in (2, 3):
             name = self.join(path, packed)
             self._problems.append(f"{name} has the shape {list(leaves[packed].shape)}, which is no matrix")
             return None
-        shape = self.shape(path, scheme, leaves) or packed_shape(scheme, leaves[packed].shape)
+        shape = shape or packed_shape(scheme, leaves[packed].shape)
         before = len(self._problems)
         for role, leaf in scheme.roles:
             expected, found, name = stored_shape(scheme, role, shape), leaves[leaf].shape, self.join(path, leaf)

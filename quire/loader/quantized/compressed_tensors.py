@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from quire.layers.scheme import ActivationRule, Packing, Role, ScaleGrid, Scheme, ZeroPoints, in_words
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
+from quire.loader.quantized.fp8 import Side
 from quire.types.errors import CheckpointError
 
 _NIBBLES = Packing(torch.uint8, (0, 1))
@@ -25,7 +26,7 @@ class _Weights(msgspec.Struct):
     strategy: Strategy | None = None
     symmetric: bool = True
     group_size: int | None = None
-    block_structure: list[int] | str | None = None
+    block_structure: list[Side] | str | None = None
     actorder: str | None = None
     scale_dtype: str | None = None
 
@@ -147,8 +148,8 @@ class CompressedTensors(QuantizedCheckpoint):
 
     def configure(self) -> None:
         self._values = self.read_setting(_Settings)
-        sparsity = self.settings.get("sparsity_config") or {}
-        if sparsity.get("format", "dense") != "dense":
+        sparsity = self.settings.get("sparsity_config")
+        if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
             raise CheckpointError(
                 f"the model config's quantization_config.sparsity_config.format is {sparsity['format']!r}; only dense"
                 " weights can be read: save the model without sparse compression"

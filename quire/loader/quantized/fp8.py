@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from quire.layers.scheme import Role, ScaleGrid, Scheme
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
 
 FP8_TYPES = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+Side = Annotated[int, Meta(ge=1, le=1 << 24)]
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 
 class _Settings(msgspec.Struct):
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
-    weight_block_size: tuple[int, int] | None = None
+    weight_block_size: tuple[Side, Side] | None = None
 
 
 def fp8_scheme(leaves: Leaves, block: tuple[int, int] | None, scale_name: str, input_name: str | None) -> Scheme:

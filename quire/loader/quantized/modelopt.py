@@ -10,7 +10,7 @@ import torch
 
 from quire.layers.scheme import Packing, Role, ScaleGrid, Scheme
 from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
-from quire.loader.quantized.fp8 import FP8_TYPES, fp8_scheme
+from quire.loader.quantized.fp8 import FP8_TYPES, Side, fp8_scheme
 
 Algorithm = Literal[
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION"
@@ -20,7 +20,7 @@ _NIBBLES = Packing(torch.uint8, (0, 1))
 
 class _Layer(msgspec.Struct):
     quant_algo: Algorithm | None = None
-    group_size: int | None = None
+    group_size: Side | None = None
 
 
 class _Settings(_Layer):

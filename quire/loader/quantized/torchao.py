@@ -27,7 +27,7 @@ class TorchAo(QuantizedCheckpoint):
         kind = self.settings.get("quant_type")
         named = kind.get("default") if isinstance(kind, dict) else None
         name = named.get("_type") if isinstance(named, dict) else kind
-        if name not in CONFIGS:
+        if not isinstance(name, str) or name not in CONFIGS:
             raise CheckpointError(
                 f"the model config's quantization_config.quant_type is {name!r}, which cannot be read; known:"
                 f" {', '.join(CONFIGS)}; quantize the model with one of these"
@@ -58,6 +58,8 @@ class TorchAo(QuantizedCheckpoint):
 
 def _grid(shape: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype) -> ScaleGrid:
     """What shares a scale, by how many there are along each side."""
-    sides = [None if count == 1 else size // max(count, 1) for size, count in zip(shape, scales, strict=False)]
+    sides = [
+        None if count == 1 else max(size // max(count, 1), 1) for size, count in zip(shape, scales, strict=False)
+    ]
     rows, columns = sides if len(sides) == 2 else (None, None)
     return ScaleGrid(rows, columns, dtype)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,14 +20,18 @@ from quire.config.engine import EngineConfig
 from quire.kernels.cpu.library import unavailable
 from quire.layers.linear import QKVParallelLinear
 from quire.layers.quant.plain import PlainLinear
+from quire.layers.scheme import as_tensor
 from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
+from quire.loader.quantized.registry import logical
+from quire.loader.safetensors import SafetensorsCheckpoint
 from quire.types.errors import CheckpointError, QuireError
 from quire.worker.direct import DirectModel
 from quire.worker.planning import plan_engine
 from quire.worker.worker import load_model
 from tests.e2e.test_quantized import taken, weights_of
 from tests.loader.quantized.test_checkpoints import NAMES, ROOT
+from tests.loader.quantized.test_layouts import Stored
 
 # What the CPU kernels do not hold: floats of 8 bits, tables, groups in any order.
 DECODED = {name for name in NAMES if "fp8" in name or name in ("bnb-nf4", "bnb-fp4", "gptq-act-order")}
@@ -234,3 +242,51 @@ def test_merged_projections_keep_their_own_scales(tmp_path: Path) -> None:
     parts = [checkpoint.get(f"model.layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
     weight = weight if weight.shape == torch.cat(parts).shape else weight.t()
     assert torch.equal(weight, torch.cat(parts))
+
+
+HOSTILE: list[Any] = [
+    0,
+    -1,
+    1 << 70,
+    1.5,
+    "x",
+    "",
+    None,
+    True,
+    [],
+    [0, 0],
+    {},
+    {"x": 1},
+    "torch.nothing",
+    float("inf"),
+]
+
+
+@settings_of_hypothesis(max_examples=150, deadline=None)
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_any_config_and_any_shapes_are_read_or_refused(name: str, data: st.DataObject) -> None:
+    """Nothing but an error of ours may come of what a file says."""
+    stored = SafetensorsCheckpoint(ROOT / name)
+    tensors = {key: stored.get(key) for key in stored.tensors()}
+    config = json.loads(json.dumps(stored.config["quantization_config"]))
+    for _ in range(data.draw(st.integers(1, 2))):
+        place: Any = config
+        while True:
+            key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+            if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+                place[key] = deepcopy(data.draw(st.sampled_from(HOSTILE)))
+                break
+            place = place[key]
+        if not isinstance(config.get("quant_method"), str):
+            config["quant_method"] = "gptq"  # the schema of config.json refuses others
+    if data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(tensors)))
+        shape = data.draw(st.sampled_from([(), (0,), (1,), (2,), (0, 4), (4, 4), (64, 1), (2, 2, 2), (1, 1, 1, 1)]))
+        dtype = data.draw(st.sampled_from([torch.int32, torch.uint8, torch.float32, torch.float8_e4m3fn]))
+        tensors[key] = torch.zeros(shape).to(dtype)
+    try:
+        checkpoint = logical(Stored(config, tensors))
+        for tensor in checkpoint.tensors():
+            as_tensor(checkpoint.stored(tensor))
+    except QuireError:
+        pass
