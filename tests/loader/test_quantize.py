@@ -86,6 +86,10 @@ def test_extreme_matrices_stay_finite(scheme: str) -> None:
             assert all(part.float().isfinite().all() for part in parts.values() if part.dtype != torch.uint8)
 
 
+def test_the_command_offers_every_scheme() -> None:
+    assert tuple(WRITTEN) == SCHEMES
+
+
 def test_the_file_is_one_that_safetensors_reads(model: Path, tmp_path: Path) -> None:
     main(["quantize", str(model), "--scheme", "w4a16", "--group-size", "32", "--out", str(tmp_path / "out")])
     tensors = load_file(tmp_path / "out" / "model.safetensors")
