@@ -19,7 +19,7 @@ from tests.loader.quantized.test_checkpoints import ROOT
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 # Most that the perplexity of the default model may rise, in percent; see docs/quantization.md.
-RISES = {"w8a8-int8": 1.0, "w8a16": 1.0, "w4a16-asym": 25.0}
+RISES = {"w8a8-int8": 1.0, "w8a16": 1.0, "w4a16-asym": 35.0}
 
 
 def test_a_served_gptq_checkpoint_answers_the_openai_client(
