@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
+from quire.loader.quantized import catalog as quantization  # noqa: E402
 from quire.metrics import catalog  # noqa: E402
 from tools import api_reference, architecture_picture  # noqa: E402
 
@@ -21,6 +22,7 @@ PAGES = {
     "docs/reference/metrics.md": catalog.reference_markdown,
     "docs/reference/api.md": api_reference.reference_markdown,
     "docs/images/architecture.svg": architecture_picture.draw,
+    "docs/reference/supported-quantization.md": quantization.reference_markdown,
 }
 
 

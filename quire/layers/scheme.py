@@ -5,21 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Role = Literal["weight", "scales", "zeros", "second_scale", "group_index", "input_scale", "shape"]
+# ordered_index: a group index that has to be column // group, so that nobody needs it.
+Role = Literal["weight", "scales", "zeros", "second_scale", "group_index", "ordered_index", "input_scale", "shape"]
 ActivationRule = Literal["none", "static", "per_token", "per_group"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Elements narrower than a byte: codes [.., ..] of any integer type -> float32.
-CODES: dict[str, Callable[[Tensor], Tensor]] = {
-    "UINT4": lambda codes: codes.float(),
-    "INT4": lambda codes: ((codes.int() ^ 8) - 8).float(),  # two's complement
-    "E2M1": lambda codes: torch.tensor([*_E2M1, *(-value for value in _E2M1)])[codes.long()],
+# Quantiles of a normal distribution, and a 4-bit float whose values are 12ths; the last one is 1.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+# Elements that are places in a table of values.
+TABLES: dict[str, tuple[float, ...]] = {
+    "E2M1": (*_E2M1, *(-value for value in _E2M1)),
+    "NF4": _NF4,
+    "FP4": (*_FP4, *(-value for value in _FP4)),
 }
+
+
+@cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once, because a CUDA graph cannot be captured while the host's numbers are copied."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def element_values(element: str, codes: Tensor) -> Tensor:
+    """Codes [..] of any integer type, or numbers of a type that torch has -> float32."""
+    if element in TABLES:
+        return _constant(TABLES[element], torch.float32, codes.device)[codes.long()]
+    if element == "INT4":  # two's complement; other integers are unsigned, or bytes of their own
+        return ((codes.int() ^ 8) - 8).float()
+    return codes.float()
 
 
 @dataclass(frozen=True)
@@ -29,26 +53,51 @@ class Block:
     values: int
     num_bytes: int
     decode: Callable[[Tensor], Tensor] = field(repr=False)  # uint8 [rows, bytes] -> float32 [rows, values]
+    split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    """The same into factors, where it has them: int8 [rows, values] and float32 [rows, values / 16]."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Several elements in a word."""
+    """Several elements in a word, or 32 of them in `bits` words of 32 bits, where some straddle two."""
 
     word: torch.dtype
-    order: tuple[int, ...]  # for each of the elements in a word its place, counted from the low bits
+    order: tuple[int, ...]  # for each of the elements in a unit its place, counted from the low bits
     axis: int = 1  # of the matrix along which neighbours share a word
+    words: int = 1  # in a unit
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.word.itemsize * self.words // len(self.order)
 
     def unpack(self, words: Tensor) -> Tensor:
         """The codes of the elements, as many along `axis` as all words hold."""
-        bits = 8 * self.word.itemsize // len(self.order)
-        shifts = torch.tensor([bits * place for place in self.order], dtype=words.dtype)
-        codes = (words.unsqueeze(self.axis + 1) >> shifts.view(-1, *[1] * (1 - self.axis))) & ((1 << bits) - 1)
-        return codes.flatten(self.axis, self.axis + 1)
+        wide = 8 * self.word.itemsize
+        starts = _constant(tuple(self.bits * place for place in self.order), torch.int64, words.device)
+        if self.words == 1:
+            codes = words.unsqueeze(self.axis + 1) >> starts.to(words.dtype).view(-1, *[1] * (1 - self.axis))
+        else:
+            words = words.movedim(self.axis, -1).long() & ((1 << wide) - 1)
+            units = torch.nn.functional.pad(words, (0, -words.shape[-1] % self.words + 1))
+            first = torch.arange(0, units.shape[-1] - 1, self.words, device=words.device)[:, None] + starts // wide
+            pairs = units[..., first] | units[..., first + 1] << wide
+            codes = (pairs >> starts % wide).movedim((-2, -1), (self.axis, self.axis + 1))
+        return (codes & ((1 << self.bits) - 1)).flatten(self.axis, self.axis + 1)
 
-    def words(self, axis: int) -> int:
-        """Elements per word along an axis."""
+    def unit(self, axis: int) -> int:
+        """Elements along an axis that cannot be separated without cutting a word."""
         return len(self.order) if axis == self.axis else 1
+
+    def num_words(self, axis: int, count: int) -> int:
+        """Words that so many elements along an axis take."""
+        return count if axis != self.axis else -(-count * self.bits // (8 * self.word.itemsize))
+
+
+def in_words(bits: int, axis: int = 1) -> Packing:
+    """Unsigned integers one after the other in 32-bit words, the first in the low bits."""
+    if 32 % bits:
+        return Packing(torch.int32, tuple(range(32)), axis, words=bits)
+    return Packing(torch.int32, tuple(range(32 // bits)), axis)
 
 
 @dataclass(frozen=True)
@@ -69,6 +118,7 @@ class ZeroPoints:
 
     implied: float | None = None
     packing: Packing | None = None  # of stored ones; they are of the matrix's element
+    offset: float = 0.0  # what is added to stored ones
 
 
 @dataclass(frozen=True)
@@ -84,6 +134,8 @@ class Scheme:
     activations: ActivationRule = "none"  # how what is multiplied with the matrix is to be quantized
     roles: tuple[tuple[Role, str], ...] = (("weight", "weight"),)
     """What each tensor of the matrix is, and the last part of its name in a checkpoint."""
+    transposed: bool = False
+    """Whether a checkpoint has the transposes of weight, scales and zeros; a StoredMatrix has them as views."""
 
     def __post_init__(self) -> None:
         has = dict(self.roles)
@@ -91,7 +143,8 @@ class Scheme:
         assert ("scales" in has) == (self.scales is not None), "a scale grid has a tensor of scales"
         assert ("zeros" in has) == stores_zeros, "zero points that are not implied have a tensor"
         assert ("second_scale" in has) == (self.second_scale != "none")
-        assert ("input_scale" in has) == (self.activations == "static")
+        assert ("input_scale" in has) <= (self.activations != "none"), "it scales activations that are quantized"
+        assert ("input_scale" in has) or self.activations != "static"
 
     @property
     def is_float(self) -> bool:
@@ -101,13 +154,11 @@ class Scheme:
 
     def splits(self, axis: int, *places: int) -> bool:
         """Whether the matrix can be cut there without cutting a block, a word or a group that shares a scale."""
-        if axis == 1 and "group_index" in dict(self.roles):
-            return False
         units = [self.block.values if self.block is not None and axis == 1 else 1]
-        units += [self.packing.words(axis)] if self.packing is not None else []
-        if self.scales is not None:
+        units += [self.packing.unit(axis)] if self.packing is not None else []
+        if self.scales is not None and not self._by_index(axis):
             packing = None if self.zeros is None else self.zeros.packing
-            units.append((self.scales.side(axis) or 1) * (1 if packing is None else packing.words(axis)))
+            units.append((self.scales.side(axis) or 1) * (1 if packing is None else packing.unit(axis)))
         unit = math.lcm(*units)
         return not any(place % unit for place in places)
 
@@ -116,18 +167,20 @@ class Scheme:
         if role == "weight":
             if self.block is not None and axis == 1:
                 return count // self.block.values * self.block.num_bytes
-            return count if self.packing is None else -(-count // self.packing.words(axis))
+            return count if self.packing is None else self.packing.num_words(axis, count)
         groups = self._groups(axis, count) if count else 0
         packing = self.zeros.packing if role == "zeros" and self.zeros is not None else None
-        return groups if packing is None else -(-groups // packing.words(axis))
+        return groups if packing is None else packing.num_words(axis, groups)
 
     def cut(self, role: Role, tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
         """The part of a role's tensor that belongs to rows or columns [start, start + size)."""
+        if role == "group_index" and axis == 1:
+            return tensor.narrow(0, start, size)
         if role not in ("weight", "scales", "zeros"):
             return tensor
         if role != "weight":
             assert self.scales is not None
-            if self.scales.side(axis) is None:
+            if self.scales.side(axis) is None or self._by_index(axis):
                 return tensor
             tensor = tensor if tensor.ndim == 2 else tensor.unsqueeze(1 - axis)
         first = self.stored_count(axis, role, start)
@@ -137,36 +190,71 @@ class Scheme:
         """The values as float32 [rows, columns], a new tensor where they are not float32 already."""
         if self.block is not None:
             return self.block.decode(tensors["weight"])
-        values = self._elements(tensors["weight"], self.packing)[: shape[0], : shape[1]]
+        values = element_values(self.element, self.codes(tensors, shape))
         index = tensors.get("group_index")
         if self.zeros is not None:
-            if self.zeros.implied is not None:
-                values = values - self.zeros.implied
-            else:
-                values = values - self._spread(self._elements(tensors["zeros"], self.zeros.packing), shape, index)
+            zeros = self.zero_values(tensors)
+            values = values - (zeros if isinstance(zeros, float) else self._spread(zeros, shape, index))
         if self.scales is None:
             return values
-        scales = tensors["scales"].float()
-        if self.second_scale != "none":
-            second = tensors["second_scale"].float()
-            scales = scales * second if self.second_scale == "multiplies" else scales / second
-        return values * self._spread(scales, shape, index)
+        return values * self._spread(self.scale_values(tensors), shape, index)
+
+    def scale_values(self, tensors: Mapping[Role, Tensor]) -> Tensor:
+        """The scales as float32, the second-level one applied."""
+        assert self.scales is not None
+        scales = tensors["scales"]
+        if self.scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.view(self.scales.dtype)  # some files have them as plain bytes
+        scales = scales.float()
+        if self.second_scale == "none":
+            return scales
+        second = tensors["second_scale"].float()
+        return scales * second if self.second_scale == "multiplies" else scales / second
+
+    def zero_values(self, tensors: Mapping[Role, Tensor]) -> Tensor | float:
+        """The codes that stand for 0: one for all, or float32 beside each scale."""
+        if self.zeros is None or self.zeros.implied is not None:
+            return 0.0 if self.zeros is None or self.zeros.implied is None else self.zeros.implied
+        return self._elements(tensors["zeros"], self.zeros.packing) + self.zeros.offset
+
+    def codes(self, tensors: Mapping[Role, Tensor], shape: tuple[int, int]) -> Tensor:
+        """Unpacked elements [rows, columns], each an integer or a number of its tensor's type."""
+        stored = tensors["weight"]
+        return (stored if self.packing is None else self.packing.unpack(stored))[: shape[0], : shape[1]]
+
+    def per_columns(self, grid: Tensor, shape: tuple[int, int], columns: int) -> Tensor:
+        """A number for each group -> [rows, parts], one for each part of so many columns, which divide a group."""
+        assert self.scales is not None
+        rows, grid = self.scales.rows, self._grid(grid, shape)[:, : self._groups(1, shape[1])]
+        grid = grid.expand(shape[0], -1) if rows is None else grid.repeat_interleave(rows, 0)[: shape[0]]
+        count = -(-shape[1] // columns)
+        if self.scales.columns is None:
+            return grid.expand(-1, count)
+        return grid.repeat_interleave(self.scales.columns // columns, 1)[:, :count]
+
+    def _by_index(self, axis: int) -> bool:
+        """Whether a tensor says which scale each column has, so that all scales stay with any part of the columns."""
+        return axis == 1 and "group_index" in dict(self.roles)
 
     def _elements(self, stored: Tensor, packing: Packing | None) -> Tensor:
-        codes = stored if packing is None else packing.unpack(stored)
-        return CODES[self.element](codes) if self.element in CODES else codes.float()
+        return element_values(self.element, stored if packing is None else packing.unpack(stored))
 
     def _spread(self, grid: Tensor, shape: tuple[int, int], group_index: Tensor | None) -> Tensor:
         """A number for each group -> one for each element of the matrix, or what broadcasts to that."""
         assert self.scales is not None
-        groups = [self._groups(axis, shape[axis]) for axis in (0, 1)]
-        grid = grid.reshape(-1)[: math.prod(groups)].view(groups) if grid.ndim < 2 else grid[: groups[0], : groups[1]]
+        grid = self._grid(grid, shape)
         if self.scales.rows is not None:
             grid = grid.repeat_interleave(self.scales.rows, 0)[: shape[0]]
         if group_index is not None:
             return grid[:, group_index.long()]
+        grid = grid[:, : self._groups(1, shape[1])]
         columns = self.scales.columns
         return grid if columns is None else grid.repeat_interleave(columns, 1)[:, : shape[1]]
+
+    def _grid(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """[groups of rows, groups of columns]; where they were packed, more columns may follow."""
+        groups = [self._groups(axis, shape[axis]) for axis in (0, 1)]
+        return values.reshape(-1)[: math.prod(groups)].view(groups) if values.ndim < 2 else values[: groups[0]]
 
     def _groups(self, axis: int, count: int) -> int:
         assert self.scales is not None
@@ -185,23 +273,36 @@ def float_scheme(dtype: torch.dtype) -> Scheme:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix as it is stored. Its tensors may alias a mapped file: copy before writing."""
+    """A matrix as it is stored, or several of them: then shape and all tensors have a dimension more in front.
+
+    Its tensors may alias a mapped file: copy before writing.
+    """
 
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     tensors: Mapping[Role, Tensor]
 
     def part(self, axis: int, start: int, size: int) -> Weight:
         """Rows or columns [start, start + size): still in its scheme if that can be cut there, else decoded."""
+        assert len(self.shape) == 2
         if not self.scheme.splits(axis, start, size):
             return self.tensor().narrow(axis, start, size)
         tensors = {role: self.scheme.cut(role, tensor, axis, start, size) for role, tensor in self.tensors.items()}
         shape = (size, self.shape[1]) if axis == 0 else (self.shape[0], size)
         return StoredMatrix(self.scheme, shape, tensors)
 
+    def matrix(self, index: int) -> StoredMatrix:
+        """One of several."""
+        return StoredMatrix(
+            self.scheme, self.shape[1:], {role: tensor[index] for role, tensor in self.tensors.items()}
+        )
+
     def tensor(self) -> Tensor:
         """The values in float32."""
-        return self.scheme.dequantize(self.tensors, self.shape)
+        if len(self.shape) == 3:
+            return torch.stack([self.matrix(index).tensor() for index in range(self.shape[0])])
+        rows, columns = self.shape
+        return self.scheme.dequantize(self.tensors, (rows, columns))
 
 
 Weight = Tensor | StoredMatrix

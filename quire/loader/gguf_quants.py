@@ -17,6 +17,8 @@ from torch import Tensor
 
 from quire.layers.scheme import Block, Scheme
 from quire.loader.gguf_file import TENSOR_TYPES
+from quire.loader.gguf_iq import SPLITTERS, Parts
+from quire.loader.gguf_iq import half as _half
 
 FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -25,11 +27,6 @@ _CHUNK_VALUES = 1 << 18
 
 # values and bytes of a block
 BLOCK_SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
-
-
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at one byte offset of each block, as float32 [n, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -84,7 +81,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
     return values.view(-1, 16, 16).sub_(minima.unsqueeze(-1)).flatten(1)
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _split_q3_k(blocks: Tensor) -> Parts:
     mask, packed, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     low = _nibbles(scales[:, :8])
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
@@ -92,7 +89,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     steps = (low | (high << 4)).float().sub_(32).mul_(_half(blocks, 108))
     bits = mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
     values = _two_bit_fields(packed).flatten(1) | (bits << 2).flatten(1)
-    return _scaled(values.float().sub_(4), steps)
+    return values.to(torch.int8) - 4, steps
 
 
 def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,6 +128,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _scaled(values.float().sub_(32), steps)
 
 
+def _joined(split: Callable[[Tensor], Parts], blocks: Tensor) -> Tensor:
+    codes, scales = split(blocks)
+    return _scaled(codes.float(), scales)
+
+
+# Types whose values are integers times a scale for each 16 of them, which kernels can keep.
+_SPLITTERS = {"Q3_K": _split_q3_k, **SPLITTERS}
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -138,10 +142,10 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    **{name: partial(_joined, split) for name, split in _SPLITTERS.items()},
 }
 
 SUPPORTED_TYPES: tuple[str, ...] = (*FLOAT_TYPES, *_DECODERS)
@@ -175,4 +179,15 @@ def _decode_rows(type_name: str, blocks: Tensor) -> Tensor:
     return dequantize(blocks.numpy().reshape(-1), type_name, shape)
 
 
-SCHEMES = {name: Scheme(name, Block(*BLOCK_SIZES[name], partial(_decode_rows, name))) for name in _DECODERS}
+def _split_rows(type_name: str, blocks: Tensor) -> Parts:
+    """Blocks [rows, bytes of a row] -> codes int8 [rows, values] and float32 scales [rows, values / 16]."""
+    codes, scales = _SPLITTERS[type_name](blocks.reshape(-1, BLOCK_SIZES[type_name][1]))
+    return codes.view(len(blocks), -1), scales.reshape(len(blocks), -1)
+
+
+def _block(name: str) -> Block:
+    split = partial(_split_rows, name) if name in _SPLITTERS else None
+    return Block(*BLOCK_SIZES[name], partial(_decode_rows, name), split)
+
+
+SCHEMES = {name: Scheme(name, _block(name)) for name in _DECODERS}

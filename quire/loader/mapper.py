@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quire.layers.fusion import settle
+from quire.layers.quant.base import LinearMethod
 from quire.layers.scheme import F32, Scheme
 from quire.layers.weights import (
     NO_SCHEMES,
@@ -132,6 +133,27 @@ def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None,
         schemes = plan.schemes(tensors)
     allocate(model, schemes)
     return sum(layer.planned_bytes(stored) for layer, stored in schemes.items())
+
+
+def decoded_elements(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What quantized weights are stored as that become plain floats when they are loaded, after `allocate`."""
+    stored = _make_plan(model, tensors).schemes(tensors)
+    return sorted(
+        {
+            scheme.element
+            for layer, schemes in stored.items()
+            for method in layer.children()
+            for scheme in schemes.values()
+            if isinstance(method, LinearMethod) and not scheme.is_float and method.decodes(scheme)
+        }
+    )
+
+
+def layers_of(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> dict[str, WeightedLayer]:
+    """The layer that each tensor of a checkpoint goes to, once what `load_weights` checks was checked."""
+    plan = _make_plan(model, tensors)
+    plan.check()
+    return {name: target.layer for name, (target, _) in plan.writes.items()}
 
 
 def count_parameters(model: MappedModule) -> int:

@@ -24,8 +24,20 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """The keys of a folder's config.json, whose values are ones that models can have."""
     path = folder / "config.json"
     config = read_json(path)
+    if config.get("quantization_config") is None:
+        _take_quantization(folder, config)
     check_values(path, config, ConfigSchema, CheckpointError)
     return config
+
+
+def _take_quantization(folder: Path, config: dict[str, Any]) -> None:
+    """Some tools write `quantization_config` under another key, or into a file of its own."""
+    if "compression_config" in config:
+        config["quantization_config"] = config["compression_config"]
+        return
+    described = read_optional_json(folder / "hf_quant_config.json").get("quantization")
+    if isinstance(described, dict) and described.get("quant_algo") is not None:
+        config["quantization_config"] = {"quant_method": "modelopt", **described}
 
 
 def load_generation_config(source: ModelSource) -> dict[str, Any]:

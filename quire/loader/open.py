@@ -6,7 +6,7 @@ from quire.loader.checkpoint import Checkpoint
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.hub import ModelSource
 from quire.loader.quantized.registry import logical
-from quire.loader.safetensors import SafetensorsCheckpoint
+from quire.loader.safetensors import PICKLED, SafetensorsCheckpoint
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
@@ -18,4 +18,6 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 def has_weights(source: ModelSource) -> bool:
     """Whether there is anything to open, be it of a wrong kind; a folder may hold a config alone."""
-    return source.kind == "gguf" or any(any(source.path.glob(f"*.{kind}*")) for kind in ("safetensors", "bin"))
+    return source.kind == "gguf" or any(
+        path.suffix in PICKLED or ".safetensors" in path.suffixes for path in source.path.iterdir()
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from quire.utils.schema import decode_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never read
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -27,6 +29,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -101,8 +104,12 @@ class SafetensorsCheckpoint(Checkpoint):
         files = sorted(self.folder.glob("*.safetensors"))
         if len(files) == 1:
             return {files[0]: None}
-        others = sorted(path.name for path in self.folder.glob("*.bin"))
-        hint = f"; it has {', '.join(others)}: convert the weights to safetensors" if others else ""
+        others = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLED)
+        hint = (
+            f"; it has {', '.join(others)}, which are pickled (they could run code): convert them to safetensors"
+            if others
+            else ""
+        )
         raise CheckpointError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint or '; download the model again'}"
         )
@@ -179,6 +186,35 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
             f"download it again"
         )
     return infos, {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
+
+
+def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Write tensors as they come, none kept in memory; return their bytes.
+
+    Their header stands before them, so they go into a file beside `path` first.
+    """
+    names, header, end = {dtype: name for name, dtype in _DTYPES.items()}, {}, 0
+    data = path.with_suffix(".data")
+    try:
+        with data.open("wb") as file:
+            for name, tensor in tensors:
+                values = tensor.contiguous().flatten().view(torch.uint8).numpy()
+                offsets = (end, end + values.nbytes)
+                header[name] = _Entry(names[tensor.dtype], list(tensor.shape), offsets)
+                file.write(values.data)
+                end = offsets[1]
+        start = msgspec.json.encode({"__metadata__": {"format": "pt"}, **header})
+        start += b" " * (-len(start) % 8)
+        with path.open("wb") as file, data.open("rb") as source:
+            file.write(len(start).to_bytes(8, "little") + start)
+            shutil.copyfileobj(source, file, 1 << 24)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; check the folder and its free space"
+        ) from error
+    finally:
+        data.unlink(missing_ok=True)
+    return end
 
 
 def _entry(path: Path, name: str, value: Any) -> _Entry:

@@ -22,7 +22,7 @@ from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import count_parameters, planned_bytes
+from quire.loader.mapper import count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM, ModelDescription
@@ -104,8 +104,10 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         model = generator_class(model_config).from_config(
             model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
         )
+    decoded: list[str] = []
     if checkpoint is not None:
         weights = planned_bytes(model, checkpoint.tensors())
+        decoded = decoded_elements(model, checkpoint.tensors())
     else:
         weights = planned_bytes(model, None, F32 if made_up else _named_scheme(model_config))
     sizes = EngineSizes(
@@ -119,9 +121,11 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
     )
     num_parameters = count_parameters(model)
-    bits = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
+    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
+    if decoded:
+        note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
     demand = MemoryDemand(
-        weights=LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), bits),
+        weights=LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note),
         parts=contributions(WayContext(platform, backend, model, dtype, sizes)),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,

@@ -10,7 +10,6 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.kernels.cpu.library import unavailable
-from quire.kernels.cpu.matrix import BLOCK_TYPES
 from quire.layers.linear import Linear
 from quire.layers.weights import weighted_layers
 from quire.models.base import CausalLM
@@ -27,7 +26,17 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason="needs the nat
 
 TOKENS = [3, 9, 27, 81, 43, 29, 7, 21, 63, 55, 12, 36]
 SMALL_BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"]
-LARGE_BLOCKS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]  # the first two have no kernels and are decoded
+LARGE_BLOCKS = [
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ1_M",
+    "IQ3_S",
+    "TQ2_0",
+    "MXFP4",
+]  # the first has no kernels and is decoded
 
 
 def load(model: Path, **settings: Any) -> tuple[EnginePlan, CausalLM]:
@@ -73,7 +82,7 @@ def test_every_gguf_type_answers_as_if_dequantized(
     torch.testing.assert_close(packed, reference, atol=2e-4, rtol=1e-3)
     # Activations that are rounded are off by 1 / 65534 of the largest of 32, in every layer.
     assert (rounded - reference).abs().max() < 1e-3 * reference.abs().max()
-    assert torch.equal(rounded, packed) == (quant not in BLOCK_TYPES), "floats are not rounded"
+    assert torch.equal(rounded, packed) == (quant in ("Q2_K", "F16", "BF16")), "floats are not rounded"
     plan, model = load(path)
     assert weights_of(plan) == taken(model)
     assert {type(m.method).__name__ for m in model.modules() if isinstance(m, Linear)} == {"PackedLinear"}

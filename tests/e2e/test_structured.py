@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
 from quire.engine.client import InProcClient
@@ -66,6 +67,7 @@ ENGINE_FACTORS = {
     "enable_prefix_caching": [False, True],
     "faults": [False, True],
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
+    "quantized": ["", "w4a16"],  # a scheme of the checkpoint
 }
 MAX_LEN = 160
 
@@ -97,6 +99,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def models(model: Path) -> dict[str, Path]:
+    """The same model by how its weights are stored."""
+    folder = model.parent / "w4a16"
+    assert main(["quantize", str(model), "--scheme", "w4a16", "--out", str(folder)]) == 0
+    return {"": model, "w4a16": folder}
+
+
 def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, EngineCore]:
     config = EngineConfig.from_flat(model=str(model), max_model_len=MAX_LEN, **settings)
     core, info, _ = build_engine(config)
@@ -106,9 +116,12 @@ def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, E
     return LLM.from_client(client, load_text_model(config.model)), core
 
 
+PLAIN = {"steps_in_flight": 1, "enable_prefix_caching": False, "max_num_seqs": 8}
+
+
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[LLM]:
-    llm, _ = start(model, way="eager", steps_in_flight=1, enable_prefix_caching=False, max_num_seqs=8)
+    llm, _ = start(model, way="eager", **PLAIN)
     with llm:
         yield llm
 
@@ -141,19 +154,21 @@ ENGINES = sorted({tuple(row[name] for name in ENGINE_FACTORS) for row in ROWS})
 
 
 @pytest.fixture(scope="module")
-def alone(plain: LLM) -> list[object]:
+def alone(plain: LLM, models: dict[str, Path]) -> list[object]:
     """What each row must give: run one after another in the plain engine."""
     found: list[object] = []
-    for index, row in enumerate(ROWS):
-        params = params_of(row, index)
-        found.append(content(plain.generate(prompt_of(index), params, use_tqdm=False)[0]))
+    quantized, _ = start(models["w4a16"], way="eager", **PLAIN)
+    with quantized:
+        for index, row in enumerate(ROWS):
+            llm, params = quantized if row["quantized"] else plain, params_of(row, index)
+            found.append(content(llm.generate(prompt_of(index), params, use_tqdm=False)[0]))
     return found
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
-def test_any_three_features_together(model: Path, alone: list[object], engine: tuple[Any, ...]) -> None:
+def test_any_three_features_together(models: dict[str, Path], alone: list[object], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
-    memory = settings.pop("memory")
+    memory, model = settings.pop("memory"), models[settings.pop("quantized")]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
         blocks = layout.blocks_for(MAX_LEN, 64) + 3

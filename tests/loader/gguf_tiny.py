@@ -186,7 +186,12 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: str |
     if name.startswith("blk") and "attn_v" in name:  # as in llama.cpp's mixed files
         quant = {"Q4_K": "Q6_K", "Q2_K": "Q4_K"}.get(quant, quant)
     kind = gguf.GGMLQuantizationType[quant]
-    blocks = k_blocks(quant, *data.shape) if quant.endswith("_K") else gguf.quants.quantize(data, kind)
+    if quant.endswith("_K"):
+        blocks = k_blocks(quant, *data.shape)
+    elif quant.startswith(("IQ", "TQ", "MX", "NV")):
+        blocks = finite_blocks(quant, *data.shape)
+    else:
+        blocks = gguf.quants.quantize(data, kind)
     writer.add_tensor(name, blocks, raw_dtype=kind)
 
 
@@ -203,6 +208,34 @@ def k_blocks(name: str, rows: int, columns: int) -> np.ndarray:
     for offset in _K_FACTORS[name]:
         factors = generator.uniform(0.5, 1.5, len(blocks)) * _K_SIZES[name]
         blocks[:, offset : offset + 2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+# Where a type has its scales, and the bytes that make them small and finite; other types of scales always are.
+_FINITE = {
+    "IQ1_M": ((48, 50, 52, 54), None),  # the float16 is spread over the high bits of four numbers
+    "MXFP4": ((0,), 118),
+    "NVFP4": ((0, 1, 2, 3), 4),
+    "TQ1_0": ((52,), None),
+    "TQ2_0": ((64,), None),
+}
+
+
+def finite_blocks(name: str, rows: int, columns: int) -> np.ndarray:
+    """Random blocks of an IQ, TQ or 4-bit float type, whose values are finite and small."""
+    values, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    generator = np.random.default_rng(rows * columns)
+    blocks = generator.integers(0, 256, (rows * columns // values, num_bytes), dtype=np.uint8)
+    offsets, fixed = _FINITE.get(name, ((0,), None))
+    if fixed is not None:
+        blocks[:, list(offsets)] = fixed + generator.integers(0, 3, (len(blocks), len(offsets)))
+    elif name == "IQ1_M":
+        step = int(np.float16(0.002).view(np.uint16))
+        for place, offset in enumerate(offsets):
+            blocks[:, offset + 1] = blocks[:, offset + 1] & 15 | (step >> 4 * place & 15) << 4
+    else:
+        steps = generator.uniform(5e-5, 1e-4, len(blocks)).astype(np.float16)
+        blocks[:, offsets[0] : offsets[0] + 2] = steps.reshape(-1, 1).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 

@@ -208,9 +208,9 @@ def write_with_extra(path: Path, name: str, data: np.ndarray, kind: gguf.GGMLQua
 
 def test_an_unsupported_type_names_the_supported_ones(folder: Path) -> None:
     path = folder / "iq.gguf"
-    kind = gguf.GGMLQuantizationType.IQ4_NL
-    write_with_extra(path, "blk.0.ffn_up.weight", np.zeros((8, 18), np.uint8), kind)
-    with pytest.raises(CheckpointError, match=r"ffn_up\.weight' has type IQ4_NL; supported types: F32, .*Q6_K"):
+    kind = gguf.GGMLQuantizationType.Q8_K
+    write_with_extra(path, "blk.0.ffn_up.weight", np.zeros((8, 292), np.uint8), kind)
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight' has type Q8_K; supported types: F32, .*Q6_K"):
         GgufCheckpoint(path)
 
 

@@ -49,11 +49,13 @@ STORAGES: dict[str, str] = {
     "int4": "code4_min",
 }
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 32  # the inner size is padded to a multiple of it
+_ROWS = 1024  # packed at a time, so that intermediate results stay small
 
 
 def packed_bytes(source: str, rows: int, inner: int) -> int:
-    """Bytes of a packed [rows, inner] matrix of a GGUF block type or a storage, such as "Q4_K" or "int8"."""
-    name = BLOCK_TYPES[source][2] if source in BLOCK_TYPES else STORAGES[source]
+    """Bytes of a packed [rows, inner] matrix of a GGUF type, a storage or a format ("Q4_K", "int8", "code4")."""
+    name = BLOCK_TYPES[source][2] if source in BLOCK_TYPES else STORAGES.get(source, source)
     size = ctypes.c_int64()
     bound().panel_bytes(FORMATS.index(name), inner, ctypes.addressof(size))
     return -(-rows // PANEL) * size.value
@@ -156,6 +158,27 @@ class PackedMatrix:
             )
         return cls(panels, STORAGES[storage], rows, inner)
 
+    @classmethod
+    def from_codes(cls, format: str, codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> PackedMatrix:
+        """codes [rows, inner] (of four bits, or int8) that mean code * scale + minimum; code4 means code - 8.
+
+        scales and minima [rows, groups of 32 columns], or of 16 for code8_f32.
+        """
+        rows, inner = codes.shape
+        num_bytes = packed_bytes(format, PANEL, inner)
+        panels = _arena.allocate(packed_bytes(format, rows, inner))
+        view = panels.numpy().reshape(-1, num_bytes)  # torch refuses to write to what inference mode made
+        for first in range(0, rows, _ROWS):
+            part = slice(first, first + _ROWS)
+            packed = _code_panels(format, codes[part]).numpy()
+            numbers = [scales[part]] if minima is None else [scales[part], minima[part]]
+            grid = _scale_panels(numbers, torch.float32 if format.endswith("f32") else torch.float16).numpy()
+            here = view[first // PANEL : first // PANEL + packed.shape[0]]
+            here[:, : grid.shape[1]] = grid
+            here[:, grid.shape[1] : num_bytes - packed.shape[1]] = 0
+            here[:, num_bytes - packed.shape[1] :] = packed
+        return cls(panels, format, rows, inner)
+
     @property
     def num_bytes(self) -> int:
         return self.panels.numel()
@@ -178,6 +201,30 @@ class PackedMatrix:
             out.data_ptr(),
         )
         return out
+
+
+def _by_panel(values: Tensor) -> Tensor:
+    """[rows, n] -> [panels, 16, n], rows past the last being zero."""
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL))
+    return padded.reshape(-1, PANEL, values.shape[1])
+
+
+def _code_panels(format: str, codes: Tensor) -> Tensor:
+    """codes [rows, inner] -> bytes [panels, ..] as panels.h has them."""
+    panels = _by_panel(torch.nn.functional.pad(codes, (0, -codes.shape[1] % BLOCK)))
+    if format.startswith("code8"):
+        lines: Tensor = panels.to(torch.int8).mT.contiguous()
+        return lines.view(torch.uint8).flatten(1)
+    # Eight elements of an output in a word, as four bytes.
+    pairs = panels.to(torch.uint8).view(*panels.shape[:2], -1, 4, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).transpose(1, 2).reshape(panels.shape[0], -1)
+
+
+def _scale_panels(numbers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Scales, and perhaps minima, [rows, groups] -> bytes [panels, ..]: for each group those of 16 outputs."""
+    grids = [_by_panel(number.to(dtype)).mT for number in numbers]  # [panels, groups, 16]
+    grid: Tensor = torch.stack(grids, 2).contiguous()
+    return grid.view(torch.uint8).flatten(1)
 
 
 class Product:

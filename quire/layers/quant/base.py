@@ -93,6 +93,10 @@ class LinearMethod(nn.Module, ABC):
         Called before loading, on any device; raises ConfigError for a scheme that the method does not take.
         """
 
+    def decodes(self, scheme: Scheme) -> bool:
+        """Whether quantized weights of this scheme become plain floats when they are loaded."""
+        return not scheme.is_float
+
     @property
     def num_bytes(self) -> int:
         """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""

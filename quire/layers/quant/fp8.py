@@ -13,13 +13,19 @@ from torch import Tensor
 from quire.layers.fusion import Form
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.plain import Plain
-from quire.layers.scheme import Scheme, Weight, as_tensor
+from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import FP8, LINEAR_FP8, PREQUANTIZED_LINEAR_FP8, QuantizedActivations, quantize_rows
 
 # Rows quantized at a time: float32 copies of a whole matrix would not be in any plan.
 _ROWS = 4096
+
+
+def has_fp8_rows(scheme: Scheme) -> bool:
+    """Whether it is fp8 with a scale for the matrix or for each output: what the kernels multiply by as it is."""
+    grid = scheme.scales
+    return scheme.element == "E4M3" and grid is not None and grid.columns is None and grid.rows in (None, 1)
 
 
 class Fp8Linear(LinearMethod):
@@ -33,7 +39,15 @@ class Fp8Linear(LinearMethod):
         self._prequantized = PREQUANTIZED_LINEAR_FP8.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
-        tensor, start = as_tensor(rows), sum(self.spec.pieces[:piece])
+        start = sum(self.spec.pieces[:piece])
+        if isinstance(rows, StoredMatrix) and has_fp8_rows(rows.scheme):
+            here = slice(start, start + rows.shape[0])
+            self.weight.data[here] = rows.tensors["weight"].to(self.weight.device)
+            outputs, inputs = rows.shape
+            scales = rows.scheme.per_columns(rows.scheme.scale_values(rows.tensors), (outputs, inputs), inputs)
+            self.scale.data[here] = scales.squeeze(1).to(self.scale.device)
+            return
+        tensor = as_tensor(rows)
         for first in range(0, tensor.shape[0], _ROWS):
             part = tensor[first : first + _ROWS].to(self.weight.device)
             here = slice(start + first, start + first + part.shape[0])
@@ -47,6 +61,9 @@ class Fp8Linear(LinearMethod):
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * (self.spec.in_features + 4)
+
+    def decodes(self, scheme: Scheme) -> bool:
+        return False
 
 
 class Fp8(Quantization):

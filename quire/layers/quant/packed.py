@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.panels import panel_format, panel_parts
 from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Implementation, Target
 from quire.types.errors import ConfigError
@@ -39,6 +40,8 @@ class PackedLinear(LinearMethod):
         if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
             blocks = rows.tensors["weight"].numpy()
             self._matrices[piece] = PackedMatrix.from_blocks(kept, blocks, self.spec.in_features)
+        elif isinstance(rows, StoredMatrix) and panel_format(rows.scheme) is not None:
+            self._matrices[piece] = PackedMatrix.from_codes(*panel_parts(rows))
         else:
             self._matrices[piece] = PackedMatrix.from_float(as_tensor(rows), kept)
 
@@ -59,6 +62,9 @@ class PackedLinear(LinearMethod):
             for size, scheme in zip(self.spec.pieces, schemes, strict=True)
         )
 
+    def decodes(self, scheme: Scheme) -> bool:
+        return not scheme.is_float and self._kept_as(scheme) == "float32"
+
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + sum(matrix.num_bytes for matrix in self.matrices)
@@ -67,7 +73,7 @@ class PackedLinear(LinearMethod):
         """What the kernels call the form in which weights of this scheme are kept."""
         if self._storage is None:
             element = scheme.element if scheme.block is not None or scheme.is_float else ""
-            return element if element in BLOCK_TYPES else _STORAGES.get(element, "float32")
+            return element if element in BLOCK_TYPES else panel_format(scheme) or _STORAGES.get(element, "float32")
         if not scheme.is_float:
             raise ConfigError(
                 f"quantization is {self.spec.target.quantization!r}, which quantizes float weights while they are"

@@ -25,6 +25,8 @@ METHODS: Registry[type[Quantization]] = Registry(
         "int8": "packed:Int8",
         "int4": "packed:Int4",
         "fp8": "fp8:Fp8",
+        "mxfp4": "mxfp4:Mxfp4",
+        "unpacked": "unpacked:Unpacked",
     },
 )
 # What "auto" means: the first of these that does not refuse. "none" never does.

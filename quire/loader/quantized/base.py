@@ -5,11 +5,14 @@ It is a decorator of a checkpoint: everything above sees schemes, never the name
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,6 +21,11 @@ from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.types.errors import CheckpointError
 
 LISTED = 10  # problems in an error message
+Leaves = Mapping[str, TensorInfo]  # the tensors of one layer by the last part of their names
+_GRIDS: tuple[Role, ...] = ("weight", "scales", "zeros")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ELEMENTS = {"INT8": torch.int8, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,9 @@ class _Matrix:
     """A logical matrix and the stored tensors that it is made of."""
 
     scheme: Scheme
+    path: str
     stored: dict[Role, str]
-    shape: tuple[int, int] = (0, 0)
+    shape: tuple[int, ...]  # of several matrices: their number in front
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -35,19 +44,60 @@ class QuantizedCheckpoint(Checkpoint):
     A subclass says which layers are quantized how. Tensors that play no role in a scheme keep their own names.
     """
 
+    reads: ClassVar[str] = ""
+    """What the format holds that can be read, for the page of supported ones."""
     ignored: tuple[str, ...] = ()
     """Patterns (fnmatch) of stored names that have no place in a model on purpose."""
+    beside: tuple[str, ...] = ()
+    """Patterns of leaves that belong to a quantized matrix without playing a role in its scheme."""
+    flat: bool = False
+    """Whether weights and scales are stored one after the other, without the shape of their matrix."""
 
     def __init__(self, stored: Checkpoint) -> None:
         self.config = stored.config
+        self.settings: dict[str, Any] = stored.config.get("quantization_config") or {}
         self._stored = stored
         self._matrices: dict[str, _Matrix] = {}  # by logical name
         self._problems: list[str] = []
+        self.configure()
         self._infos = self._present(stored.tensors())
 
+    def configure(self) -> None:
+        """Read `settings`, before the first layer is asked for; CheckpointError for values that cannot be served."""
+        return None
+
     @abstractmethod
-    def scheme(self, path: str, leaves: frozenset[str]) -> Scheme | None:
+    def scheme(self, path: str, leaves: Leaves) -> Scheme | None:
         """How the matrix of the layer at `path` is stored, whose tensors are path.leaf; None: as plain numbers."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        """A stored tensor's layer and the rest of its name."""
+        path, _, leaf = name.rpartition(".")
+        return path, leaf
+
+    def join(self, path: str, leaf: str) -> str:
+        """The inverse of `split`."""
+        return f"{path}.{leaf}" if path else leaf
+
+    def logical_name(self, path: str) -> str:
+        """What models call the matrix of a layer."""
+        return f"{path}.weight" if path else "weight"
+
+    def shape(self, path: str, scheme: Scheme, leaves: Leaves) -> tuple[int, ...] | None:
+        """The shape of a layer's matrix; None: that of its packed weight."""
+        name = dict(scheme.roles).get("shape")
+        if name is None or leaves[name].shape != (2,) or leaves[name].dtype.is_floating_point:
+            return None
+        rows, columns = self._stored.get(f"{path}.{name}").tolist()
+        return rows, columns
+
+    def dtypes(self, scheme: Scheme, role: Role) -> tuple[torch.dtype, ...]:
+        """The types that a role's tensor may have; none: any."""
+        return _dtypes(scheme, role)
+
+    def present(self, path: str, tensors: dict[Role, Tensor]) -> None:
+        """Change what is stored into what the scheme describes; for layouts that need more than a transpose."""
+        return None
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos
@@ -60,6 +110,12 @@ class QuantizedCheckpoint(Checkpoint):
             return self._stored.stored(name)
         matrix = self._matrices[name]
         tensors = {role: self._stored.get(stored) for role, stored in matrix.stored.items()}
+        self.present(matrix.path, tensors)
+        for role in tensors.keys() & set(_GRIDS):
+            tensors[role] = tensors[role].reshape(stored_shape(matrix.scheme, role, matrix.shape))
+            tensors[role] = tensors[role].mT if matrix.scheme.transposed else tensors[role]
+        _check_index(matrix, tensors)
+        tensors.pop("ordered_index", None)
         return StoredMatrix(matrix.scheme, matrix.shape, tensors)
 
     def release(self, name: str) -> None:
@@ -69,15 +125,27 @@ class QuantizedCheckpoint(Checkpoint):
     def release_all(self) -> None:
         self._stored.release_all()
 
+    def read_setting(self, schema: type[S], values: Any = None, name: str = "quantization_config") -> S:
+        """The config's values as a struct; CheckpointError that names what cannot be served."""
+        values = self.settings if values is None else values
+        try:
+            return msgspec.convert(values, schema)
+        except msgspec.ValidationError as error:
+            shown = repr(values)
+            raise CheckpointError(
+                f"the model config's {name} cannot be served: {error}; it is"
+                f" {shown if len(shown) < 300 else shown[:300] + '...'}; use the model in another format"
+            ) from error
+
     def _present(self, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        layers: dict[str, set[str]] = {}
-        for name in stored:
+        layers: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in stored.items():
             if not any(fnmatchcase(name, pattern) for pattern in self.ignored):
-                path, _, leaf = name.rpartition(".")
-                layers.setdefault(path, set()).add(leaf)
+                path, leaf = self.split(name)
+                layers.setdefault(path, {})[leaf] = info
         infos: dict[str, TensorInfo] = {}
         for path, leaves in layers.items():
-            for name, info in self._layer(path, frozenset(leaves), stored).items():
+            for name, info in self._layer(path, leaves).items():
                 if name in infos:
                     self._problems.append(f"{name} is stored twice")
                 infos[name] = info
@@ -89,73 +157,119 @@ class QuantizedCheckpoint(Checkpoint):
             )
         return {name: infos[name] for name in sorted(infos, key=natural_key)}
 
-    def _layer(self, path: str, leaves: frozenset[str], stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    def _layer(self, path: str, leaves: Leaves) -> dict[str, TensorInfo]:
         """The logical tensors of one layer."""
         scheme = self.scheme(path, leaves)
         roles = {} if scheme is None else dict(scheme.roles)
-        plain = {f"{path}.{leaf}" if path else leaf for leaf in leaves - set(roles.values())}
-        infos = {name: stored[name] for name in plain}
+        beside = self.beside if scheme is not None else ()
+        infos = {
+            self.join(path, leaf): info
+            for leaf, info in leaves.items()
+            if leaf not in roles.values() and not any(fnmatchcase(leaf, pattern) for pattern in beside)
+        }
+        self._problems += [
+            f"{name} is of {info.dtype}, which the quantization_config says nothing of"
+            for name, info in infos.items()
+            if info.dtype not in _FLOATS
+        ]
         if scheme is None:
             return infos
-        matrix = _Matrix(scheme, {role: f"{path}.{leaf}" for role, leaf in roles.items()})
-        missing = [name for name in matrix.stored.values() if name not in stored]
+        missing = [leaf for leaf in roles.values() if leaf not in leaves]
         if missing:
-            self._problems += [f"{name} is missing" for name in missing]
+            self._problems += [f"{self.join(path, leaf)} is missing" for leaf in missing]
             return infos
-        name = f"{path}.weight"
+        name = self.logical_name(path)
         if name in infos:
             self._problems.append(f"{name} is stored twice")
-        shape = self._shape(matrix, stored)
+        shape = self._shape(path, scheme, leaves)
         if shape is not None:
-            self._matrices[name] = _Matrix(scheme, matrix.stored, shape)
-            num_bytes = sum(stored[each].num_bytes for each in matrix.stored.values())
+            stored = {role: self.join(path, leaf) for role, leaf in roles.items()}
+            self._matrices[name] = _Matrix(scheme, path, stored, shape)
+            num_bytes = sum(leaves[leaf].num_bytes for leaf in roles.values())
             infos[name] = TensorInfo(shape, torch.float32, num_bytes, scheme)
         return infos
 
-    def _shape(self, matrix: _Matrix, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+    def _shape(self, path: str, scheme: Scheme, leaves: Leaves) -> tuple[int, ...] | None:
         """The logical shape, by a tensor that says so or by the packed weight; None if the roles' shapes differ."""
-        packed = matrix.stored["weight"]
-        if len(stored[packed].shape) != 2:
-            self._problems.append(f"{packed} has the shape {list(stored[packed].shape)}, which is no matrix")
+        packed = dict(scheme.roles)["weight"]
+        shape = self.shape(path, scheme, leaves)
+        if shape is None and len(leaves[packed].shape) not in (2, 3):
+            name = self.join(path, packed)
+            self._problems.append(f"{name} has the shape {list(leaves[packed].shape)}, which is no matrix")
             return None
-        if "shape" in matrix.stored and stored[matrix.stored["shape"]].shape == (2,):
-            rows, columns = (int(side) for side in self._stored.get(matrix.stored["shape"]))
-        else:
-            rows, columns = packed_shape(matrix.scheme, stored[packed].shape)
-        good = True
-        for role, name in matrix.stored.items():
-            expected, found = stored_shape(matrix.scheme, role, (rows, columns)), stored[name].shape
-            if found != expected if role == "weight" else _without_ones(found) != _without_ones(expected):
+        shape = shape or packed_shape(scheme, leaves[packed].shape)
+        before = len(self._problems)
+        for role, leaf in scheme.roles:
+            expected, found, name = stored_shape(scheme, role, shape), leaves[leaf].shape, self.join(path, leaf)
+            if self.flat and role in _GRIDS:
+                good = math.prod(found) == math.prod(expected)
+            else:
+                good = found == expected if role == "weight" else _without_ones(found) == _without_ones(expected)
+            if not good:
                 self._problems.append(f"{name} has the shape {list(found)} instead of {list(expected)}")
-                good = False
-            dtype = _dtype(matrix.scheme, role)
-            if dtype is not None and stored[name].dtype != dtype:
-                self._problems.append(f"{name} is of {stored[name].dtype} instead of {dtype}")
-                good = False
-        return (rows, columns) if good else None
+            dtypes = self.dtypes(scheme, role)
+            if dtypes and leaves[leaf].dtype not in dtypes:
+                self._problems.append(f"{name} is of {leaves[leaf].dtype} instead of {dtypes[0]}")
+        return shape if len(self._problems) == before else None
+
+
+def _check_index(matrix: _Matrix, tensors: Mapping[Role, Tensor]) -> None:
+    """An index beyond the scales would read what is not there; one out of order would be read wrong."""
+    if "ordered_index" in tensors:
+        assert matrix.scheme.scales is not None
+        index = tensors["ordered_index"].long()
+        if not torch.equal(index, torch.arange(len(index)) // (matrix.scheme.scales.columns or len(index))):
+            raise CheckpointError(
+                f"{matrix.stored['ordered_index']} has groups in another order than the config says; set"
+                " quantization_config.desc_act to true in the model's config.json"
+            )
+    if "group_index" not in tensors:
+        return
+    lowest, highest = (int(end) for end in tensors["group_index"].aminmax())
+    groups = tensors["scales"].shape[1]
+    if lowest < 0 or highest >= groups:
+        raise CheckpointError(
+            f"{matrix.stored['group_index']} names groups {lowest} to {highest} but there are {groups}; download the"
+            " file again"
+        )
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(side for side in shape if side != 1)
 
 
-def packed_shape(scheme: Scheme, stored: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of a matrix whose packed weight has this one, all words being full."""
-    rows, columns = stored
-    if scheme.packing is None:
-        return rows, columns
-    return rows * scheme.packing.words(0), columns * scheme.packing.words(1)
+def packed_shape(scheme: Scheme, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a matrix, or of several, whose packed weight has this one, all words being full."""
+    sides, packing = stored[-2:], scheme.packing
+    sides = sides[::-1] if scheme.transposed else sides
+    if packing is not None:
+        words = [packing.words if axis == packing.axis else 1 for axis in (0, 1)]
+        sides = tuple(packing.unit(axis) * side // words[axis] for axis, side in enumerate(sides))
+    return (*stored[:-2], *sides)
 
 
-def stored_shape(scheme: Scheme, role: Role, shape: tuple[int, int]) -> tuple[int, ...]:
+def stored_shape(scheme: Scheme, role: Role, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor that plays `role` for a matrix of this shape; dimensions of 1 may be left out."""
-    if role in ("weight", "scales", "zeros"):
-        return tuple(scheme.stored_count(axis, role, shape[axis]) for axis in (0, 1))
-    return (shape[1],) if role == "group_index" else (2,) if role == "shape" else ()
+    *several, rows, columns = shape
+    if role in _GRIDS:
+        sides = tuple(scheme.stored_count(axis, role, side) for axis, side in enumerate((rows, columns)))
+        return (*several, *(sides[::-1] if scheme.transposed else sides))
+    return (
+        (*several, columns) if role in ("group_index", "ordered_index") else (2,) if role == "shape" else (*several,)
+    )
 
 
-def _dtype(scheme: Scheme, role: Role) -> torch.dtype | None:
-    """The type that the scheme names for a role's tensor; None: any."""
+def _dtypes(scheme: Scheme, role: Role) -> tuple[torch.dtype, ...]:
+    """The types that a role's tensor may have; none: any."""
     if role == "scales" and scheme.scales is not None:
-        return scheme.scales.dtype
-    return scheme.packing.word if role == "weight" and scheme.packing is not None else None
+        dtype = scheme.scales.dtype
+        return (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,)
+    if role == "zeros" and scheme.zeros is not None and scheme.zeros.packing is not None:
+        return (scheme.zeros.packing.word,)
+    if role in ("group_index", "ordered_index"):
+        return torch.int32, torch.int64
+    if role != "weight":
+        return ()
+    if scheme.packing is not None:
+        return (scheme.packing.word,)
+    return (_ELEMENTS[scheme.element],) if scheme.element in _ELEMENTS else ()

@@ -7,7 +7,22 @@ from quire.loader.quantized.base import QuantizedCheckpoint
 from quire.types.errors import CheckpointError
 from quire.utils.registry import Registry
 
-QUANTIZED: Registry[type[QuantizedCheckpoint]] = Registry("quantized checkpoint", "quire.loader.quantized", {})
+QUANTIZED: Registry[type[QuantizedCheckpoint]] = Registry(
+    "quantized checkpoint",
+    "quire.loader.quantized",
+    {
+        "awq": "awq:Awq",
+        "bitsandbytes": "bitsandbytes:BitsAndBytes",
+        "compressed-tensors": "compressed_tensors:CompressedTensors",
+        "fbgemm_fp8": "fp8:Fp8",
+        "fp8": "fp8:Fp8",
+        "gptq": "gptq:Gptq",
+        "modelopt": "modelopt:ModelOpt",
+        "modelopt_fp4": "modelopt:ModelOpt",
+        "mxfp4": "mxfp4:Mxfp4",
+        "torchao": "torchao:TorchAo",
+    },
+)
 
 
 def logical(stored: Checkpoint) -> Checkpoint:

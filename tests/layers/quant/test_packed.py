@@ -20,12 +20,13 @@ from quire.loader.gguf_quants import SCHEMES
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
-from tests.loader.gguf_tiny import k_blocks
+from tests.loader.gguf_tiny import finite_blocks, k_blocks
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason="needs the native CPU library")
 
 PACKED_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-DECODED_TYPES = ["Q2_K", "Q3_K"]  # no kernels: kept as float32
+SPLIT_TYPES = sorted(name for name, scheme in SCHEMES.items() if scheme.block and scheme.block.split)
+DECODED_TYPES = ["Q2_K"]  # no kernels: kept as float32
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INNER = 512
 AUTO, INT8, INT4 = (Target(quantization=name) for name in ("auto", "int8", "int4"))
@@ -40,11 +41,12 @@ def make(format: str, rows: int, seed: int = 0) -> Weight:
     if format in FLOATS:
         return values(rows, seed).to(FLOATS[format])
     kind = gguf.GGMLQuantizationType[format]
-    data = (
-        k_blocks(format, rows, INNER)
-        if format.endswith("_K")
-        else gguf.quants.quantize(values(rows, seed).numpy(), kind)
-    )
+    if format.endswith("_K"):
+        data = k_blocks(format, rows, INNER)
+    elif format in SPLIT_TYPES:
+        data = finite_blocks(format, rows, INNER)
+    else:
+        data = gguf.quants.quantize(values(rows, seed).numpy(), kind)
     return StoredMatrix(SCHEMES[format], (rows, INNER), {"weight": torch.from_numpy(data)})
 
 
@@ -53,7 +55,7 @@ def assert_product(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
     torch.testing.assert_close(layer(x).double(), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("format", [*FLOATS, *PACKED_TYPES, *DECODED_TYPES])
+@pytest.mark.parametrize("format", [*FLOATS, *PACKED_TYPES, *SPLIT_TYPES, *DECODED_TYPES])
 def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str) -> None:
     weight, x, bias = make(format, 40), values(3, seed=1), values(1, seed=2, inner=40)[0]
     layer = ColumnParallelLinear(INNER, 40, bias=True, target=AUTO, group=ONE).allocate()
@@ -64,6 +66,7 @@ def test_every_format_multiplies_by_its_values_in_the_planned_bytes(format: str)
     assert isinstance(layer.method, PackedLinear)
     assert_product(layer, x, as_tensor(weight).float(), bias)
     assert torch.equal(layer.method.matrices[0].dequantize(), as_tensor(weight).float()), "no value changes"
+    assert layer.method.decodes(scheme_of(weight)) == (format in DECODED_TYPES)
     assert layer.method.num_bytes == planned
 
 

@@ -74,7 +74,9 @@ def test_what_is_rounded_unasked_is_what_the_processor_is_fast_at(
 
 
 def test_an_unknown_method_is_named_beside_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown quantization method 'int3'; known: .*int4, int8, none"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown quantization method 'int3'; known: .*int4, int8, mxfp4, none"
+    ):
         choose_quantization(Target(quantization="int3"))
 
 

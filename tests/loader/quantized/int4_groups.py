@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.scheme import Packing, ScaleGrid, Scheme, ZeroPoints
-from quire.loader.quantized.base import QuantizedCheckpoint
+from quire.loader.quantized.base import Leaves, QuantizedCheckpoint
 
 GROUP = 16
 INT4_GROUPS = Scheme(
@@ -20,5 +20,5 @@ INT4_GROUPS = Scheme(
 class Int4Groups(QuantizedCheckpoint):
     ignored = ("*.weight_observer",)
 
-    def scheme(self, path: str, leaves: frozenset[str]) -> Scheme | None:
+    def scheme(self, path: str, leaves: Leaves) -> Scheme | None:
         return INT4_GROUPS if "weight_packed" in leaves else None

@@ -1,0 +1,73 @@
+"""4-bit floats with a power of two for each 32: float weights are rounded to them while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.plain import Plain
+from quire.layers.quant.unpacked import UnpackedLinear
+from quire.layers.scheme import Packing, ScaleGrid, Scheme, StoredMatrix, Weight, as_tensor, scheme_of
+from quire.ops.base import Target
+from quire.types.errors import ConfigError
+
+GROUP = 32
+MXFP4 = Scheme(
+    "E2M1",
+    packing=Packing(torch.uint8, (0, 1)),
+    scales=ScaleGrid(1, GROUP, torch.float8_e8m0fnu),
+    roles=(("weight", "weight_packed"), ("scales", "weight_scale")),
+)
+_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # where one magnitude ends and the next begins
+
+
+def e2m1_bytes(values: Tensor) -> Tensor:
+    """Values [rows, columns] -> the nearest 4-bit floats [rows, columns / 2], the first in the low bits."""
+    codes = (torch.bucketize(values.abs(), _BETWEEN.to(values.device)) + 8 * (values < 0)).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def round_to_mxfp4(weight: Tensor) -> StoredMatrix:
+    """weight [rows, columns], whole groups of columns."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(-1).clamp_min(2.0**-120)
+    exponents = torch.floor(torch.log2(largest)).int() - 2  # the largest magnitude lies in [4, 8), and 6 is the most
+    packed = e2m1_bytes(torch.ldexp(groups, -exponents.unsqueeze(-1)).flatten(1))
+    return StoredMatrix(MXFP4, tuple(weight.shape), {"weight": packed, "scales": (exponents + 127).to(torch.uint8)})
+
+
+class Mxfp4Linear(UnpackedLinear):
+    def load(self, piece: int, rows: Weight) -> None:
+        self._check(scheme_of(rows))
+        super().load(piece, round_to_mxfp4(as_tensor(rows)))
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        for scheme in schemes:
+            self._check(scheme)
+        return super().planned_bytes([MXFP4] * len(schemes))
+
+    def _check(self, scheme: Scheme) -> None:
+        if not scheme.is_float:
+            raise ConfigError(
+                f"quantization is 'mxfp4', which quantizes float weights while they are loaded, but {self.spec.path}"
+                f" is quantized already (its weights are {scheme.element}); leave --quantization out"
+            )
+        if self.spec.in_features % GROUP:
+            raise ConfigError(
+                f"quantization is 'mxfp4' but {self.spec.path} has {self.spec.in_features} inputs, which are no whole"
+                f" groups of {GROUP}; leave --quantization out"
+            )
+
+
+class Mxfp4(Quantization):
+    name = "mxfp4"
+    _plain = Plain()
+
+    def refuses(self, target: Target) -> str | None:
+        return None
+
+    def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        return Mxfp4Linear(spec) if spec.role == "linear" else self._plain.method(spec, schemes)

@@ -1,0 +1,292 @@
+"""Models on quantized checkpoints answer as on dequantized ones, in the planned memory; damaged ones are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.kernels.cpu.library import unavailable
+from quire.layers.linear import QKVParallelLinear
+from quire.layers.quant.plain import PlainLinear
+from quire.layers.scheme import as_tensor
+from quire.loader.hub import resolve_model
+from quire.loader.open import open_checkpoint
+from quire.loader.quantized.registry import logical
+from quire.loader.safetensors import SafetensorsCheckpoint
+from quire.types.errors import CheckpointError, QuireError
+from quire.worker.direct import DirectModel
+from quire.worker.planning import plan_engine
+from quire.worker.worker import load_model
+from tests.e2e.test_quantized import taken, weights_of
+from tests.loader.quantized.test_checkpoints import NAMES, ROOT
+from tests.loader.quantized.test_layouts import Stored
+
+# What the CPU kernels do not hold: floats of 8 bits, tables, groups in any order.
+DECODED = {name for name in NAMES if "fp8" in name or name in ("bnb-nf4", "bnb-fp4", "gptq-act-order")}
+TOKENS = [3, 9, 27, 11, 23, 29, 7]
+GATE, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("gate", "down"))
+
+
+def settings(folder: Path, **flags: Any) -> EngineConfig:
+    return EngineConfig.from_flat(model=str(folder), max_model_len=64, kv_cache_dtype="float32", **flags)
+
+
+def logits(folder: Path, **flags: Any) -> Tensor:
+    with torch.inference_mode():
+        return DirectModel(settings(folder, **flags)).logits(TOKENS)
+
+
+def dequantized(name: str, folder: Path) -> Path:
+    """The same model with plain float32 weights."""
+    checkpoint = open_checkpoint(resolve_model(str(ROOT / name)))
+    folder.mkdir()
+    save_file(
+        {tensor: checkpoint.get(tensor).float().contiguous() for tensor in checkpoint.tensors()},
+        folder / "model.safetensors",
+    )
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stored_model_answers_as_the_dequantized_one(name: str, tmp_path: Path) -> None:
+    reference = logits(dequantized(name, tmp_path / "plain"), dtype="float32")
+    for flags in ({}, {"quantization": "none"}):
+        torch.testing.assert_close(logits(ROOT / name, **flags), reference, atol=2e-4, rtol=1e-3)
+    if unavailable() is None:
+        config = settings(ROOT / name)
+        plan = plan_engine(config)
+        assert weights_of(plan) == taken(load_model(plan, config))
+        note = next(entry.note for entry in plan.ledger.entries if entry.name == "weights")
+        assert ("become float32 when they are loaded" in note) == (name in DECODED), note
+
+
+class Folder:
+    """A copy of a committed checkpoint that can be damaged."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.path = Path(shutil.copytree(ROOT / name, root / name))
+        self.tensors = load_file(self.path / "model.safetensors")
+        self.config = json.loads((self.path / "config.json").read_text())
+
+    def refused(self, message: str) -> None:
+        save_file(self.tensors, self.path / "model.safetensors")
+        (self.path / "config.json").write_text(json.dumps(self.config))
+        with pytest.raises(QuireError, match=message):
+            DirectModel(settings(self.path))
+
+
+DAMAGED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    # name: (checkpoint, tensors, values of quantization_config, message); None takes away
+    "no scales": ("awq", {f"{GATE}.scales": None}, {}, rf"{GATE}\.scales is missing"),
+    "no zeros": ("gptq", {f"{GATE}.qzeros": None}, {}, rf"{GATE}\.qzeros is missing"),
+    "no index": ("gptq-act-order", {f"{GATE}.g_idx": None}, {}, rf"{GATE}\.g_idx is missing"),
+    "index too high": (
+        "gptq-act-order",
+        {f"{DOWN}.g_idx": torch.full((64,), 7, dtype=torch.int32)},
+        {},
+        rf"{DOWN}\.g_idx names groups 7 to 7 but there are 2; download",
+    ),
+    "index that the config does not tell of": ("gptq-act-order", {}, {"desc_act": False}, "set .*desc_act to true"),
+    "another group size": ("gptq", {}, {"group_size": 16}, r"scales has the shape \[1, 32\] instead of \[2, 32\]"),
+    "other bits": ("gptq", {}, {"bits": 8}, r"has the shape \[.*\] instead of \["),
+    "bits that nobody has": ("gptq", {}, {"bits": 5}, "Invalid enum value 5 - at `\\$.bits`"),
+    "no bits": ("gptq", {}, {"bits": "four"}, "quantization_config cannot be served: .*`\\$.bits`.*another format"),
+    "another layout": ("awq", {}, {"version": "gemv"}, "Invalid enum value 'gemv' - at `\\$.version`"),
+    "cut weight": (
+        "awq",
+        {f"{GATE}.qweight": torch.zeros(16, 8, dtype=torch.int32)},
+        {},
+        rf"{GATE}\.scales has the shape \[1, 64\]|{GATE}\.weight .expected \[64, 32\], found \[64, 16\]",
+    ),
+    "wrong type": (
+        "awq",
+        {f"{GATE}.qweight": torch.zeros(32, 8)},
+        {},
+        rf"{GATE}\.qweight is of torch\.float32 instead of torch\.int32",
+    ),
+    "fp8 without scales": (
+        "fp8-block",
+        {f"{GATE}.weight_scale_inv": None},
+        {},
+        rf"{GATE}\.weight_scale_inv is missing",
+    ),
+    "static without input scales": (
+        "fp8-tensor-static",
+        {f"{GATE}.input_scale": None},
+        {},
+        rf"{GATE}\.input_scale is missing",
+    ),
+    "wrong blocks": ("fp8-block", {}, {"weight_block_size": [128, 128]}, r"weight_scale_inv has the shape \["),
+    "a layer of no group": (
+        "ct-mixed",
+        {},
+        {"config_groups": {"one": {"targets": ["re:.*q_proj"], "weights": {"num_bits": 8, "type": "int"}}}},
+        "_proj is quantized, but no group .* names it .targets: re:.*q_proj.; add it",
+    ),
+    "a bad pattern": (
+        "ct-w4a16",
+        {},
+        {"config_groups": {"one": {"targets": ["re:("], "weights": {"num_bits": 4}}}},
+        "has the target 're:\\(', which is no regular expression",
+    ),
+    "another format": (
+        "ct-w4a16",
+        {},
+        {"format": "marlin-24", "config_groups": {"one": {"targets": ["Linear"], "weights": {"num_bits": 4}}}},
+        "_proj: .* says marlin-24 with int weights of 4 bits, which cannot be read; known: float-quantized float",
+    ),
+    "sparse": (
+        "ct-w4a16",
+        {},
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "only dense weights can be read",
+    ),
+    "a shape that lies": (
+        "ct-w4a16",
+        {f"{GATE}.weight_shape": torch.tensor([-64, 1 << 60])},
+        {},
+        rf"{GATE}\.weight_packed has the shape \[64, 4\] instead of",
+    ),
+    "two second scales": (
+        "ct-nvfp4",
+        {f"{GATE}.weight_global_scale": torch.ones(2)},
+        {},
+        rf"{GATE}\.weight_global_scale has the shape \[2\] instead of \[\]",
+    ),
+    "a damaged state": (
+        "bnb-nf4",
+        {f"{GATE}.weight.quant_state.bitsandbytes__nf4": torch.tensor([123, 34, 0], dtype=torch.uint8)},
+        {},
+        rf"{GATE}\.weight\.quant_state\.bitsandbytes__nf4 is damaged",
+    ),
+    "another table": (
+        "bnb-nf4",
+        {f"{GATE}.weight.quant_map": torch.zeros(16)},
+        {},
+        rf"{GATE}\.weight\.quant_map is not the table of nf4",
+    ),
+    "an unknown way of torchao": (
+        "torchao-int8",
+        {},
+        {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        "quant_type is 'Int4WeightOnlyConfig', which cannot be read; known: Int8WeightOnlyConfig",
+    ),
+    "an unknown method": ("awq", {}, {"quant_method": "aqlm"}, "quant_method is 'aqlm', .* known: awq, bitsandbytes"),
+    "mislabelled": (
+        "awq",
+        {},
+        {"quant_method": "fp8"},
+        "qweight is of torch.int32, which the quantization_config says",
+    ),
+    "a tensor that nothing tells of": (
+        "gptq",
+        {f"{GATE}.extra": torch.zeros(2, dtype=torch.int8)},
+        {},
+        rf"{GATE}\.extra is of torch\.int8, which the quantization_config says nothing of",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_does_not_fit_is_refused_by_tensor_and_fix(damage: str, tmp_path: Path) -> None:
+    name, tensors, values, message = DAMAGED[damage]
+    folder = Folder(name, tmp_path)
+    folder.tensors = {**folder.tensors, **tensors}
+    folder.tensors = {key: tensor for key, tensor in folder.tensors.items() if tensor is not None}
+    folder.config["quantization_config"] |= values
+    folder.refused(message)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    folder = Folder("gptq", tmp_path)
+    file = folder.path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"is truncated or damaged: .*; download it again"):
+        plan_engine(settings(folder.path))
+
+
+def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
+    folder = Folder("gptq", tmp_path)
+    (folder.path / "model.safetensors").rename(folder.path / "gptq_model-4bit.pt")
+    with pytest.raises(
+        CheckpointError, match=r"gptq_model-4bit\.pt, which are pickled .*convert them to safetensors"
+    ):
+        plan_engine(settings(folder.path))
+
+
+def test_merged_projections_keep_their_own_scales(tmp_path: Path) -> None:
+    """q, k and v have one scale each; a common one would round two of them again."""
+    folder = Folder("fp8-tensor-static", tmp_path)
+    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        folder.tensors[f"model.layers.0.self_attn.{name}.weight_scale"] = torch.tensor(0.001 * 5**number)
+    save_file(folder.tensors, folder.path / "model.safetensors")
+    checkpoint = open_checkpoint(resolve_model(str(folder.path)))
+    model = DirectModel(settings(folder.path, quantization="none")).model
+    merged = next(module for module in model.modules() if isinstance(module, QKVParallelLinear))
+    assert isinstance(merged.method, PlainLinear)
+    weight: Tensor = merged.method.weight
+    parts = [checkpoint.get(f"model.layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj")]
+    weight = weight if weight.shape == torch.cat(parts).shape else weight.t()
+    assert torch.equal(weight, torch.cat(parts))
+
+
+HOSTILE: list[Any] = [
+    0,
+    -1,
+    1 << 70,
+    1.5,
+    "x",
+    "",
+    None,
+    True,
+    [],
+    [0, 0],
+    {},
+    {"x": 1},
+    "torch.nothing",
+    float("inf"),
+]
+
+
+@settings_of_hypothesis(max_examples=150, deadline=None)
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_any_config_and_any_shapes_are_read_or_refused(name: str, data: st.DataObject) -> None:
+    """Nothing but an error of ours may come of what a file says."""
+    stored = SafetensorsCheckpoint(ROOT / name)
+    tensors = {key: stored.get(key) for key in stored.tensors()}
+    config = json.loads(json.dumps(stored.config["quantization_config"]))
+    for _ in range(data.draw(st.integers(1, 2))):
+        place: Any = config
+        while True:
+            key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+            if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+                place[key] = deepcopy(data.draw(st.sampled_from(HOSTILE)))
+                break
+            place = place[key]
+        if not isinstance(config.get("quant_method"), str):
+            config["quant_method"] = "gptq"  # the schema of config.json refuses others
+    if data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(tensors)))
+        shape = data.draw(st.sampled_from([(), (0,), (1,), (2,), (0, 4), (4, 4), (64, 1), (2, 2, 2), (1, 1, 1, 1)]))
+        dtype = data.draw(st.sampled_from([torch.int32, torch.uint8, torch.float32, torch.float8_e4m3fn]))
+        tensors[key] = torch.zeros(shape).to(dtype)
+    try:
+        checkpoint = logical(Stored(config, tensors))
+        for tensor in checkpoint.tensors():
+            as_tensor(checkpoint.stored(tensor))
+    except QuireError:
+        pass
