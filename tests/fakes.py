@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from quire.kv.layout import KVLayout
+from quire.kv.layout import KVGroup, KVLayout
 from quire.sched.request import Request
 from quire.types.masks import Masks
 from quire.types.request import EngineRequest
@@ -15,6 +15,15 @@ from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
 
 VOCAB_SIZE = 50
+
+
+# The first token that a query at a position reads in a group with a window, by the group's kind; states are apart.
+FIRST_READ: dict[str, Callable[[int, int], int]] = {
+    "full": lambda position, window: 0,
+    "latent": lambda position, window: 0,
+    "sliding": lambda position, window: max(0, position - window + 1),
+    "chunked": lambda position, window: position // window * window,
+}
 
 
 class FakeStepError(Exception):
@@ -90,13 +99,16 @@ class FakeExecutor:
     """Runs plans in order, as a device would, and asserts everything a plan promises.
 
     The simulated KV of a token is the group and the hash of all tokens up to it, so a read finds out whether
-    attention would see exactly the right tokens. Block tables keep their old entries when a row changes hands. Drafts
-    stand behind a row's known tokens while a step runs; what they wrote stays in the cache when they do not hold.
+    attention would see exactly the right tokens. A block of states holds the same hashes: a step reads that of the
+    token before it, and leaves its own in the blocks that there are. Block tables keep their old entries when a row
+    changes hands. Drafts stand behind a row's known tokens while a step runs; what they wrote stays in the cache when
+    they do not hold.
     """
 
     layout: KVLayout
-    num_blocks: int
+    num_blocks: int | Sequence[int]  # of each pool
     max_num_seqs: int
+    first_read: Mapping[str, Callable[[int, int], int]] = field(default_factory=lambda: FIRST_READ)
     rows: dict[int, FakeRow] = field(default_factory=dict)
     num_steps: int = 0
     poisoned: frozenset[str] = frozenset()  # requests that make their step fail
@@ -106,8 +118,9 @@ class FakeExecutor:
     num_accepted: int = 0
 
     def __post_init__(self) -> None:
+        self.pool_blocks = [self.num_blocks] if isinstance(self.num_blocks, int) else self.num_blocks
         self.tables: list[list[dict[int, int]]] = [[{} for _ in self.layout.groups] for _ in range(self.max_num_seqs)]
-        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, prefix hash)
+        self.memory: dict[tuple[int, int, int], tuple[int, int]] = {}  # (pool, block, offset) -> (group, prefix hash)
         self.last_step_id = -1
         self._draw = random.Random(0)
 
@@ -141,13 +154,13 @@ class FakeExecutor:
         columns = (plan.block_rows, plan.block_groups, plan.block_indices, plan.block_ids)
         for row, group, index, block in zip(*columns, strict=True):
             assert row in plan.rows, "a block table changes of a row that does not run"
-            assert 0 <= block < self.num_blocks
+            assert 0 <= block < self.pool_blocks[self.layout.groups[group].pool]
             self.tables[row][group][index] = block
 
     def _write(self, plan: StepPlan) -> None:
         """Write the KV of all rows' tokens."""
         size = self.layout.block_size
-        writers: dict[int, tuple[int, int]] = {}
+        writers: dict[tuple[int, int], tuple[int, int]] = {}
         for row, count in zip(plan.rows, plan.num_tokens, strict=True):
             state = self.rows[row]
             drafts = plan.draft_token_ids.get(row, [])
@@ -158,11 +171,26 @@ class FakeExecutor:
             assert end == len(tokens) or not drafts, "a row verifies drafts before it has caught up"
             hashes = _prefix_hashes(tokens[:end])
             for group in self.layout.groups:
+                if group.kind == "state":
+                    self._check_state(row, group, begin, hashes)
+                table = self.tables[row][group.index]
                 for position in range(begin, end):
-                    block = self.tables[row][group.index][position // size]
+                    block = table[position // size]
+                    if group.kind == "state" and block == 0 and position < end - 1:
+                        continue
                     assert block != 0, f"row {row} would write position {position} to the null block"
-                    assert writers.setdefault(block, (row, group.index)) == (row, group.index)
-                    self.memory[block, position % size] = (group.index, hashes[position])
+                    assert writers.setdefault((group.pool, block), (row, group.index)) == (row, group.index)
+                    self.memory[group.pool, block, position % size] = (group.index, hashes[position])
+
+    def _check_state(self, row: int, group: KVGroup, begin: int, hashes: Sequence[int]) -> None:
+        """The state that a step at `begin` goes on from is that of all tokens before."""
+        if begin == 0:
+            return
+        entry, offset = divmod(begin - 1, self.layout.block_size)
+        block = self.tables[row][group.index][entry]
+        assert self.memory.get((group.pool, block, offset)) == (group.index, hashes[begin - 1]), (
+            f"row {row} goes on from a wrong state at {begin} of group {group.index}, block {block}"
+        )
 
     def _run_row(self, result: StepResult, index: int, row: int, count: int, drafts: list[int]) -> list[int]:
         """Read what attention would read, then sample if the row caught up, and advance it by what holds."""
@@ -171,11 +199,12 @@ class FakeExecutor:
         hashes = _prefix_hashes((state.token_ids + drafts)[:end])
         size = self.layout.block_size
         for group in self.layout.groups:
-            first = 0 if group.window is None else max(0, begin - group.window + 1)
-            for position in range(first, end):
+            if group.kind == "state":
+                continue
+            for position in range(self.first_read[group.kind](begin, group.window or 0), end):
                 block = self.tables[row][group.index][position // size]
                 expected = (group.index, hashes[position])
-                assert self.memory.get((block, position % size)) == expected, (
+                assert self.memory.get((group.pool, block, position % size)) == expected, (
                     f"row {row} reads wrong KV at position {position} of group {group.index}, block {block}"
                 )
         state.num_computed_tokens = end

@@ -27,7 +27,7 @@ def build_engine(
     executor = EXECUTORS.get(executor_name)(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
-    kv = KVCacheManager(ledger.layout, ledger.num_kv_blocks, config.cache.enable_prefix_caching)
+    kv = KVCacheManager(ledger.layout, ledger.pool_blocks, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

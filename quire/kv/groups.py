@@ -1,62 +1,63 @@
-"""One KV group's rules over the shared pool: which cached blocks make a hit, and which blocks it may let go."""
+"""One KV group over its pool: which cached blocks make a hit, and which entries of a table get blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from quire.kv.block_pool import Block, BlockPool
-from quire.kv.layout import KVGroup
+from quire.kv.kinds import GroupKind
 
 
-class FullGroup:
-    """Layers that attend to everything before: a hit needs every block, and none is let go."""
+class Group:
+    """The same verbs for every kind; the kind says which blocks are needed."""
 
-    def __init__(self, group: KVGroup, pool: BlockPool) -> None:
-        self.index = group.index
-        self._cached = pool.cached[group.index]
+    __slots__ = ("_cached", "first_needed", "index", "kind", "pool", "sparse")
 
-    def find(self, hashes: Sequence[bytes], limit: int) -> list[Block]:
-        """The cached blocks of the longest prefix, at most `limit` blocks."""
+    def __init__(self, index: int, kind: GroupKind, pool: BlockPool) -> None:
+        self.index = index
+        self.kind = kind
+        self.pool = pool
+        self.first_needed = kind.first_needed
+        self.sparse = kind.sparse
+        self._cached = pool.cached[index]
+
+    def may_begin(self, first_hash: bytes) -> bool:
+        """Whether there may be a hit, as far as the hash of the first block tells."""
+        return self.kind.releases or first_hash in self._cached
+
+    def longest_hit(self, hashes: Sequence[bytes], limit: int) -> list[Block]:
+        """The table of a request that starts after the longest cached prefix of at most `limit` blocks.
+
+        Entries that are not needed after it are the null block.
+        """
         cached = self._cached
-        if limit == 0 or hashes[0] not in cached:
-            return []
-        found = list(map(cached.get, hashes[:limit]))
-        if None in found:
-            found = found[: found.index(None)]
-        return cast("list[Block]", found)
-
-
-class SlidingGroup:
-    """Layers that see a window: a hit needs the blocks in sight of its end, older entries are the null block."""
-
-    def __init__(self, group: KVGroup, pool: BlockPool, block_size: int) -> None:
-        assert group.window is not None
-        self.index = group.index
-        self._window = group.window
-        self._block_size = block_size
-        self._cached = pool.cached[group.index]
-        self._null = pool.null_block
-
-    def first_visible(self, num_computed_tokens: int) -> int:
-        """The first block that the token after these, or any later one, can see."""
-        return max(0, num_computed_tokens - self._window + 1) // self._block_size
-
-    def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """The most blocks, at most `limit`, that a request with these hashes can start from."""
-        cached = self._cached
-        end = limit
-        needed = self.first_visible(end * self._block_size)
+        if not self.kind.releases:  # every block is needed
+            if limit == 0 or hashes[0] not in cached:
+                return []
+            found = list(map(cached.get, hashes[:limit]))
+            if None in found:
+                found = found[: found.index(None)]
+            return cast("list[Block]", found)
+        size, end = self.kind.block_size, limit
+        needed = self.first_needed(end * size)
         index = end - 1
         while index >= needed:
             if hashes[index] not in cached:
                 end = index
-                needed = self.first_visible(end * self._block_size)
+                needed = self.first_needed(end * size)
             index -= 1
-        return end
+        first = min(end, needed)
+        return [self.pool.null_block] * first + [cached[block_hash] for block_hash in hashes[first:end]]
 
-    def hit_blocks(self, hashes: Sequence[bytes], count: int) -> list[Block]:
-        """The table of a request that starts after a hit of `count` blocks."""
-        cached = self._cached
-        first = min(count, self.first_visible(count * self._block_size))
-        return [self._null] * first + [cached[block_hash] for block_hash in hashes[first:count]]
+    def num_new(self, first: int, last: int, marks: Collection[int]) -> int:
+        """How many blocks `extend` would take."""
+        return len(self.kind.entries(first, last, marks))
+
+    def extend(self, first: int, last: int, marks: Collection[int]) -> list[Block]:
+        """Blocks for the entries [first, last) of a table. The caller has checked that there are enough."""
+        entries = self.kind.entries(first, last, marks)
+        blocks = [self.pool.null_block] * (last - first)
+        for entry, block in zip(entries, self.pool.allocate(len(entries)), strict=True):
+            blocks[entry - first] = block
+        return blocks

@@ -1,82 +1,125 @@
-"""How the KV of a model's layers is laid out in blocks. Knows sizes and windows, never tensors or requests.
+"""How what a model's layers keep is laid out in blocks. Knows sizes and kinds, never tensors or requests.
 
-Layers of one kind are cut into groups of `num_slots` layers, and all groups draw from one block pool: physical
-memory is `num_slots` cache tensors, and layer k of a group uses tensor k at the block ids its group owns.
+Layers that keep the same form and size share a pool of blocks, whatever their kinds: no group is padded to the size
+of another. In a pool, the layers of one kind are cut into groups of `num_slots` layers: physical memory is
+`num_slots` cache tensors, and layer k of a group uses tensor k at the block ids its group owns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from quire.kv.kinds import KINDS, GroupKind
+from quire.types.cache import KVForm, LayerKV
 from quire.types.errors import ConfigError
-
-LayerKind = Literal["full", "sliding"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """What one layer of a model keeps."""
-
-    kind: LayerKind
-    window: int | None  # sliding: a query sees itself and the window-1 tokens before it
-    bytes_per_token: int  # keys and values together
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table per request; layers[k] uses cache tensor k."""
+    """Layers that share one block table per request; layers[k] uses cache tensor k of the pool."""
 
     index: int
-    kind: LayerKind
+    kind: str
     window: int | None
     layers: tuple[int, ...]
+    pool: int = 0
+
+    def rule(self, block_size: int) -> GroupKind:
+        return KINDS.get(self.kind)(self.window, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Blocks of one size, each a part of every cache tensor of the pool."""
+
+    num_slots: int  # cache tensors
+    block_bytes: int  # of one block in one cache tensor: the stride between blocks
+    per_row: bool = False  # whether a block holds a state and not tokens
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block over all slots."""
+        return self.num_slots * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     groups: tuple[KVGroup, ...]
     block_size: int  # tokens per block
-    num_slots: int  # cache tensors
-    page_bytes: int  # bytes of one block over all slots
+    pools: tuple[KVPool, ...]
 
-    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` holds at its peak, computing at most `step_tokens` a step."""
-        total = ceil_div(num_tokens, self.block_size)
-        num_blocks = 0
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of every pool."""
+        return sum(pool.page_bytes for pool in self.pools)
+
+    def groups_of(self, pool: int) -> tuple[KVGroup, ...]:
+        return tuple(group for group in self.groups if group.pool == pool)
+
+    def blocks_for(self, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
+        """Blocks of each pool that a request holds at its peak, computing at most `step_tokens` a step."""
+        needed = [0] * len(self.pools)
         for group in self.groups:
-            if group.window is None:
-                num_blocks += total
-            else:
-                # A step reads the window-1 tokens before its first one; a span of n tokens that starts
-                # anywhere touches up to ceil((n - 1) / block_size) + 1 blocks.
-                span = group.window - 1 + step_tokens
-                num_blocks += min(total, ceil_div(span - 1, self.block_size) + 1)
-        return num_blocks
+            needed[group.pool] += group.rule(self.block_size).blocks_for(num_tokens, step_tokens)
+        return tuple(needed)
+
+    def bytes_for(self, num_tokens: int, step_tokens: int) -> int:
+        """Memory in which one request of `num_tokens` can run, the null block of each pool included."""
+        return self.num_bytes([count + 1 for count in self.blocks_for(num_tokens, step_tokens)])
+
+    def num_bytes(self, num_blocks: Sequence[int]) -> int:
+        """Memory that `num_blocks` of each pool take."""
+        return sum(count * pool.page_bytes for count, pool in zip(num_blocks, self.pools, strict=True))
+
+    def num_blocks_for(self, num_bytes: int, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
+        """Blocks of each pool for `num_bytes` of memory, which they share as requests of `num_tokens` need them.
+
+        Every pool gets its null block, and enough for one such request if the memory is `bytes_for` it.
+        """
+        if len(self.pools) == 1:
+            return (num_bytes // self.page_bytes,)
+        needed = self.blocks_for(num_tokens, step_tokens)
+        left, one = max(0, num_bytes - self.page_bytes), self.num_bytes(needed)
+        return tuple(1 + left * count // one for count in needed)
+
+    def num_tokens(self, num_blocks: Sequence[int]) -> int:
+        """Tokens that `num_blocks` of each pool hold if every group keeps every token."""
+        pools = [index for index, pool in enumerate(self.pools) if not pool.per_row] or range(len(self.pools))
+        return min(num_blocks[pool] * self.block_size // len(self.groups_of(pool)) for pool in pools)
 
 
 def plan_layout(layers: Sequence[LayerKV], block_size: int) -> KVLayout:
-    """Cut a model's layers into groups of equal size that can share one pool of blocks."""
+    """Cut a model's layers into groups of equal size for each pool of blocks."""
     if not layers:
         raise ConfigError("a KV layout needs at least one layer; the model declares none")
-    kinds: dict[tuple[LayerKind, int | None], list[int]] = {}
+    pools: dict[tuple[bool, KVForm | None, int], dict[tuple[str, int | None], list[int]]] = {}
     for index, layer in enumerate(layers):
-        if (layer.kind == "sliding") != (layer.window is not None) or (layer.window is not None and layer.window < 1):
+        window = layer.window
+        if KINDS.get(layer.kind).has_window != (window is not None) or (window is not None and window < 1):
             raise ConfigError(
-                f"layer {index} is {layer.kind} with window {layer.window}; "
-                "a sliding layer needs a window of at least 1 and a full one has none"
+                f"layer {index} is {layer.kind} with window {window}; "
+                "a sliding or chunked layer needs a window of at least 1 and others have none"
             )
+        size = layer.block_bytes(block_size)
+        if size < 1:
+            raise ConfigError(f"layer {index} is {layer.kind} and declares neither bytes per token nor per row")
+        kinds = pools.setdefault((layer.bytes_per_row > 0, layer.form, size), {})
         kinds.setdefault((layer.kind, layer.window), []).append(index)
-    num_slots = min(len(members) for members in kinds.values())
     groups: list[KVGroup] = []
-    # Full groups first: their hit is the cheapest to find and bounds the hits of the others.
-    for (kind, window), members in sorted(kinds.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-        for start in range(0, len(members), num_slots):
-            groups.append(KVGroup(len(groups), kind, window, tuple(members[start : start + num_slots])))
-    bytes_per_token = max(layer.bytes_per_token for layer in layers)
-    return KVLayout(tuple(groups), block_size, num_slots, num_slots * block_size * bytes_per_token)
+    sizes: list[KVPool] = []
+    # Full groups first: their hit is the cheapest to find and bounds the hits of the others. States last: where their
+    # hit is shorter than that of the others, that is worth a checkpoint.
+    for (per_row, _, size), kinds in sorted(pools.items(), key=lambda pool: (pool[0][0], min(map(_order, pool[1])))):
+        num_slots = min(len(members) for members in kinds.values())
+        for (kind, window), members in sorted(kinds.items(), key=lambda item: _order(item[0])):
+            for start in range(0, len(members), num_slots):
+                cut = tuple(members[start : start + num_slots])
+                groups.append(KVGroup(len(groups), kind, window, cut, len(sizes)))
+        sizes.append(KVPool(num_slots, size, per_row))
+    return KVLayout(tuple(groups), block_size, tuple(sizes))
 
 
-def ceil_div(value: int, divisor: int) -> int:
-    return -(-value // divisor)
+def _order(kind: tuple[str, int | None]) -> tuple[bool, str, int]:
+    name, window = kind
+    return KINDS.get(name).releases, name, window or 0

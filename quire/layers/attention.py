@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
@@ -11,6 +13,7 @@ from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.split_k import PartialSums
+from quire.types.cache import KVForm, LayerKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,47 @@ class ForwardBatch:
     wanted: WantedTokens | None = None  # None: all of them
 
 
-class Attention(Stage):
-    """Holds no parameters. `bind` must be called once, after the KV cache is allocated."""
+def keeps_heads(num_kv_heads: int, head_dim: int, sliding_window: int | None) -> LayerKV:
+    """What attention over heads keeps."""
+    kind = "full" if sliding_window is None else "sliding"
+    return LayerKV(kind, sliding_window, form=KVForm(num_kv_heads, head_dim))
+
+
+class CachedLayer(Stage):
+    """A layer that keeps something. `bind` must be called once, after its cache is allocated."""
 
     backend: AttentionBackend
     cache: Tensor
     group: int
+
+    @property
+    @abstractmethod
+    def keeps(self) -> LayerKV:
+        """In this process, which may hold a part of the heads."""
+
+    @abstractmethod
+    def cache_shape(
+        self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """Shape of a cache tensor with `num_blocks` of what this layer keeps."""
+
+    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
+        """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
+        self.backend = backend
+        self.cache = cache
+        self.group = group
+
+    def unbind(self) -> None:
+        """Let go of the cache, until the next `bind`."""
+        self.cache = self.cache[:0].clone()
+
+    def heal(self, block_ids: Tensor) -> None:
+        """Replace every value of these blocks [n] int64 that is not finite by zero."""
+        self.backend.heal(self.cache, block_ids)
+
+
+class Attention(CachedLayer):
+    """Holds no parameters."""
 
     def __init__(self, spec: AttentionSpec, layer_index: int, target: Target) -> None:
         super().__init__()
@@ -47,15 +85,14 @@ class Attention(Stage):
     def accepts(self) -> Forms:
         return frozenset({Form.PARTIAL_SUMS})
 
-    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
-        """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
-        self.backend = backend
-        self.cache = cache
-        self.group = group
+    @property
+    def keeps(self) -> LayerKV:
+        return keeps_heads(self.spec.num_kv_heads, self.spec.head_dim, self.spec.sliding_window)
 
-    def unbind(self) -> None:
-        """Let go of the cache, until the next `bind`."""
-        self.cache = self.cache[:0].clone()
+    def cache_shape(
+        self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        return backend.cache_shape(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim, dtype)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.attention import Attention, CachedLayer, ForwardBatch
 from quire.layers.embedding import LMHead
 from quire.layers.fusion import Stage
 from quire.layers.linear import Linear
@@ -18,6 +18,7 @@ from quire.layers.weights import MappedModule
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.types.cache import LayerKV
 from quire.types.ledger import EngineSizes, LedgerLine, largest
 
 
@@ -42,15 +43,6 @@ Capability = Literal["generates", "pools", "encodes", "takes_media"]
 
 
 @dataclass(frozen=True)
-class LayerKV:
-    """What one layer keeps per token."""
-
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-
-
-@dataclass(frozen=True)
 class ModelDescription:
     """What is known of a model from its config alone."""
 
@@ -58,7 +50,7 @@ class ModelDescription:
     hidden_size: int
     num_layers: int
     max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
-    layers: tuple[LayerKV, ...]  # those that cache something, in the order of `attention_layers`
+    layers: tuple[LayerKV, ...]  # what is kept of tokens and of rows, in the order of `cached_layers`
 
 
 class Model(MappedModule):
@@ -90,9 +82,12 @@ class Model(MappedModule):
         `inputs_embeds` [n, hidden] replaces the (scaled) token embeddings; it is not written to.
         """
 
-    @abstractmethod
-    def attention_layers(self) -> list[Attention]:
+    def cached_layers(self) -> list[CachedLayer]:
         """In layer order; each must be bound before the first forward."""
+        return [module for module in self.modules() if isinstance(module, CachedLayer)]
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer for layer in self.cached_layers() if isinstance(layer, Attention)]
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
         """What its tokens need besides their ids, for so many rows and one for padding."""

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation, gated_matmul
-from quire.layers.attention import Attention, ForwardBatch, WantedTokens
+from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
 from quire.layers.fusion import Forms, Passed, Stage
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import ParallelRMSNorm, ResidualMerge, RMSNorm
-from quire.models.base import BuildContext, LayerKV
+from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS, MLP, MLPS, Mixer
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
+from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 
 
@@ -62,7 +63,7 @@ class AttentionBlock(Mixer):
 
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
-        return LayerKV(config.num_kv_heads, config.head_dim, config.sliding_windows[layer])
+        return keeps_heads(config.num_kv_heads, config.head_dim, config.sliding_windows[layer])
 
     @property
     def accepts(self) -> Forms:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from quire.attention.base import Rotation
-from quire.layers.attention import Attention, ForwardBatch
+from quire.layers.attention import ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.norm import RMSNorm, merge_residual
@@ -163,6 +163,3 @@ class DecoderLM(CausalLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-    def attention_layers(self) -> list[Attention]:
-        return [module for module in self.model.layers.modules() if isinstance(module, Attention)]

@@ -10,8 +10,9 @@ from abc import abstractmethod
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, Stage
-from quire.models.base import BuildContext, LayerKV
+from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
+from quire.types.cache import LayerKV
 from quire.utils.registry import Registry
 
 
@@ -23,7 +24,7 @@ class Mixer(Stage):
 
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
-        """What the layer caches of each token, in an Attention of this block; None: nothing."""
+        """What the layer caches, in a CachedLayer of this block; None: nothing."""
         return None
 
     @abstractmethod

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.attention import Attention
+from quire.layers.attention import CachedLayer
 from quire.runner.block_tables import BlockTables
 
 MESSAGE = "the model produced NaN or infinite values; the weights or the dtype are unsuitable"
 
 
 class Containment:
-    def __init__(self, layers: list[Attention], tables: BlockTables) -> None:
-        # Groups share cache tensors, so each tensor is healed once, at the blocks of all groups.
-        self._layers = list({id(layer.cache): layer for layer in layers}.values())
+    def __init__(self, layers: list[CachedLayer], tables: BlockTables) -> None:
+        # Groups of a pool share cache tensors, so each tensor is healed once, at the blocks of all that use it.
+        users: dict[int, tuple[CachedLayer, list[int]]] = {}
+        for layer in layers:
+            users.setdefault(id(layer.cache), (layer, []))[1].append(layer.group)
+        self._users = list(users.values())
         self._tables = tables
 
     def heal(self, row: int, num_computed_tokens: int) -> None:
         """Replace what is not finite in the blocks of a row by zeros; blocks shared with others are finite."""
         num_blocks = -(-num_computed_tokens // self._tables.block_size)
-        blocks = torch.unique(self._tables.tables[:, row, :num_blocks]).long()
-        for layer in self._layers:
-            layer.backend.heal(layer.cache, blocks)
+        for layer, groups in self._users:
+            layer.heal(torch.unique(self._tables.tables[groups, row, :num_blocks]).long())

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, HostLengths
+from quire.attention.base import AttentionBatch, AttentionMetadata, HostLengths
+from quire.attention.groups import GroupBackends
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import CausalLM
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
@@ -30,7 +31,7 @@ class StepProgram:
         model: CausalLM,
         rows: RequestRows,
         tables: BlockTables,
-        backend: AttentionBackend,
+        backend: GroupBackends,
         sampler: Sampler,
         max_model_len: int,
         inputs: TokenInputs = PLAIN_INPUTS,
@@ -80,6 +81,7 @@ class StepProgram:
         )
         attention = [
             self.backend.prepare(
+                group,
                 AttentionBatch(
                     tables=tables.tables[group],
                     rows=rows,
@@ -140,6 +142,7 @@ class StepProgram:
         count = rows.shape[0]
         return [
             self.backend.prepare(
+                group,
                 AttentionBatch(
                     tables=self.tables.tables[group],
                     rows=rows,

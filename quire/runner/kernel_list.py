@@ -197,5 +197,5 @@ class KernelList:
             table.zero_()
             tokens.zero_()
             rows.num_computed[rows.scratch_row] = 0
-            for layer in self._program.model.attention_layers():
-                layer.backend.heal(layer.cache, blocks)
+            for layer in self._program.model.cached_layers():
+                layer.heal(blocks)

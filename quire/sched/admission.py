@@ -45,11 +45,11 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
     # The last token of an output is never computed.
     num_outputs = 0 if pools else min(request.max_tokens, limits.max_model_len - num_prompt_tokens) - 1
     num_tokens = num_prompt_tokens + num_outputs
-    needed = state.kv.layout.blocks_for(num_tokens, limits.max_num_batched_tokens)
-    if needed > state.kv.num_blocks:
+    needed, present = state.kv.needed_and_present(num_tokens, limits.max_num_batched_tokens)
+    if needed > present:
         raise RequestError(
             f"{name} may grow to {num_tokens} tokens, which takes {needed} KV blocks, but there are "
-            f"{state.kv.num_blocks}; lower max_tokens or max_model_len, or raise --kv-cache-memory",
+            f"{present}; lower max_tokens or max_model_len, or raise --kv-cache-memory",
             "max_tokens" if num_outputs else "token_ids",
         )
 
@@ -85,10 +85,9 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
     may_reuse_prefix = request.may_reuse_prefix
     hit = kv.find_prefix(request.kv, request.token_ids) if may_reuse_prefix else kv.no_prefix()
     num_cached = hit.num_tokens
-    if state.running and not step.retry:
-        spare = max(1, kv.num_blocks // _SPARE_SHARE)
-        if not kv.fits_now(hit, request.num_tokens, state.limits.max_num_batched_tokens, spare):
-            return False
+    most = state.limits.max_num_batched_tokens
+    if state.running and not step.retry and not kv.fits_now(hit, request.num_tokens, most, _SPARE_SHARE):
+        return False
     wanted = request.num_tokens - num_cached
     count = min(wanted, step.budget) if step.retry else state.shares.of_new(state, step, request, num_cached, wanted)
     row = state.rows.free[-1]

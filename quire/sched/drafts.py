@@ -47,7 +47,7 @@ class Drafts:
         """How many of so many drafts there are blocks for."""
         end = request.num_computed_tokens + count
         if end > request.capacity and state.kv.allocate(
-            request.kv, request.num_certain_tokens, end, request.row, step.deltas
+            request.kv, request.num_certain_tokens, end, request.row, step.deltas, drafts=True
         ):
             request.capacity = state.kv.capacity(request.kv)
         return min(count, request.capacity - request.num_computed_tokens)

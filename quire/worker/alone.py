@@ -23,14 +23,19 @@ def forward_alone(plan: EnginePlan, model: CausalLM, block_size: int, prompts: l
     places = torch.cat([torch.arange(length, device=device) for length in lengths])
     line = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
     attention = []
-    first = 1
-    for _ in plan.ledger.layout.groups:
+    layout = plan.ledger.layout
+    next_block = [1] * len(layout.pools)
+    for group in layout.groups:
+        first = next_block[group.pool]
         tables = torch.zeros(len(prompts), max(blocks), dtype=torch.int32, device=device)
         for index, count in enumerate(blocks):
             tables[index, :count] = torch.arange(first, first + count, device=device)
             first += count
+        next_block[group.pool] = first
         slots = tables[line, places // block_size].long() * block_size + places % block_size
-        attention.append(plan.backend.prepare_eager(make_batch(lengths, lengths, tables, slots, block_size)))
+        attention.append(
+            plan.backends[group.index].prepare_eager(make_batch(lengths, lengths, tables, slots, block_size))
+        )
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     hidden: Tensor = model(token_ids, places, ForwardBatch(attention=attention))
     return hidden

@@ -15,7 +15,7 @@ class DirectModel:
         self._plan = plan_engine(config)
         self._block_size = config.cache.block_size
         self.model = load_model(self._plan, config)
-        bind_caches(self._plan, self.model.attention_layers(), self._block_size)
+        bind_caches(self._plan, self.model.cached_layers(), self._block_size)
         self.source = self._plan.source
         self.dtype = self._plan.dtype
         self.vocab_size = self._plan.description.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.kv.layout import KVLayout
@@ -24,7 +25,7 @@ class MemoryLedger:
     supply: MemorySupply
     max_model_len: int
     max_model_len_reason: str
-    num_kv_blocks: int
+    pool_blocks: tuple[int, ...]  # KV blocks of each of the layout's pools
     kv_reason: str  # why so many, with the setting that changes it
     layout: KVLayout
 
@@ -34,11 +35,15 @@ class MemoryLedger:
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_kv_blocks * self.layout.page_bytes
+        return self.layout.num_bytes(self.pool_blocks)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return sum(self.pool_blocks)
 
     @property
     def num_kv_tokens(self) -> int:
-        return _tokens(self.layout, self.num_kv_blocks)
+        return self.layout.num_tokens(self.pool_blocks)
 
     def format(self) -> str:
         """A table for people."""
@@ -66,10 +71,10 @@ class MemoryDemand:
     max_num_seqs: int
     others: tuple[LedgerLine, ...] = ()  # left to other processes
 
-    def entries(self, num_blocks: int) -> tuple[LedgerLine, ...]:
-        """The lines of a ledger with this many KV blocks."""
-        blocks = f"{num_blocks} blocks, {_tokens(self.layout, num_blocks)} tokens"
-        kv = LedgerLine("KV blocks", num_blocks * self.layout.page_bytes, blocks)
+    def entries(self, num_blocks: Sequence[int]) -> tuple[LedgerLine, ...]:
+        """The lines of a ledger with this many KV blocks of each pool."""
+        blocks = f"{sum(num_blocks)} blocks, {self.layout.num_tokens(num_blocks)} tokens"
+        kv = LedgerLine("KV blocks", self.layout.num_bytes(num_blocks), blocks)
         return (self.weights, kv, *self.parts, *self.others)
 
     @property
@@ -82,7 +87,11 @@ class MemoryDemand:
 
     def kv_bytes(self, num_tokens: int) -> int:
         """KV memory in which one request of this many tokens can run, the null block included."""
-        return (self.layout.blocks_for(num_tokens, self.max_num_batched_tokens) + 1) * self.layout.page_bytes
+        return self.layout.bytes_for(num_tokens, self.max_num_batched_tokens)
+
+    def pool_blocks(self, kv_memory: int, num_tokens: int) -> tuple[int, ...]:
+        """Blocks of each pool in `kv_memory` bytes, for requests of up to `num_tokens`."""
+        return self.layout.num_blocks_for(kv_memory, num_tokens, self.max_num_batched_tokens)
 
     def longest(self, kv_memory: int) -> int:
         """The longest request that fits into so much KV memory, at most what the model was trained for."""
@@ -113,17 +122,18 @@ def make_ledger(
         length, reason = max_model_len, "set by the user"
     elif length < demand.trained_len:
         reason = f"the KV memory holds no longer request; the model was trained for {demand.trained_len}"
-    num_blocks, kv_reason = wanted // demand.layout.page_bytes, "--kv-cache-memory, set by the user"
+    kv_reason = "--kv-cache-memory, set by the user"
     if kv_memory is None:  # more blocks than all rows can fill at once would never be used
-        all_rows = demand.max_num_seqs * (demand.kv_bytes(length) // demand.layout.page_bytes)
-        why = default.reason if num_blocks <= all_rows else f"all that {demand.max_num_seqs} requests can fill"
-        num_blocks, kv_reason = min(num_blocks, all_rows), f"{why}, by default; --kv-cache-memory changes it"
+        all_rows = demand.max_num_seqs * demand.kv_bytes(length)
+        why = default.reason if wanted <= all_rows else f"all that {demand.max_num_seqs} requests can fill"
+        wanted, kv_reason = min(wanted, all_rows), f"{why}, by default; --kv-cache-memory changes it"
+    num_blocks = demand.pool_blocks(wanted, length)
     return MemoryLedger(
         entries=demand.entries(num_blocks),
         supply=supply,
         max_model_len=length,
         max_model_len_reason=reason,
-        num_kv_blocks=num_blocks,
+        pool_blocks=num_blocks,
         kv_reason=kv_reason,
         layout=demand.layout,
     )
@@ -174,7 +184,7 @@ def _does_not_fit(
         fix = f"lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or {supply.more}"
     else:
         fix = f"use a smaller model, keep its weights smaller with --quantization, or {supply.more}"
-    table = _table(demand.entries(-(-wanted // demand.layout.page_bytes)), supply)
+    table = _table(demand.entries(demand.pool_blocks(wanted, shortest)), supply)
     return MemoryPlanError(
         f"not enough memory: needed {format_bytes(demand.fixed + wanted)}; available {format_bytes(supply.num_bytes)}"
         f" ({supply.bound}); {fix}\n" + "\n".join(table)
@@ -189,10 +199,6 @@ def _table(entries: tuple[LedgerLine, ...], supply: MemorySupply) -> list[str]:
         *(f"{entry.name:<{width}} {format_bytes(entry.num_bytes):>10}  {entry.note}" for entry in entries),
         f"{'total':<{width}} {format_bytes(total):>10}  {available}",
     ]
-
-
-def _tokens(layout: KVLayout, num_blocks: int) -> int:
-    return num_blocks * layout.block_size // len(layout.groups)
 
 
 def _rounded_up(num_bytes: int) -> int:

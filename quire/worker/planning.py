@@ -17,7 +17,8 @@ from quire.attention.base import AttentionBackend
 from quire.attention.registry import BACKENDS
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
-from quire.kv.layout import KVLayout, LayerKV, plan_layout
+from quire.kv.layout import KVLayout, plan_layout
+from quire.layers.attention import CachedLayer
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from quire.runner.block_tables import BlockTables
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.ways import WAYS, WayContext
+from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
@@ -69,6 +71,11 @@ class EnginePlan:
     @property
     def deterministic(self) -> bool:
         return self.backend.name == self.platform.deterministic_backend
+
+    @property
+    def backends(self) -> list[AttentionBackend]:
+        """Of each KV group: one serves them all."""
+        return [self.backend] * len(self.ledger.layout.groups)
 
     def without_checkpoint(self) -> EnginePlan:
         """The same for a model that is loaded, which needs the file and its metadata no more."""
@@ -127,7 +134,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     demand = MemoryDemand(
         weights=LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note),
         parts=contributions(WayContext(platform, backend, model, dtype, sizes)),
-        layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
+        layout=kv_layout(model.cached_layers(), backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -200,7 +207,8 @@ def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
 
 
 def _check_heads(description: ModelDescription, backend: AttentionBackend) -> None:
-    widest, limit = max(layer.head_dim for layer in description.layers), backend.max_head_dim
+    widest = max((layer.form.head_dim for layer in description.layers if layer.form is not None), default=0)
+    limit = backend.max_head_dim
     if limit is not None and widest > limit:
         raise ConfigError(
             f"head_dim is {widest} but {backend.name} attention takes at most {limit}; set --device cpu"
@@ -265,20 +273,16 @@ def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
 
 
 def kv_layout(
-    description: ModelDescription, backend: AttentionBackend, dtype: torch.dtype, block_size: int
+    layers: Sequence[CachedLayer], backend: AttentionBackend, dtype: torch.dtype, block_size: int
 ) -> KVLayout:
-    def block_bytes(num_kv_heads: int, head_dim: int) -> int:
-        return math.prod(backend.cache_shape(1, block_size, num_kv_heads, head_dim, dtype)) * dtype.itemsize
+    """What these layers keep, with the sizes that the backend's cache has."""
 
-    layers = [
-        LayerKV(
-            kind="full" if layer.sliding_window is None else "sliding",
-            window=layer.sliding_window,
-            bytes_per_token=block_bytes(layer.num_kv_heads, layer.head_dim) // block_size,
-        )
-        for layer in description.layers
-    ]
-    return plan_layout(layers, block_size)
+    def sized(layer: CachedLayer) -> LayerKV:
+        block_bytes = math.prod(layer.cache_shape(backend, 1, block_size, dtype)) * dtype.itemsize
+        keeps = layer.keeps
+        return keeps if keeps.bytes_per_row else replace(keeps, bytes_per_token=block_bytes // block_size)
+
+    return plan_layout([sized(layer) for layer in layers], block_size)
 
 
 def _build_context(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.attention.groups import GroupBackends
 from quire.config.engine import EngineConfig
-from quire.layers.attention import Attention
+from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
@@ -144,7 +145,7 @@ def build_runner(
 ) -> Runner:
     """Allocate KV blocks and rows, and wire the collaborators of a step."""
     platform, ledger, settings = plan.platform, plan.ledger, plan.settings
-    bind_caches(plan, model.attention_layers(), block_size)
+    bind_caches(plan, model.cached_layers(), block_size)
     rows = RequestRows(settings.max_num_seqs, ledger.max_model_len, platform.device)
     tables = BlockTables(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
@@ -152,19 +153,19 @@ def build_runner(
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
     with platform.device:
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
-    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len, inputs)
+    program = StepProgram(model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
     samples = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
-    room = min(ledger.max_model_len, (ledger.num_kv_blocks - 1) * block_size)
+    room = min(ledger.max_model_len, (min(ledger.pool_blocks) - 1) * block_size)
     return Runner(
         rows=rows,
         tables=tables,
         sampler=sampler,
         prompt_logprobs=prompt_logprobs,
-        containment=Containment(model.attention_layers(), tables),
+        containment=Containment(model.cached_layers(), tables),
         ways=list(make_ways(plan.way_context(model), program, eager, room)),
         inputs=inputs,
     )
@@ -175,27 +176,34 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
     block_size, count = config.cache.block_size, plan.settings.max_num_batched_tokens
     length = min(count, plan.ledger.max_model_len)
     lengths = [length] * (count // length) + ([count % length] if count % length else [])
-    blocks = 1 + sum(-(-length // block_size) for length in lengths) * len(plan.ledger.layout.groups)
+    layout, per_group = plan.ledger.layout, sum(-(-length // block_size) for length in lengths)
+    blocks = [1 + per_group * len(layout.groups_of(pool)) for pool in range(len(layout.pools))]
 
     def work() -> None:
-        bind_caches(plan, model.attention_layers(), block_size, num_blocks=blocks)
+        bind_caches(plan, model.cached_layers(), block_size, blocks)
         forward_alone(plan, model, block_size, [[0] * length for length in lengths])
-        for layer in model.attention_layers():
+        for layer in model.cached_layers():
             layer.unbind()
 
     peak = plan.platform.peak_memory(work)
     if peak is None:
         return plan
-    return with_measured_step(plan, config, model, max(0, peak - blocks * plan.ledger.layout.page_bytes))
+    return with_measured_step(plan, config, model, max(0, peak - layout.num_bytes(blocks)))
 
 
-def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:
-    """One cache tensor per slot of the layout; layer k of every group uses slot k at its group's blocks."""
-    layout = plan.ledger.layout
-    spec = layers[0].spec
-    count = plan.ledger.num_kv_blocks if num_blocks is None else num_blocks
-    shape = plan.backend.cache_shape(count, block_size, spec.num_kv_heads, spec.head_dim, plan.kv_dtype)
-    slots: list[torch.Tensor] = [plan.platform.zeros(shape, plan.kv_dtype) for _ in range(layout.num_slots)]
-    for group in layout.groups:
-        for slot, layer in enumerate(group.layers):
-            layers[layer].bind(plan.backend, slots[slot], group.index)
+def bind_caches(
+    plan: EnginePlan, layers: Sequence[CachedLayer], block_size: int, num_blocks: Sequence[int] = ()
+) -> None:
+    """Allocate the cache tensors; layer k of a group uses tensor k of its pool, at its group's blocks.
+
+    `num_blocks` is of each pool; by default as the ledger has it.
+    """
+    counts = num_blocks or plan.ledger.pool_blocks
+    slots: dict[tuple[int, int], torch.Tensor] = {}
+    for group in plan.ledger.layout.groups:
+        for slot, index in enumerate(group.layers):
+            place, layer, backend = (group.pool, slot), layers[index], plan.backends[group.index]
+            if place not in slots:
+                shape = layer.cache_shape(backend, counts[group.pool], block_size, plan.kv_dtype)
+                slots[place] = plan.platform.zeros(shape, plan.kv_dtype)
+            layer.bind(backend, slots[place], group.index)

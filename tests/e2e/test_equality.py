@@ -110,7 +110,7 @@ def test_in_chunks(model: Path, reference: EngineCore, chunk: int) -> None:
 def test_with_forced_preemption(model: Path, reference: EngineCore, steps_in_flight: int) -> None:
     cases = make_cases(8, seed=5, longest=20, outputs=90)  # they fit when they start, and not when they have grown
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
-    blocks = layout.blocks_for(140, 64) + 2
+    blocks = sum(layout.blocks_for(140, 64)) + 2
     core = engine(
         model,
         kv_cache_memory=blocks * layout.page_bytes,
@@ -131,7 +131,7 @@ def test_on_full_partial_and_evicted_prefix_hits(model: Path, reference: EngineC
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
     core = engine(
         model,
-        kv_cache_memory=(layout.blocks_for(200, 128) + 6) * layout.page_bytes,
+        kv_cache_memory=(sum(layout.blocks_for(200, 128)) + 6) * layout.page_bytes,
         max_model_len=200,
         max_num_batched_tokens=128,
     )

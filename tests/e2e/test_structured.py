@@ -171,7 +171,7 @@ def test_any_three_features_together(models: dict[str, Path], alone: list[object
     memory, model = settings.pop("memory"), models[settings.pop("quantized")]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
-        blocks = layout.blocks_for(MAX_LEN, 64) + 3
+        blocks = sum(layout.blocks_for(MAX_LEN, 64)) + 3
         settings |= {"kv_cache_memory": blocks * layout.page_bytes}
     mine = [index for index, row in enumerate(ROWS) if tuple(row[name] for name in ENGINE_FACTORS) == engine]
     faults, way = settings.pop("faults"), settings.pop("way")

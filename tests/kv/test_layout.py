@@ -4,20 +4,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.layout import LayerKV, plan_layout
-from quire.types.errors import ConfigError
+from quire.kv.layout import KVPool, plan_layout
+from quire.types.cache import KVForm, LayerKV
+from quire.types.errors import ConfigError, UnknownNameError
+from tests.fakes import FIRST_READ
 
 
 def test_uniform_model_is_one_group_of_all_layers() -> None:
     layout = plan_layout([LayerKV("full", None, 64)] * 30, 16)
     assert [group.layers for group in layout.groups] == [tuple(range(30))]
-    assert (layout.num_slots, layout.page_bytes) == (30, 30 * 16 * 64)
+    assert layout.pools == (KVPool(30, 16 * 64),)
+    assert layout.page_bytes == 30 * 16 * 64
 
 
 def test_mixed_model_is_cut_into_groups_of_the_rarer_kind() -> None:
     layers = [LayerKV("full" if i % 6 == 5 else "sliding", None if i % 6 == 5 else 512, 64) for i in range(26)]
     layout = plan_layout(layers, 16)
-    assert layout.num_slots == 4
+    assert [pool.num_slots for pool in layout.pools] == [4]
     assert [(group.kind, len(group.layers)) for group in layout.groups] == [
         ("full", 4),
         *[("sliding", 4)] * 5,
@@ -27,8 +30,41 @@ def test_mixed_model_is_cut_into_groups_of_the_rarer_kind() -> None:
     assert [group.index for group in layout.groups] == list(range(7))
 
 
-def test_different_sizes_use_the_largest() -> None:
-    assert plan_layout([LayerKV("full", None, 64), LayerKV("sliding", 8, 128)], 4).page_bytes == 4 * 128
+def test_layers_of_different_sizes_or_forms_have_pools_of_their_own() -> None:
+    wide, tall = (LayerKV("full", None, 64, form=KVForm(heads, 32 // heads)) for heads in (1, 2))
+    small = LayerKV("sliding", 8, 16)
+    state = LayerKV("state", bytes_per_row=1000)
+    layout = plan_layout([state, small, wide, tall, small, small, wide, state], 4)
+    assert layout.pools == (KVPool(2, 256), KVPool(1, 256), KVPool(3, 64), KVPool(2, 1000, per_row=True))
+    assert [(group.kind, group.layers, group.pool) for group in layout.groups] == [
+        ("full", (2, 6), 0),
+        ("full", (3,), 1),
+        ("sliding", (1, 4, 5), 2),
+        ("state", (0, 7), 3),
+    ]
+    assert layout.page_bytes == 512 + 256 + 192 + 2000
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    step_tokens=st.integers(1, 50),
+    more=st.integers(0, 1 << 20),
+    window=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=3, unique=True),
+)
+def test_pools_share_the_memory_so_that_a_request_that_fits_can_run(
+    num_tokens: int, step_tokens: int, more: int, window: int, sizes: list[int]
+) -> None:
+    layers = [LayerKV("full", None, sizes[0]), *(LayerKV("sliding", window, size) for size in sizes)]
+    layout = plan_layout([*layers, LayerKV("state", bytes_per_row=333)], 4)
+    memory = layout.bytes_for(num_tokens, step_tokens) + more
+    counts = layout.num_blocks_for(memory, num_tokens, step_tokens)
+    assert layout.num_bytes(counts) <= memory
+    needed = layout.blocks_for(num_tokens, step_tokens)
+    assert all(count > least for count, least in zip(counts, needed, strict=True))
+    # No pool is left with memory for another request when the others are full.
+    shares = [(count - 1) / least for count, least in zip(counts, needed, strict=True)]
+    assert max(shares) - min(shares) <= max(1 / least for least in needed)
 
 
 def test_two_windows_are_two_kinds() -> None:
@@ -37,12 +73,16 @@ def test_two_windows_are_two_kinds() -> None:
 
 
 def test_bad_layers_are_refused() -> None:
-    for layers in ([], [LayerKV("sliding", None, 1)], [LayerKV("full", 3, 1)], [LayerKV("sliding", 0, 1)]):
+    wrong = [("sliding", None), ("full", 3), ("sliding", 0), ("chunked", None), ("state", 3)]
+    for layers in ([], [LayerKV("full")], *([LayerKV(kind, window, 1)] for kind, window in wrong)):
         with pytest.raises(ConfigError, match="layer"):
             plan_layout(layers, 16)
+    with pytest.raises(UnknownNameError, match="full"):
+        plan_layout([LayerKV("fulll", None, 1)], 16)
 
 
 @given(
+    kind=st.sampled_from(["sliding", "chunked"]),
     window=st.integers(1, 40),
     block_size=st.sampled_from([1, 2, 4, 16]),
     num_tokens=st.integers(1, 120),
@@ -50,16 +90,16 @@ def test_bad_layers_are_refused() -> None:
     data=st.data(),
 )
 def test_blocks_for_bounds_every_chunking(
-    window: int, block_size: int, num_tokens: int, step_tokens: int, data: st.DataObject
+    kind: str, window: int, block_size: int, num_tokens: int, step_tokens: int, data: st.DataObject
 ) -> None:
     """Whatever the chunks, no step touches more blocks than the bound."""
-    layout = plan_layout([LayerKV("sliding", window, 1)], block_size)
-    bound = layout.blocks_for(num_tokens, step_tokens)
+    layout = plan_layout([LayerKV(kind, window, 1)], block_size)
+    (bound,) = layout.blocks_for(num_tokens, step_tokens)
     computed = 0
     while computed < num_tokens:
         end = min(num_tokens, computed + data.draw(st.integers(1, step_tokens)))
-        first = max(0, computed - window + 1) // block_size
+        first = FIRST_READ[kind](computed, window) // block_size
         assert -(-end // block_size) - first <= bound
         computed = end
     full = plan_layout([LayerKV("full", None, 1)], block_size)
-    assert bound <= full.blocks_for(num_tokens, step_tokens) == -(-num_tokens // block_size)
+    assert (bound,) <= full.blocks_for(num_tokens, step_tokens) == (-(-num_tokens // block_size),)

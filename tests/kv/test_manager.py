@@ -212,7 +212,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(lost: set[tuple[int, int
     blocks = [list(table) for table in sequence.tables]
     kv.free(sequence)
     for group, index in lost:
-        kv._pool._forget(blocks[group][index])
+        kv._pools[0].pool._forget(blocks[group][index])
 
     def usable(count: int) -> bool:
         first_visible = max(0, 4 * count - 5) // 4
@@ -274,3 +274,85 @@ def test_a_prompt_with_a_cached_start_is_hashed_at_its_arrival() -> None:
     chain = kv.open(request(tokens)).chain
     assert chain is not None
     assert len(chain.hashes) == 9
+
+
+STATES = [LayerKV("full", None, 1), LayerKV("state", bytes_per_row=9)]
+
+
+def make_states(num_blocks: int = 40, num_states: int = 10) -> KVCacheManager:
+    return KVCacheManager(plan_layout(STATES, 4), [num_blocks, num_states])
+
+
+def test_a_row_has_one_state_and_leaves_a_checkpoint_at_the_end_of_its_prompt() -> None:
+    kv = make_states()
+    prompt = list(range(18))
+    sequence = start(kv, request(prompt))
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, True, True]
+    checkpoint = sequence.tables[1][3]
+    kv.store(sequence, prompt, 18)
+    assert kv.allocate(sequence, 18, 21, 0, BlockDeltas())
+    assert checkpoint.ref_count == 0, "the token at 18 reads the state in entry 4"
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, False, True, True]
+    kv.check_integrity([sequence])
+    kv.free(sequence)
+    assert kv.num_free_blocks == kv.num_blocks == 39 + 9
+
+
+def test_a_hit_needs_attention_blocks_and_a_checkpoint() -> None:
+    kv = make_states()
+    prompt = list(range(18))
+    run_once(kv, request(prompt))
+    assert hit_length(kv, request(prompt)) == 16
+    assert hit_length(kv, request([*prompt, *range(50, 60)])) == 16
+    assert hit_length(kv, request(prompt[:14])) == 0, "of the first 12 tokens there is no state"
+    sequence = kv.open(request(prompt))
+    hit = kv.find_prefix(sequence, prompt)
+    deltas = BlockDeltas()
+    assert kv.start(sequence, hit, 18, 0, deltas)
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, True, True]
+    assert [index for group, index in zip(deltas.groups, deltas.indices, strict=True) if group == 1] == list(range(5))
+    kv.check_integrity([sequence])
+
+
+def test_where_attention_hits_further_a_checkpoint_is_left_for_the_next_one() -> None:
+    kv = make_states()
+    shared = list(range(13))
+    run_once(kv, request([*shared, *range(50, 60)]))
+    assert hit_length(kv, request([*shared, 70, 71, 72, 73])) == 0
+    run_once(kv, request([*shared, 70, 71, 72, 73]))
+    assert hit_length(kv, request([*shared, 80, 81, 82, 83])) == 12
+
+
+def test_checkpoints_are_evicted_from_a_pool_of_their_own() -> None:
+    kv = make_states(num_states=4)
+    first, second = list(range(10)), list(range(20, 30))
+    run_once(kv, request(first))
+    run_once(kv, request(second))
+    assert [hit_length(kv, request(tokens)) for tokens in (first, second)] == [8, 8]
+    run_once(kv, request(range(40, 50)))
+    assert [hit_length(kv, request(tokens)) for tokens in (first, second)] == [0, 8], "the oldest one is gone"
+    sequence = kv.open(request(first))
+    kv.find_prefix(sequence, first)
+    assert sequence.chain is not None
+    assert len(kv._groups[0].longest_hit(sequence.chain.hashes, 2)) == 2, "its attention blocks are not"
+
+
+def test_any_number_of_drafts_may_hold() -> None:
+    kv = make_states()
+    sequence = start(kv, request(range(6)))
+    assert kv.allocate(sequence, 6, 16, 0, BlockDeltas(), drafts=True)
+    assert all(ids(sequence, 1)[1:])
+    assert kv.allocate(sequence, 9, 17, 0, BlockDeltas())
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, True, True, True]
+
+
+def test_each_pool_must_have_room() -> None:
+    kv = make_states(num_blocks=40, num_states=3)
+    sequence = start(kv, request(range(6)))
+    other = kv.open(request(range(20, 26)))
+    assert not kv.start(other, kv.no_prefix(), 6, 1, BlockDeltas())
+    assert not kv.fits_now(kv.no_prefix(), 6, 6, 0)
+    assert not kv.allocate(sequence, 0, 9, 0, BlockDeltas()), "the state at 6 is still read"
+    assert kv.allocate(sequence, 6, 9, 0, BlockDeltas())
+    assert kv.needed_and_present(100, 100) == (4, 2)
+    kv.check_integrity([sequence, other])

@@ -24,10 +24,7 @@ def test_every_line_resolves_builds_on_meta_and_is_described_without_building(ar
     description = describe(config)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    specs = [layer.spec for layer in model.attention_layers()]
-    assert [(kv.num_kv_heads, kv.head_dim, kv.sliding_window) for kv in description.layers] == [
-        (spec.num_kv_heads, spec.head_dim, spec.sliding_window) for spec in specs
-    ]
+    assert list(description.layers) == [layer.keeps for layer in model.cached_layers()]
     assert [layer.layer_index for layer in model.attention_layers()] == [0, 1, 2, 3]
     assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
 
@@ -82,7 +79,7 @@ W = 8
 )
 def test_sliding_layers(architecture: str, keys: dict[str, Any], windows: list[int | None]) -> None:
     description = describe(config_of(architecture, **{"sliding_window": W, **keys}))
-    assert [layer.sliding_window for layer in description.layers] == windows
+    assert [layer.window for layer in description.layers] == windows
 
 
 def test_unknown_layer_types_are_refused() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
+from quire.attention.groups import GroupBackends
 from quire.layers.attention import ForwardBatch
 from quire.runner.block_tables import BlockTables
 from quire.runner.eager import Eager, Padding, padded
@@ -91,7 +92,9 @@ def test_against_plain_python(seed: int, decode_only: bool, above: int | None, e
     plan, model, total = StepPlan(0, rows, counts), NotingModel(), sum(counts)
     sampled = [index for index, (n, count) in enumerate(zip(left, counts, strict=True)) if n == count]
     anything: Any = model
-    program = StepProgram(anything, state, tables, NotingBackend(), Sampler(50, ROWS, CPU), LENGTH)
+    program = StepProgram(
+        anything, state, tables, GroupBackends([NotingBackend()] * GROUPS), Sampler(50, ROWS, CPU), LENGTH
+    )
     head = LogitsHead(anything, [])
     eager = Eager(program, head, PromptLogprobs(state, head), Padding(LADDER, SAMPLES, above))
     shape = StepShape(total, len(rows), len(sampled), False, every_token, SamplingKind())

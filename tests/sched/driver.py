@@ -46,7 +46,7 @@ class Driver:
         *,
         layers: Sequence[LayerKV] = FULL,
         block_size: int = 4,
-        num_blocks: int = 64,
+        num_blocks: int | Sequence[int] = 64,
         max_num_seqs: int = 8,
         budget: int = 64,
         threshold: int | None = None,

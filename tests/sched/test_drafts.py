@@ -100,7 +100,7 @@ def test_drafts_that_do_not_hold_are_never_cached() -> None:
     driver.run()
     tokens = [1, 2, 3, *driver.tokens("a")]
     assert 8 not in tokens[3:], "the prompt was chosen for it"
-    assert len(driver.kv._pool.cached[0]) == (len(tokens) - 1) // 2
+    assert len(driver.kv._pools[0].pool.cached[0]) == (len(tokens) - 1) // 2
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -190,3 +190,25 @@ def test_streams_are_those_of_no_speculation(seed: int) -> None:
             continue
         assert driver.ending(request.request_id) == generate_alone(request, 64)
     assert 0 < driver.executor.num_accepted < driver.executor.num_drafts
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_states_go_on_from_wherever_drafts_stopped_holding(block_size: int) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        driver = Driver(
+            layers=[LayerKV("full", None, 1), LayerKV("state", bytes_per_row=7)],
+            block_size=block_size,
+            num_blocks=[draw.randint(45, 80), draw.randint(6, 20)],
+            max_model_len=40,
+            max_num_seqs=3,
+            budget=draw.randint(4, 32),
+            depth=draw.randint(1, 3),
+            drafter=FakeDrafter(0.6, 6, seed),
+        )
+        lengths = [draw.randint(1, 20) for _ in range(4)]
+        requests = [make_request(str(index), [index] * length, 18) for index, length in enumerate(lengths)]
+        driver.add(*requests)
+        driver.run()
+        for request in requests:
+            assert driver.ending(request.request_id) == generate_alone(request, 40)

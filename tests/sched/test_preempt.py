@@ -102,9 +102,9 @@ def test_a_chunk_in_flight_from_before_a_preemption_caches_nothing() -> None:
     assert again is not None
     assert again.starts[0].num_computed_tokens == 0
     driver.finish()
-    assert not any(driver.kv._pool.cached), "the blocks it holds now are written by the second step"
+    assert not any(driver.kv._pools[0].pool.cached), "the blocks it holds now are written by the second step"
     driver.finish()
-    assert len(driver.kv._pool.cached[0]) == 2
+    assert len(driver.kv._pools[0].pool.cached[0]) == 2
     driver.run()
 
 

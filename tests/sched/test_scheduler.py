@@ -25,6 +25,19 @@ layouts = st.one_of(
     st.just([LayerKV("full", None, 1)] * 2),
     st.integers(1, 12).map(lambda window: [LayerKV("sliding", window, 1)]),
     st.integers(1, 12).map(lambda window: [LayerKV("full", None, 1), *[LayerKV("sliding", window, 1)] * 2]),
+    st.integers(1, 12).map(lambda chunk: [LayerKV("full", None, 1), LayerKV("chunked", chunk, 1)]),
+    st.integers(1, 12).map(lambda window: [LayerKV("full", None, 2), *[LayerKV("sliding", window, 1)] * 2]),
+    st.just([LayerKV("full", None, 1), *[LayerKV("state", bytes_per_row=7)] * 2]),
+    st.just([LayerKV("state", bytes_per_row=7)]),
+    st.tuples(st.integers(1, 12), st.integers(1, 12)).map(
+        lambda sizes: [
+            LayerKV("sliding", sizes[0], 2),
+            LayerKV("chunked", sizes[1], 1),
+            LayerKV("latent", None, 3),
+            LayerKV("state", bytes_per_row=7),
+            LayerKV("state", bytes_per_row=9),
+        ]
+    ),
 )
 
 drafters = st.one_of(
@@ -41,7 +54,7 @@ def drivers(draw: st.DrawFn) -> Driver:
     return Driver(
         layers=layers,
         block_size=block_size,
-        num_blocks=1 + least + draw(st.integers(0, 12)),
+        num_blocks=[1 + count + draw(st.integers(0, 12)) for count in least],
         max_num_seqs=draw(st.integers(1, 5)),
         budget=budget,
         threshold=draw(st.integers(1, budget)),

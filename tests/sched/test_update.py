@@ -83,7 +83,7 @@ def test_tokens_past_a_stop_are_never_cached() -> None:
         outputs = driver.scheduler.update(plan, StepResult(plan.step_id, [[token]]))
         assert len(outputs) == (token == 7), "results after the end are dropped"
         driver.scheduler.check_integrity()
-    assert not any(driver.kv._pool.cached), "[1, 7] was sampled, but 7 was computed by a step after the end"
+    assert not any(driver.kv._pools[0].pool.cached), "[1, 7] was sampled, but 7 was computed by a step after the end"
     assert driver.kv.num_free_blocks == driver.kv.num_blocks
 
 

@@ -17,6 +17,10 @@ from quire.worker.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_le
 
 MIB = 1 << 20
 LLAMA = plan_layout([LayerKV("full", None, 1024)] * 4, block_size=16)  # 64 KiB a block, 16 tokens
+UNEQUAL = plan_layout(  # three pools
+    [LayerKV("sliding", 32, 256)] * 5 + [LayerKV("full", None, 512), LayerKV("state", bytes_per_row=8192)],
+    block_size=16,
+)
 GEMMA = plan_layout([LayerKV("sliding", 32, 512)] * 5 + [LayerKV("full", None, 512)], block_size=16)
 
 
@@ -142,7 +146,7 @@ DEMANDS = st.builds(
     make_demand,
     weights=st.builds(LedgerLine, st.just("weights"), st.integers(1, 100 * MIB), st.just("")),
     parts=st.tuples(st.builds(LedgerLine, st.just("rows"), st.integers(0, 11 * MIB), st.just(""))),
-    layout=st.sampled_from([LLAMA, GEMMA]),
+    layout=st.sampled_from([LLAMA, GEMMA, UNEQUAL]),
     trained_len=st.integers(1, 5000),
     max_num_batched_tokens=st.integers(1, 300),
     max_num_seqs=st.integers(1, 20),
@@ -179,7 +183,8 @@ def test_the_suggested_fix_works(demand: MemoryDemand, more: int, kv: int | None
     assert ledger.total <= supply
     assert 1 <= ledger.max_model_len <= demand.trained_len
     assert length is None or ledger.max_model_len == length
-    assert ledger.num_kv_blocks > demand.layout.blocks_for(ledger.max_model_len, demand.max_num_batched_tokens)
+    needed = demand.layout.blocks_for(ledger.max_model_len, demand.max_num_batched_tokens)
+    assert all(count > least for count, least in zip(ledger.pool_blocks, needed, strict=True))
 
 
 @given(demand=DEMANDS, more=st.integers(0, 40 * MIB))
