@@ -84,7 +84,13 @@ def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 def _sizes(seed: int) -> tuple[int, int, int, int, int]:
     """(tokens, experts of a token, experts, hidden size, width of an expert)."""
-    return (1, 3, 17, 70)[seed % 4], (2, 4, 1)[seed % 3], (4, 8, 16)[seed % 3], 16 * (1 + seed % 9), 8 * (1 + seed % 11)
+    return (
+        (1, 3, 17, 70)[seed % 4],
+        (2, 4, 1)[seed % 3],
+        (4, 8, 16)[seed % 3],
+        16 * (1 + seed % 9),
+        8 * (1 + seed % 11),
+    )
 
 
 def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Tensor:
