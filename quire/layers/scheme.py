@@ -99,6 +99,12 @@ class Scheme:
         quantized = self.block is not None or self.packing is not None or self.scales is not None
         return not quantized and self.element.startswith(("F", "BF"))
 
+    @property
+    def has_single_rows(self) -> bool:
+        """Whether each row has words and scales of its own."""
+        packings = (self.packing, None if self.zeros is None else self.zeros.packing)
+        return (self.scales is None or self.scales.rows == 1) and not any(p and p.axis == 0 for p in packings)
+
     def splits(self, axis: int, *places: int) -> bool:
         """Whether the matrix can be cut there without cutting a block, a word or a group that shares a scale."""
         if axis == 1 and "group_index" in dict(self.roles):
@@ -185,23 +191,36 @@ def float_scheme(dtype: torch.dtype) -> Scheme:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix as it is stored. Its tensors may alias a mapped file: copy before writing."""
+    """A matrix as it is stored, or several of them: then shape and all tensors have a dimension more in front.
+
+    Its tensors may alias a mapped file: copy before writing.
+    """
 
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     tensors: Mapping[Role, Tensor]
 
     def part(self, axis: int, start: int, size: int) -> Weight:
         """Rows or columns [start, start + size): still in its scheme if that can be cut there, else decoded."""
+        assert len(self.shape) == 2
         if not self.scheme.splits(axis, start, size):
             return self.tensor().narrow(axis, start, size)
         tensors = {role: self.scheme.cut(role, tensor, axis, start, size) for role, tensor in self.tensors.items()}
         shape = (size, self.shape[1]) if axis == 0 else (self.shape[0], size)
         return StoredMatrix(self.scheme, shape, tensors)
 
+    def matrix(self, index: int) -> StoredMatrix:
+        """One of several."""
+        return StoredMatrix(
+            self.scheme, self.shape[1:], {role: tensor[index] for role, tensor in self.tensors.items()}
+        )
+
     def tensor(self) -> Tensor:
         """The values in float32."""
-        return self.scheme.dequantize(self.tensors, self.shape)
+        if len(self.shape) == 3:
+            return torch.stack([self.matrix(index).tensor() for index in range(self.shape[0])])
+        rows, columns = self.shape
+        return self.scheme.dequantize(self.tensors, (rows, columns))
 
 
 Weight = Tensor | StoredMatrix
@@ -220,6 +239,24 @@ def part_of(weight: Weight, axis: int, start: int, size: int) -> Weight:
     if size == weight.shape[axis]:
         return weight
     return weight.part(axis, start, size) if isinstance(weight, StoredMatrix) else weight.narrow(axis, start, size)
+
+
+def matrix_of(weight: Weight, index: int) -> Weight:
+    """One matrix of a three-dimensional weight."""
+    return weight.matrix(index) if isinstance(weight, StoredMatrix) else weight[index]
+
+
+def every_second_row(weight: Weight, first: int) -> Weight:
+    """Rows first, first + 2, ... of a matrix, still in its scheme if no two rows share anything in that."""
+    if isinstance(weight, Tensor):
+        return weight[first::2]
+    if not weight.scheme.has_single_rows:
+        return weight.tensor()[first::2]
+    tensors = {
+        role: tensor[first::2] if role in ("weight", "scales", "zeros") else tensor
+        for role, tensor in weight.tensors.items()
+    }
+    return StoredMatrix(weight.scheme, (len(range(first, weight.shape[0], 2)), weight.shape[1]), tensors)
 
 
 def part_scheme(scheme: Scheme, axis: int, start: int, size: int, full_size: int) -> Scheme:

@@ -7,10 +7,39 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.layers.experts import Layout
 from quire.layers.rope.parameters import RopeParameters, context_length, rope_parameters
+from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
 HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The MLPs of kind "experts"."""
+
+    num_experts: int
+    width: int  # of one expert
+    routing: Routing
+    router_bias: bool = False
+    choice_bias: bool = False  # a bias on scores that only the choice of experts sees
+    bias: bool = False  # of the experts' own matrices
+    activation: str | None = None  # a name in quire/layers/activation.py; None: that of dense MLPs
+    shared_width: int | None = None  # of an expert that all tokens go to, beside their own
+    shared_gate: bool = False  # whether each token weighs what that one gives
+    layout: Layout = "rows"  # of checkpoint tensors that hold all experts
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        usable = self.num_experts * routing.top_groups // routing.num_groups
+        if not 0 < routing.top_k <= usable:
+            raise ModelError(f"{routing.top_k} experts for each token cannot be chosen of {usable}")
+        if self.num_experts % routing.num_groups or not 0 < routing.top_groups <= routing.num_groups:
+            raise ModelError(
+                f"{self.num_experts} experts cannot be in {routing.num_groups} groups of one size of which "
+                f"{routing.top_groups} are used; correct n_group and topk_group"
+            )
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,7 @@ class DecoderConfig:
     residual_multiplier: float | None = None
     logit_divisor: float | None = None
     logit_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None  # of the layers whose MLP is of this kind
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +99,10 @@ class ConfigReader(Mapping[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._values.get(key, default)
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first key that the config has, for what configs call by several names."""
+        return self[next((key for key in keys if key in self), keys[0])]
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key, False))

@@ -22,12 +22,17 @@ from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS
 from quire.ops.scale import SCALE, rounded
 
-STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+STACKED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj"),
+    "down_proj": ("{i}.down_proj",),
+}
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(
     rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES},
     stack=STACKED,
 )
+EXPERT_WEIGHTS = PRE_NORM_WEIGHTS.renaming(("mlp.gate", "mlp.router"), ("e_score_correction_bias", "choice_bias"))
 PRE_POST_NORM_WEIGHTS = WeightMap(
     rename={
         "input_layernorm": "attn_norm",

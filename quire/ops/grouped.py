@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op
+from quire.ops.base import Op, native
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
 
 GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
 GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
 _TILES = MatmulRecipe(min_rows=32, row_tile=32)
@@ -42,6 +43,14 @@ def grouped_down(a: Tensor, expert_ids: Tensor, weights: Tensor, weight: Tensor,
     for slot in range(1, k):
         total = total + out[:, slot]
     return total.to(a.dtype)
+
+
+def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
+    """routed + shared, both [n, h]; with gate [n, 1] routed + sigmoid(gate) * shared. Float32 inside."""
+    wide = shared.float()
+    if gate is not None:
+        wide = wide / (1.0 + (-gate.float()).exp())
+    return (routed.float() + wide).to(routed.dtype)
 
 
 def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,6 +91,13 @@ def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     )
 
 
+def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    n, _, _, h, _ = _sizes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    gate = torch.randn(n, 1, generator=generator) if seed % 2 else None
+    return torch.randn(n, h, generator=generator), torch.randn(n, h, generator=generator), gate
+
+
 def _sizes(seed: int) -> tuple[int, int, int, int, int]:
     """(tokens, experts of a token, experts, hidden size, width of an expert)."""
     return (
@@ -100,3 +116,6 @@ def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Ten
 
 GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, generate_gate_up_inputs, 1e-4)
 GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_inputs, 1e-4)
+ADD_SHARED: Op[AddShared] = Op(
+    "add_shared", add_shared, generate_shared_inputs, 1e-5, (native("add_shared", "grouped"),)
+)

@@ -13,7 +13,7 @@ from quire.ops.embedding import EMBED
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
-from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
+from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
@@ -42,6 +42,7 @@ OPS: tuple[Op[Any], ...] = (
     ROUTE,
     GROUPED_GATE_UP,
     GROUPED_DOWN,
+    ADD_SHARED,
     RMS_NORM,
     ADD_RMS_NORM,
     ADD_RMS_NORM_SPLIT_K,

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op
+from quire.ops.base import Op, native
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "logits"]
 Weighting = Literal["scores", "softmax", "sigmoid", "sparse_mixer"]
@@ -134,4 +134,4 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor | None, Routing]:
     return logits, bias, ROUTINGS[seed % len(ROUTINGS)]
 
 
-ROUTE = Op("route", route, generate_inputs, 1e-5)
+ROUTE = Op("route", route, generate_inputs, 1e-5, (native("route", "grouped"),))

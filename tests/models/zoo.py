@@ -113,6 +113,28 @@ ARCHITECTURES = [
     ),
 ]
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+MIXTURES = [
+    Tiny("qwen3-moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    Tiny("qwen3-moe-dense", "Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    Tiny("qwen2-moe", "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    Tiny("mixtral", "MixtralConfig", {**LOCAL_EXPERTS, **WINDOW}),
+    Tiny("olmoe", "OlmoeConfig", {**EXPERTS, "intermediate_size": 24}),
+    Tiny(
+        "granite-moe",
+        "GraniteMoeConfig",
+        {
+            **LOCAL_EXPERTS,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+]
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = [
     Tiny("rope-linear", "LlamaConfig", {**rope("linear", factor=4.0)}),
