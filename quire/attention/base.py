@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # a query sees itself and the window-1 tokens before it
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
 
     @property
     def group_size(self) -> int:

@@ -166,5 +166,6 @@ class NativeAttention(AttentionBackend):
             KV_TYPES[cache.dtype],
             spec.scale,
             spec.soft_cap or 0.0,
+            None if spec.sinks is None else spec.sinks.data_ptr(),
         )
         return out

@@ -209,7 +209,8 @@ def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_
     if spec.soft_cap is not None:
         scores = soft_cap(scores.contiguous(), spec.soft_cap)
     scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(unit.mask, -torch.inf)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().view(heads * rows, query_rows, num_keys)
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_().view(heads * rows, query_rows, num_keys)
     if query_rows < min_rows:
         weights = torch.nn.functional.pad(weights, (0, 0, 0, min_rows - query_rows))
     total = weights.new_zeros(*weights.shape[:2])
@@ -218,6 +219,9 @@ def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_
         tile = weights[:, :, start : start + KEY_TILE].contiguous()
         total += tile.sum(-1)
         out.baddbmm_(tile, values[:, start : start + KEY_TILE])
+    if spec.sinks is not None:
+        sinks = spec.sinks.view(heads, 1, 1, group, 1).sub(highest).exp_().view(heads * rows, query_rows)
+        total[:, :query_rows] += sinks
     out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, dim)
     return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * dim)
 

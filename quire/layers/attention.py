@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.scheme import Weight, as_tensor
+from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.split_k import PartialSums
+from quire.parallel.groups import ParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,21 @@ class ForwardBatch:
 
     attention: list[AttentionMetadata]  # one per KV group
     wanted: WantedTokens | None = None  # None: all of them
+
+
+class AttentionSinks(WeightedLayer):
+    """For each head the score of a key that has no value; see AttentionSpec."""
+
+    def __init__(self, num_heads: int, group: ParallelGroup) -> None:
+        super().__init__()
+        self._num_heads, self._slice = num_heads, group.slice_of(num_heads, "attention heads")
+        self.weight = empty_parameter(self._slice[1], dtype=torch.float32)
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        return {None: (self._num_heads,)}
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        self.weight.data.copy_(as_tensor(weight).narrow(0, *self._slice))
 
 
 class Attention(Stage):

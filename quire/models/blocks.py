@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation, gated_matmul
-from quire.layers.attention import Attention, ForwardBatch, WantedTokens
+from quire.layers.attention import Attention, AttentionSinks, ForwardBatch, WantedTokens
 from quire.layers.fusion import Forms, Passed, Stage
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import ParallelRMSNorm, ResidualMerge, RMSNorm
@@ -46,6 +46,7 @@ class AttentionBlock(Mixer):
             group=ctx.group,
         )
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sinks = AttentionSinks(config.num_heads, ctx.group) if config.attention_sinks else None
         self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, num_heads, num_kv_heads)
         self.attention = Attention(
             AttentionSpec(
@@ -55,6 +56,7 @@ class AttentionBlock(Mixer):
                 scale=config.attention_scale,
                 sliding_window=config.sliding_windows[layer],
                 soft_cap=config.attention_soft_cap,
+                sinks=None if self.sinks is None else self.sinks.weight,
             ),
             layer,
             ctx.target,

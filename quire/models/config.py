@@ -66,6 +66,7 @@ class DecoderConfig:
     norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized
     norm_weight_offset: float = 0.0
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # each head has a score of its own that takes a share of the weight
     embedding_scale: float | None = None
     residual_multiplier: float | None = None
     logit_divisor: float | None = None

@@ -19,7 +19,6 @@ class Qwen3Moe(DecoderLM):
         routing = Routing(read["num_experts_per_tok"], renormalize=read["norm_topk_prob"])
         return read_config(
             config,
-            defaults={"head_dim": 128},
             is_sliding=upper_layers(config),
             qk_norm="head",
             mlps=sparse_mlps(config),

@@ -43,8 +43,11 @@ class Tiny:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
+                if "norm" in name or name.endswith(("bias", "sinks")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.3)
         model.save_pretrained(folder)
         return model
 
@@ -115,6 +118,16 @@ ARCHITECTURES = [
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+ROUTED_EXPERTS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+}
 MIXTURES = [
     Tiny("qwen3-moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     Tiny("qwen3-moe-dense", "Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
@@ -133,6 +146,10 @@ MIXTURES = [
             "tie_word_embeddings": True,
         },
     ),
+    Tiny("gpt-oss", "GptOssConfig", {**LOCAL_EXPERTS, **WINDOW, "head_dim": 16}),
+    Tiny("minimax-m2", "MiniMaxM2Config", {**LOCAL_EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    Tiny("dots1", "Dots1Config", {**ROUTED_EXPERTS, **WINDOW, "max_window_layers": 2}),
+    Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
 ]
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
