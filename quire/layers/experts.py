@@ -71,11 +71,24 @@ class Router(Linear):
         return super().planned_bytes(schemes) + (0 if self.choice_bias is None else self.choice_bias.nbytes)
 
 
+class TokenGate(Linear):
+    """One number for each token, by which what a shared expert gives is weighed; each rank computes it."""
+
+    def __init__(self, hidden_size: int, *, target: Target) -> None:
+        super().__init__(hidden_size, (Piece(None, 1, 0, 1),), bias=False, target=target)
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        return Filling(((1, self.full_in_features), (self.full_in_features,)), (None,))
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        super().load(parameter, piece, as_tensor(weight).view(1, -1))
+
+
 class GroupedLinear(WeightedLayer):
     """A matrix for each expert, built from pieces one above the other.
 
     A checkpoint has a tensor for each piece of each expert ("7.up_proj"), one for a piece of all experts
-    ("up_proj", [experts, out, in]), or one for everything, in the given layout.
+    ("all.up_proj", [experts, out, in]), or one for everything, in the given layout.
     """
 
     method: GroupedMethod
@@ -123,22 +136,21 @@ class GroupedLinear(WeightedLayer):
             rows = self._shape(parameter, sum(part.full_size for part in self._pieces))
             shapes = dict.fromkeys((self.whole_shape(parameter), (self.num_experts, *rows)))  # stored ones are rows
             return Filling(tuple(shapes), tuple(self.pieces(parameter)))
-        number, _, name = piece.rpartition(".")
+        number, _, name = piece.partition(".")
         found = next((part for part in self._pieces if part.name == name), None)
-        if found is None or (number and int(number) >= self.num_experts):
+        if found is None or (number != "all" and int(number) >= self.num_experts):
             return None
         shape = self._shape(parameter, found.full_size)
-        if number:
+        if number != "all":
             return Filling((shape,), (piece,))
         experts = range(self.num_experts)
         return Filling(((self.num_experts, *shape),), tuple(f"{expert}.{name}" for expert in experts))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        number, _, name = (piece or "").rpartition(".")
-        experts = [int(number)] if number else range(self.num_experts)
-        for expert in experts:
-            matrix = weight if number else matrix_of(weight, expert)
-            for index, rows in self._parts(matrix, None if piece is None else name):
+        number, _, name = ("all." if piece is None else piece).partition(".")
+        for expert in range(self.num_experts) if number == "all" else [int(number)]:
+            matrix = matrix_of(weight, expert) if number == "all" else weight
+            for index, rows in self._parts(matrix, name or None):
                 self._load_part(parameter, expert, index, rows)
 
     def finish(self) -> None:
@@ -179,7 +191,7 @@ class GroupedLinear(WeightedLayer):
         ]
 
     def _loaded_scheme(self, schemes: Schemes, expert: int, piece: Piece) -> Scheme:
-        names = (f"{expert}.{piece.name}", piece.name, None)
+        names = (f"{expert}.{piece.name}", f"all.{piece.name}", None)
         stored = next((schemes["weight", name] for name in names if ("weight", name) in schemes), F32)
         rows = part_scheme(stored, 0, piece.start, piece.size, piece.full_size)
         return part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features)

@@ -24,8 +24,8 @@ from quire.ops.scale import SCALE, rounded
 
 STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj"),
-    "down_proj": ("{i}.down_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj", "all.gate_proj", "all.up_proj"),
+    "down_proj": ("{i}.down_proj", "all.down_proj"),
 }
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(

@@ -7,9 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from quire.layers.activation import activation_in_matmul
-from quire.layers.experts import GroupedDown, GroupedGateUp, Router
+from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
 from quire.layers.fusion import Passed, whole
-from quire.layers.linear import Linear, Piece
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
@@ -35,7 +34,7 @@ class ExpertsMLP(MLP):
         if experts.shared_width is not None:
             self.shared = GatedMLP(replace(config, intermediate_size=experts.shared_width), ctx, layer)
         if experts.shared_gate:
-            self.shared_gate = Linear(config.hidden_size, (Piece(None, 1, 0, 1),), bias=False, target=ctx.target)
+            self.shared_gate = TokenGate(config.hidden_size, target=ctx.target)
         self._add_shared = ADD_SHARED.bind(ctx.target)
 
     def forward(self, hidden: Passed) -> Passed:
