@@ -116,6 +116,7 @@ class AttentionBackend(ABC):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
     max_head_dim: int | None = None  # None: any
+    takes_sinks: bool = False  # whether it serves layers with attention sinks
 
     def recorder(self) -> SizedRecorder | None:
         """What records steps on the platform of this backend, if there is such a thing."""

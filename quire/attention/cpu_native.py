@@ -45,6 +45,7 @@ class NativeMetadata(AttentionMetadata):
 
 class NativeAttention(AttentionBackend):
     name = "cpu_native"
+    takes_sinks = True
 
     def __init__(self) -> None:
         self._kernels = library.bound()

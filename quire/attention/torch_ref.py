@@ -54,6 +54,7 @@ class TorchMetadata(AttentionMetadata):
 
 class TorchAttention(AttentionBackend):
     name = "torch_ref"
+    takes_sinks = True
 
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}

@@ -15,6 +15,7 @@ from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.split_k import PartialSums
 from quire.parallel.groups import ParallelGroup
+from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ class Attention(Stage):
 
     def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
         """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
+        if self.spec.sinks is not None and not backend.takes_sinks:
+            raise ConfigError(
+                f"the model has attention sinks, which {backend.name} attention does not have yet; set --device cpu"
+            )
         self.backend = backend
         self.cache = cache
         self.group = group

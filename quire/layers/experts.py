@@ -109,6 +109,7 @@ class GroupedLinear(WeightedLayer):
         self.in_start, self.in_features = in_slice or (0, in_features)
         self._pieces, self._bias, self._layout = pieces, bias, layout
         self._target, self._device = target, torch.get_default_device()
+        self.itemsize = target.dtype.itemsize  # of activations
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         sizes = tuple(piece.size for piece in self._pieces)

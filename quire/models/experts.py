@@ -1,4 +1,4 @@
-"""The sparse MLP: a router chooses experts for each token, whose results are added up, beside those of a shared one."""
+"""The sparse MLP: a router chooses experts for each token; their results are added up, a shared one's too."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class ExpertsMLP(MLP):
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
         return self._add_shared(routed, whole(self.shared(x)), gate)
 
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """Most memory that the experts take for so many tokens beside what every MLP takes."""
+        return self.experts.workspace_bytes(num_tokens, self.router.routing.top_k)
+
 
 class Experts(nn.Module):
     """The experts themselves."""
@@ -70,3 +74,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
+        return gated + max(
+            layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)
+        )

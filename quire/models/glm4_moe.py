@@ -1,4 +1,4 @@
-"""GLM-4-MoE: experts as in dots1; partial RoPE, biases on q, k and v where the config asks, perhaps norms on q and k."""
+"""GLM-4-MoE: experts as in dots1; partial RoPE, biases on q, k and v or norms on q and k where the config asks."""
 
 from __future__ import annotations
 

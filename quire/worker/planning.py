@@ -26,6 +26,7 @@ from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM, ModelDescription
+from quire.models.experts import ExpertsMLP
 from quire.models.registry import describe, generator_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
@@ -252,13 +253,15 @@ def _demand(
     num_parameters = count_parameters(model)
     attention = max(backend.workspace_bytes(layer.spec, length, dtype.itemsize) for layer in model.attention_layers())
     token = _token_bytes(model, description, dtype)
+    mlps = (layer for layer in model.modules() if isinstance(layer, ExpertsMLP))
+    experts = max((mlp.workspace_bytes(settings.max_num_batched_tokens) for mlp in mlps), default=0)
     beside, graphs = beside_steps(platform, backend, settings, description, model, token, length)
     return MemoryDemand(
         weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
         weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
         rows=settings.max_num_seqs
         * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
-        workspace=settings.max_num_batched_tokens * token + attention + beside + sum(graphs),
+        workspace=settings.max_num_batched_tokens * token + attention + experts + beside + sum(graphs),
         layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -25,9 +25,11 @@ _WEIGHTINGS = ("scores", "softmax", "sigmoid", "sparse_mixer")
 _MOST_GROUPED, _LEAST_TOKENS = 1 << 24, 64
 
 
-def workspace_bytes(inner: int, outputs: int, top_k: int) -> int:
+def grouped_workspace(inner: int, outputs: int, num_tokens: int, top_k: int) -> int:
     """Most memory that a grouped matmul takes beside its arguments and result."""
-    return 4 * max(_MOST_GROUPED, _LEAST_TOKENS * top_k * (inner + outputs))
+    most = max(_MOST_GROUPED, _LEAST_TOKENS * top_k * (inner + outputs))
+    gathered = min(most, num_tokens * top_k * (inner + outputs))
+    return 4 * (gathered + gathered * inner // (inner + outputs))  # and rows as integers
 
 
 class GroupedProduct:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.grouped import GroupedProduct
+from quire.kernels.cpu.grouped import GroupedProduct, grouped_workspace
 from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
@@ -90,6 +90,9 @@ class PackedGrouped(GroupedMethod):
 
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._product.down(a, expert_ids, weights)
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         sizes = self.spec.pieces * self.spec.count
