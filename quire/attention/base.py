@@ -29,6 +29,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
     sinks: Tensor | None = field(default=None, compare=False)
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
+    norms_rotated: bool = False  # whether heads are normed after the rotation
 
     @property
     def group_size(self) -> int:
@@ -36,7 +37,7 @@ class AttentionSpec:
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm of each query and key head, before the rotation."""
+    """RMS norm of each query and key head, before the rotation unless the layer's spec says after it."""
 
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor  # [head_dim]
@@ -116,7 +117,6 @@ class AttentionBackend(ABC):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
     max_head_dim: int | None = None  # None: any
-    takes_sinks: bool = False  # whether it serves layers with attention sinks
 
     def recorder(self) -> SizedRecorder | None:
         """What records steps on the platform of this backend, if there is such a thing."""
@@ -126,6 +126,12 @@ class AttentionBackend(ABC):
     def refuses(cls, dtype: torch.dtype) -> str | None:
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
+
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        """What a layer asks for and this backend does not do; None if it does all."""
+        if spec.sinks is not None:
+            return "attention sinks"
+        return "norms after the rotation" if spec.norms_rotated else None
 
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""

@@ -45,7 +45,6 @@ class NativeMetadata(AttentionMetadata):
 
 class NativeAttention(AttentionBackend):
     name = "cpu_native"
-    takes_sinks = True
 
     def __init__(self) -> None:
         self._kernels = library.bound()
@@ -62,6 +61,9 @@ class NativeAttention(AttentionBackend):
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
+
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        return None
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -139,6 +141,7 @@ class NativeAttention(AttentionBackend):
             KV_TYPES[cache.dtype],
             eps,
             offset,
+            int(spec.norms_rotated),
         )
         return Written(q)
 

@@ -54,10 +54,12 @@ class TorchMetadata(AttentionMetadata):
 
 class TorchAttention(AttentionBackend):
     name = "torch_ref"
-    takes_sinks = True
 
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}
+
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        return None
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -91,7 +93,7 @@ class TorchAttention(AttentionBackend):
     ) -> Written:
         assert isinstance(metadata, TorchMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
-        query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation)
+        query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation, spec.norms_rotated)
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
         flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))

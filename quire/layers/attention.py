@@ -69,9 +69,10 @@ class Attention(Stage):
 
     def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
         """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
-        if self.spec.sinks is not None and not backend.takes_sinks:
+        lacking = backend.lacks(self.spec)
+        if lacking is not None:
             raise ConfigError(
-                f"the model has attention sinks, which {backend.name} attention does not have yet; set --device cpu"
+                f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu"
             )
         self.backend = backend
         self.cache = cache

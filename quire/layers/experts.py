@@ -18,10 +18,10 @@ from quire.layers.scheme import (
     Scheme,
     Weight,
     as_tensor,
-    every_second_row,
     matrix_of,
     part_of,
     part_scheme,
+    rows_of,
 )
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
@@ -29,8 +29,8 @@ from quire.ops.routing import ROUTE, Routing
 from quire.parallel.groups import ParallelGroup
 
 Layout = Literal["rows", "columns", "interleaved_columns"]
-"""How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its two
-pieces one after the other or taking turns."""
+"""How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its
+two pieces one after the other or taking turns."""
 
 
 class Router(Linear):
@@ -171,7 +171,7 @@ class GroupedLinear(WeightedLayer):
         start = 0
         for index, piece in enumerate(self._pieces):
             if name is None and self._layout == "interleaved_columns" and len(self._pieces) == 2:
-                yield index, every_second_row(matrix, index)
+                yield index, rows_of(matrix, torch.arange(index, 2 * piece.full_size, 2))
             elif name in (None, piece.name):
                 yield index, part_of(matrix, 0, start, piece.full_size)
                 start += piece.full_size

@@ -246,17 +246,17 @@ def matrix_of(weight: Weight, index: int) -> Weight:
     return weight.matrix(index) if isinstance(weight, StoredMatrix) else weight[index]
 
 
-def every_second_row(weight: Weight, first: int) -> Weight:
-    """Rows first, first + 2, ... of a matrix, still in its scheme if no two rows share anything in that."""
+def rows_of(weight: Weight, rows: Tensor) -> Weight:
+    """A copy of some rows of a matrix, or elements of a vector, in its scheme if no two rows share anything in it."""
     if isinstance(weight, Tensor):
-        return weight[first::2]
+        return weight[rows.to(weight.device)]
     if not weight.scheme.has_single_rows:
-        return weight.tensor()[first::2]
+        return weight.tensor()[rows]
     tensors = {
-        role: tensor[first::2] if role in ("weight", "scales", "zeros") else tensor
+        role: tensor[rows] if role in ("weight", "scales", "zeros") else tensor
         for role, tensor in weight.tensors.items()
     }
-    return StoredMatrix(weight.scheme, (len(range(first, weight.shape[0], 2)), weight.shape[1]), tensors)
+    return StoredMatrix(weight.scheme, (len(rows), weight.shape[1]), tensors)
 
 
 def part_scheme(scheme: Scheme, axis: int, start: int, size: int, full_size: int) -> Scheme:

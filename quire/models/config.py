@@ -62,7 +62,11 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # over each head, or over all heads together
+    head_bias: bool = False
+    qk_norm: Literal["none", "head", "head_rotated", "full"] = "none"
+    """Over each head, the same after the rotation, or over all heads together."""
+    interleaved_rope: bool = False  # pairs that are rotated together lie side by side, not half a head apart
+    layer_norms: bool = False  # norms of the residual stream subtract the mean and have a bias
     norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized
     norm_weight_offset: float = 0.0
     attention_soft_cap: float | None = None

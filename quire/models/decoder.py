@@ -12,12 +12,12 @@ from quire.attention.base import Rotation
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
-from quire.layers.norm import RMSNorm, merge_residual
+from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
-from quire.models.blocks import DecoderLayer
+from quire.models.blocks import DecoderLayer, make_norm
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS
 from quire.ops.scale import SCALE, rounded
@@ -55,9 +55,7 @@ class Decoder(Stage):
         self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
         self._scale = SCALE.bind(ctx.target)
         self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
-        )
+        self.norm = make_norm(config, ctx)
         tables: dict[RopeParameters | None, int] = {None: -1}
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
@@ -126,7 +124,7 @@ class DecoderLM(CausalLM):
             self.weight_map = self.weight_map.ignoring("lm_head.weight")
         else:
             projection = HeadProjection(
-                config.hidden_size, config.vocab_size, bias=False, target=ctx.target, group=ctx.group
+                config.hidden_size, config.vocab_size, bias=config.head_bias, target=ctx.target, group=ctx.group
             )
             self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))
         self.lm_head = LMHead(

@@ -26,7 +26,7 @@ class Dots1(DecoderLM):
 
 
 def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Fields of a DecoderConfig as DeepSeek-V3's keys give them: the first layers are dense, the others have experts."""
+    """Fields of a DecoderConfig by DeepSeek-V3's keys: the first layers are dense, the others have experts."""
     common = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
     read = ConfigReader(config, {**common, "first_k_dense_replace": 0, "n_shared_experts": 0, **defaults})
     routing = Routing(

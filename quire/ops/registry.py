@@ -17,7 +17,7 @@ from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
-from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
+from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.rope import GATHER_ROTATION
 from quire.ops.routing import ROUTE
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
@@ -43,6 +43,8 @@ OPS: tuple[Op[Any], ...] = (
     GROUPED_GATE_UP,
     GROUPED_DOWN,
     ADD_SHARED,
+    LAYER_NORM,
+    ADD_LAYER_NORM,
     RMS_NORM,
     ADD_RMS_NORM,
     ADD_RMS_NORM_SPLIT_K,

@@ -61,7 +61,9 @@ ENGINE_FACTORS = {
     "memory": ["plenty", "short"],
     "enable_prefix_caching": [False, True],
     "faults": [False, True],
+    "experts": [False, True],
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 MAX_LEN = 160
 
 
@@ -86,10 +88,21 @@ class FaultyExecutor(Executor):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model(tmp_path_factory.mktemp("structured") / "model", "llama")
-    write_tokenizer(folder)
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A dense model, and one whose MLPs are experts."""
+    folder = tmp_path_factory.mktemp("structured")
+    found = {
+        False: make_model(folder / "dense", "llama"),
+        True: make_model(folder / "experts", "qwen3_moe", **EXPERTS),
+    }
+    for path in found.values():
+        write_tokenizer(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[bool, Path]) -> Path:
+    return models[False]
 
 
 def start(model: Path, *, faults: bool = False, **settings: Any) -> tuple[LLM, EngineCore]:
@@ -136,18 +149,20 @@ ENGINES = sorted({tuple(row[name] for name in ENGINE_FACTORS) for row in ROWS})
 
 
 @pytest.fixture(scope="module")
-def alone(plain: LLM) -> list[object]:
-    """What each row must give: run one after another in the plain engine."""
+def alone(models: dict[bool, Path], plain: LLM) -> list[object]:
+    """What each row must give: run one after another in a plain engine of its model."""
     found: list[object] = []
-    for index, row in enumerate(ROWS):
-        params = params_of(row, index)
-        found.append(content(plain.generate(prompt_of(index), params, use_tqdm=False)[0]))
+    with start(models[True], steps_in_flight=1, enable_prefix_caching=False, max_num_seqs=8)[0] as experts:
+        for index, row in enumerate(ROWS):
+            llm = experts if row["experts"] else plain
+            found.append(content(llm.generate(prompt_of(index), params_of(row, index), use_tqdm=False)[0]))
     return found
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
-def test_any_three_features_together(model: Path, alone: list[object], engine: tuple[Any, ...]) -> None:
+def test_any_three_features_together(models: dict[bool, Path], alone: list[object], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
+    model = models[settings.pop("experts")]
     memory = settings.pop("memory")
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout

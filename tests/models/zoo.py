@@ -128,6 +128,8 @@ ROUTED_EXPERTS = {
         "first_k_dense_replace": 1,
     },
 }
+ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "tie_word_embeddings": False}
+PHI_MOE = {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}
 MIXTURES = [
     Tiny("qwen3-moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     Tiny("qwen3-moe-dense", "Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
@@ -148,6 +150,12 @@ MIXTURES = [
     ),
     Tiny("gpt-oss", "GptOssConfig", {**LOCAL_EXPERTS, **WINDOW, "head_dim": 16}),
     Tiny("minimax-m2", "MiniMaxM2Config", {**LOCAL_EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    Tiny("phi-moe", "PhimoeConfig", {**LOCAL_EXPERTS, "num_experts_per_tok": 2, **PHI_MOE}),
+    Tiny("ernie-moe", "Ernie4_5_MoeConfig", {**ERNIE, "use_bias": True}),
+    Tiny("ernie-moe-tied", "Ernie4_5_MoeConfig", {**ERNIE, "tie_word_embeddings": True, "moe_layer_interval": 2}),
+    Tiny(
+        "hunyuan-moe", "HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "attention_bias": True}
+    ),
     Tiny("dots1", "Dots1Config", {**ROUTED_EXPERTS, **WINDOW, "max_window_layers": 2}),
     Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
 ]

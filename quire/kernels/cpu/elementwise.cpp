@@ -39,6 +39,23 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
     });
 }
 
+void add_layer_norm(const float* x, const float* residual, const float* weight, const float* bias, float* out,
+                    float* total, int64_t rows, int64_t width, float eps) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const float* source = x + r * width;
+            if (residual) {
+                float* merged = total + r * width;
+                map(width, [&](int64_t i, int n) {
+                    put(merged + i, add(get(residual + r * width + i, n), get(source + i, n)), n);
+                });
+                source = merged;
+            }
+            layer_norm_row(source, weight, bias, eps, width, out + r * width);
+        }
+    });
+}
+
 // x [rows, 2 * width] holds gate and then up; out = act(gate) * up
 void gated(const float* x, float* out, int64_t rows, int64_t width, int activation) {
     parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
