@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu import grouped
+from quire.kernels.cpu import grouped, ops
 from quire.kernels.cpu.grouped import ACTIVATIONS, GroupedProduct
 from quire.kernels.cpu.matrix import PackedMatrix
 from quire.ops.grouped import add_shared, generate_shared_inputs, grouped_down, grouped_gate_up
+from quire.ops.norm import add_layer_norm, layer_norm
 from quire.ops.routing import ROUTINGS, generate_inputs, route
 from tests.kernels.cpu.isa import each_instruction_set, needs_library, using
 from tests.kernels.cpu.test_matrix import ARITHMETIC, inner_size, make
@@ -118,3 +119,18 @@ def test_shared_experts_are_added(isa: str, seed: int) -> None:
         torch.testing.assert_close(found, add_shared(routed, shared, gate), equal_nan=True)
         last = grouped.add_shared(routed[-1:], shared[-1:], None if gate is None else gate[-1:])
         torch.testing.assert_close(last[0], found[-1], rtol=0, atol=0, equal_nan=True)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 130])
+def test_layer_norms(isa: str, width: int) -> None:
+    torch.manual_seed(width)
+    x, residual, weight, bias = torch.randn(9, width), torch.randn(9, width), torch.randn(width), torch.randn(width)
+    x[3, 0], x[5, -1], x[7] = torch.nan, torch.inf, 1e-30
+    with using(isa):
+        normed = ops.layer_norm(x, weight, bias, 1e-5)
+        torch.testing.assert_close(normed, layer_norm(x, weight, bias, 1e-5), atol=2e-5, rtol=1e-4, equal_nan=True)
+        both = ops.add_layer_norm(x, residual, weight, bias, 1e-5)
+        for mine, theirs in zip(both, add_layer_norm(x, residual, weight, bias, 1e-5), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4, equal_nan=True)
+        assert torch.equal(ops.layer_norm(x[-1:], weight, bias, 1e-5)[0], normed[-1])
