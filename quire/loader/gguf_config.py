@@ -332,6 +332,29 @@ def _deepseek_experts(keys: GgufKeys, config: dict[str, Any]) -> None:
     }
 
 
+def _phi_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts_alone(keys, config)
+    _phi3(keys, config)
+    config["lm_head_bias"] = "output.bias" in keys.file.tensors
+
+
+def _ernie_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    config |= {
+        "moe_num_experts": config["num_local_experts"],
+        "moe_k": config["num_experts_per_tok"],
+        "moe_num_shared_experts": int(keys.number("expert_shared_count", 0)),
+        "moe_layer_start_index": int(keys.number("leading_dense_block_count", 0)),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", 1),
+        "use_bias": config["attention_bias"],
+    }
+
+
+def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts_alone(keys, config)
+    config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
+
+
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -346,6 +369,9 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "olmoe": _experts_alone,
     "gpt-oss": _gpt_oss,
     "minimax-m2": _experts_alone,
+    "phimoe": _phi_moe,
+    "ernie4_5-moe": _ernie_moe,
+    "hunyuan-moe": _hunyuan_moe,
     "dots1": _deepseek_experts,
     "glm4moe": _deepseek_experts,
 }

@@ -74,6 +74,16 @@ _GLM4_MOE = (
     | _NEXT_TOKENS
     | _shared("shared_experts")
 )
+_HUNYUAN_MOE = (
+    _LLAMA
+    | _EXPERTS
+    | _shared("shared_mlp")
+    | {
+        "ffn_gate_inp": "mlp.gate.wg",
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    }
+)
 _PHI3 = _PRE_NORMS | {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -106,6 +116,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "minimax_m2",
         _LLAMA | _QK_NORMS | _EXPERTS | {"exp_probs_b": "mlp.e_score_correction_bias$"},
     ),
+    "phimoe": GgufArchitecture("PhiMoEForCausalLM", "phimoe", _LLAMA | _EXPERTS | {"attn_qkv": "self_attn.qkv_proj"}),
+    "ernie4_5-moe": GgufArchitecture(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _LLAMA | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
+    ),
+    "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _HUNYUAN_MOE),
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM", "dots1", _LLAMA | _QK_NORMS | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
     ),

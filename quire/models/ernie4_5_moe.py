@@ -33,7 +33,7 @@ class Ernie45Moe(DecoderLM):
         return read_config(
             config,
             defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-            **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), read["use_bias"]),
+            **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "head_bias"), read["use_bias"]),
             interleaved_rope=True,
             mlps=tuple("experts" if has_experts else "gated" for has_experts in sparse),
             experts=ExpertsConfig(

@@ -41,6 +41,13 @@ EXPERT_MODELS: dict[str, TinyModel] = {
     ),
     "dots1": TinyModel("dots1", "dots1", {**_ROUTED, **_EQUAL_HEADS}),
     "glm4moe": TinyModel("glm4moe", "glm4_moe", {**_ROUTED, "use_qk_norm": True}),
+    "phimoe": TinyModel("phimoe", "phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
+    "ernie4_5-moe": TinyModel(
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "tie_word_embeddings": False},
+    ),
+    "hunyuan-moe": TinyModel("hunyuan-moe", "hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
     # Wide enough for blocks of 256 values.
     "qwen3moe-wide": TinyModel(
         "qwen3moe",
@@ -50,7 +57,9 @@ EXPERT_MODELS: dict[str, TinyModel] = {
 }
 _NAMES = {  # of what is not a tensor that gguf-py knows by transformers' name of today
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.wg.weight": "ffn_gate_inp.weight",
     "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.router.bias": "ffn_gate_inp.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -74,9 +83,9 @@ def make_model(name: str) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, value in model.state_dict().items():
-            if "norm" in key:
+            if "norm" in key and key.endswith("weight"):
                 value.uniform_(0.5, 1.5, generator=generator)
-            elif value.dim() == 1 or key.endswith("proj_bias"):
+            elif value.dim() == 1 or key.endswith(("proj_bias", "correction_bias")):
                 value.normal_(0, 0.3, generator=generator)
             else:
                 width = value.shape[-2] if name == "gpt-oss" and value.dim() == 3 else value.shape[-1]
@@ -124,7 +133,7 @@ def _tensors(spec: TinyModel, model: PreTrainedModel) -> Iterator[tuple[str, Ten
         if ".experts." in key:
             yield from ((f"blk.{block}.{name}", part) for name, part in _expert_tensors(spec, inner, tensor))
         elif inner in _NAMES:
-            yield f"blk.{block}.{_NAMES[inner]}", tensor
+            yield f"blk.{block}.{_NAMES[inner]}", tensor.squeeze()
         else:
             found = names.get_name(key, try_suffixes=(".weight", ".bias"))
             assert found is not None, key
@@ -149,9 +158,10 @@ def _expert_tensors(spec: TinyModel, inner: str, tensor: Tensor) -> Iterator[tup
 
 def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> None:
     keys = config.to_dict()
-    count = next(keys[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in keys)
-    writer.add_expert_count(count)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(keys[key] for key in counts if key in keys))
+    used = ("num_experts_per_tok", "moe_topk", "moe_k")
+    writer.add_expert_used_count(next(keys[key] for key in used if key in keys))
     width = keys.get("moe_intermediate_size") or config.intermediate_size
     if spec.arch != "llama":
         writer.add_expert_feed_forward_length(width)
@@ -166,5 +176,16 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if spec.arch == "hunyuan-moe":
+        writer.add_expert_shared_feed_forward_length(width)
+        writer.add_expert_shared_count(1)
+    if spec.arch == "phimoe":
+        writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+        writer.add_layer_norm_eps(config.rms_norm_eps)
+    if spec.arch == "ernie4_5-moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(width * config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     if spec.arch in ("dots1", "glm4moe", "minimax-m2"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -33,6 +33,8 @@ def test_floats_compute_what_llama_cpp_and_transformers_compute(tmp_path: Path, 
     logits = run_chunks(load(tmp_path / "model.gguf"), TOKENS, [13, 1, 20])
     with torch.no_grad():
         torch.testing.assert_close(logits, theirs(torch.tensor([TOKENS])).logits[0], rtol=0, atol=1e-3)
+    if name == "phimoe":
+        return  # llama.cpp routes it as Mixtral, not by sparse mixer
     found, oracle = logits.log_softmax(-1), LlamaCpp(tmp_path / "model.gguf", VOCAB_SIZE)
     for length in (1, 7, 40):
         expected = oracle.next_token_logprobs(TOKENS[:length])
