@@ -72,7 +72,7 @@ class ConfigSchema(msgspec.Struct):
     rope_scaling: LayeredRopeSchema | None = None
     rope_parameters: LayeredRopeSchema | None = None
     layer_types: list[str] | None = None
-    sliding_window: Count | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None  # 0: none, as transformers writes it
     sliding_window_pattern: Count | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Whole | None = None
@@ -85,7 +85,7 @@ class ConfigSchema(msgspec.Struct):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
-    num_experts: Count | list[Count] | None = None
+    num_experts: Count | None = None
     num_local_experts: Count | None = None
     n_routed_experts: Count | None = None
     moe_num_experts: Count | None = None
@@ -115,4 +115,5 @@ class ConfigSchema(msgspec.Struct):
     qkv_bias: bool | None = None
     use_bias: bool | None = None
     lm_head_bias: bool | None = None
+    clip_qkv: Positive | None = None
     quantization_config: QuantizationSchema | None = None

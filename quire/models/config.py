@@ -32,13 +32,18 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         routing = self.routing
-        usable = self.num_experts * routing.top_groups // routing.num_groups
-        if not 0 < routing.top_k <= usable:
-            raise ModelError(f"{routing.top_k} experts for each token cannot be chosen of {usable}")
-        if self.num_experts % routing.num_groups or not 0 < routing.top_groups <= routing.num_groups:
+        size, rest = divmod(self.num_experts, routing.num_groups)
+        limits = routing.top_groups < routing.num_groups
+        if rest or not 0 < routing.top_groups <= routing.num_groups or (limits and size < 2):
             raise ModelError(
                 f"{self.num_experts} experts cannot be in {routing.num_groups} groups of one size of which "
                 f"{routing.top_groups} are used; correct n_group and topk_group"
+            )
+        usable = size * routing.top_groups
+        if not 0 < routing.top_k <= usable:
+            raise ModelError(
+                f"{routing.top_k} experts for each token cannot be chosen of {usable}; correct num_experts_per_tok "
+                "(moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, moe_num_experts) or n_group"
             )
 
 
@@ -170,7 +175,7 @@ def read_config(
         **flags,
     }
     types = ["full_attention"] * num_layers
-    if is_sliding is not None and read.get("sliding_window") is not None:
+    if is_sliding is not None and read.get("sliding_window"):
         types = read.layer_types(is_sliding)
         window = int(read["sliding_window"])
         fields["sliding_windows"] = tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -17,7 +17,9 @@ _DEFAULTS = {
 
 class Ernie45Moe(DecoderLM):
     # Published checkpoints have layers of their own for drafting tokens.
-    weight_map = SHARED_EXPERTS.renaming(("mlp.moe_statics", "mlp.router")).ignoring("model.mtp_*")
+    weight_map = SHARED_EXPERTS.renaming(("mlp.moe_statics.choice_bias", "mlp.router.choice_bias")).ignoring(
+        "model.mtp_*"
+    )
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
-from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
@@ -14,7 +14,7 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is
 
 class GptOss(DecoderLM):
     # Matrices of all experts are parameters themselves, without a layer that has a weight.
-    weight_map = EXPERT_WEIGHTS.renaming(
+    weight_map = PRE_NORM_WEIGHTS.renaming(
         ("experts.gate_up_proj$", "experts.gate_up_proj.weight$"),
         ("experts.gate_up_proj_bias$", "experts.gate_up_proj.bias$"),
         ("experts.down_proj$", "experts.down_proj.weight$"),

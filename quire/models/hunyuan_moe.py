@@ -22,14 +22,13 @@ class HunYuanMoe(DecoderLM):
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {})
         width = read["intermediate_size"]
-        num_experts = _for_all(read, "num_experts" if "num_experts" in read else "num_local_experts")
         return read_config(
             config,
             defaults={"rms_norm_eps": 1e-5},
             qk_norm="head_rotated",
             mlps=("experts",) * read["num_hidden_layers"],
             experts=ExpertsConfig(
-                num_experts,
+                read.first("num_experts", "num_local_experts"),
                 width,
                 Routing(_for_all(read, "moe_topk"), renormalize=True),
                 shared_width=width,

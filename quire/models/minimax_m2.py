@@ -8,6 +8,7 @@ from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read
 from quire.models.decoder import DecoderLM
 from quire.models.mixtral import Mixtral
 from quire.ops.routing import Routing
+from quire.types.errors import ModelError
 
 
 class MiniMaxM2(DecoderLM):
@@ -18,6 +19,8 @@ class MiniMaxM2(DecoderLM):
         read = ConfigReader(config, {"head_dim": 128, "num_experts_per_tok": 8})
         routing = Routing(read["num_experts_per_tok"], score="sigmoid", renormalize=True)
         if "rotary_dim" in read and "partial_rotary_factor" not in read:
+            if read["rotary_dim"] > read["head_dim"]:
+                raise ModelError(f"rotary_dim is {read['rotary_dim']}, more than the {read['head_dim']} of a head")
             config = {**config, "partial_rotary_factor": read["rotary_dim"] / read["head_dim"]}
         return read_config(
             config,

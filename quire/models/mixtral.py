@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
-from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
 
 
 class Mixtral(DecoderLM):
-    weight_map = EXPERT_WEIGHTS.renaming(
-        ("block_sparse_moe.gate", "mlp.router"),
+    weight_map = PRE_NORM_WEIGHTS.renaming(
         ("block_sparse_moe", "mlp"),
+        ("mlp.gate", "mlp.router"),
+        ("e_score_correction_bias", "choice_bias"),
         ("w1", "gate_proj"),
         ("w3", "up_proj"),
         ("w2", "down_proj"),

@@ -26,6 +26,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 WINDOW = {"sliding_window": 8}
+# What configs of mixtures of experts call things.
+EXPERT_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
