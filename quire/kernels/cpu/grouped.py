@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from quire.kernels.cpu.library import bound
 from quire.kernels.cpu.matrix import PackedMatrix, Product
 from quire.kernels.cpu.tracing import empty
-
-if TYPE_CHECKING:
-    from quire.ops.routing import Routing
 
 # As gate.h and routing.cpp number them.
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -93,8 +90,8 @@ class GroupedProduct:
         return out
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See quire/ops/routing.py."""
+def route(logits: Tensor, bias: Tensor | None, routing: Any) -> tuple[Tensor, Tensor]:
+    """See quire/ops/routing.py, where `routing` is from."""
     logits = logits.contiguous()
     rows, experts = logits.shape
     ids, weights = empty(rows, routing.top_k, dtype=torch.int32), empty(rows, routing.top_k)
