@@ -34,7 +34,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "llama, torch ops", "experts, torch ops"])
+@pytest.fixture(scope="module", params=[*MODELS, "llama, torch ops"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Through the native kernels, and one also through the torch references, which keep the same promise."""
     name, _, torch_ops = request.param.partition(", ")

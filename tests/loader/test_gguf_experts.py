@@ -51,7 +51,8 @@ def test_experts_stay_packed_and_compute_what_they_decode_to(tmp_path: Path, nam
     grouped = [layer for layer in model.modules() if isinstance(layer, GroupedLinear)]
     stored = sum(info.num_bytes for key, info in checkpoint.tensors().items() if ".experts." in key)
     assert all(isinstance(layer.method, PackedGrouped) for layer in grouped)
-    assert sum(layer.method.num_bytes for layer in grouped) < 1.4 * stored
+    # Codes of six bits are kept in eight.
+    assert sum(layer.method.num_bytes for layer in grouped) < 1.6 * stored
     checkpoint.stored = checkpoint.get  # type: ignore[method-assign, assignment]
     load_weights(decoded, checkpoint)
     expected, found = (run_chunks(each, TOKENS, [13, 1, 20]) for each in (decoded, model))
