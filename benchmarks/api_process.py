@@ -27,6 +27,7 @@ from rich.table import Table
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.engine.constraints import Constraints
+from quire.engine.parked import ParkedRequests
 from quire.engine.process import serve
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.types.errors import EngineDeadError
@@ -53,6 +54,7 @@ class FakeCore:
         self._left: dict[str, int] = {}
         self._random = random.Random(0)
         self.constraints = Constraints()
+        self.parked = ParkedRequests([self.constraints])
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         self._left[request.request_id] = request.max_tokens
@@ -93,7 +95,7 @@ def engine_process(rate: float) -> int:
 
         report("import")
         core: Any = FakeCore(rate)
-        return EngineLoop(core), EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 1000, 256)
+        return EngineLoop(core), EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 1000, 256)
 
     return serve(build)
 

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/benchmarking.md with the tool that they show, on the default model.
+"""Makes the pictures of docs/guides/benchmarking.md with the tool that they show, on the default model.
 
 python benchmarks/doc_pictures.py [--num-prompts 64]
 """

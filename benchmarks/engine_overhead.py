@@ -16,6 +16,7 @@ from quire.bench.report import environment, write_report
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
@@ -58,7 +59,7 @@ def step(scheduler: Scheduler, token: int) -> Times:
     assert plan is not None
     result = fake_result(plan, token)
     resumed, cpu_resumed = time.perf_counter(), time.thread_time()
-    scheduler.update(plan, result)
+    EngineOutputs(scheduler.update(plan, result), scheduler.stats())
     end, cpu_end = time.perf_counter(), time.thread_time()
     return end - resumed + planned - begin, cpu_end - cpu_resumed + cpu_planned - cpu_begin
 

@@ -1,4 +1,4 @@
-"""Draws the GPU table beside vLLM's figures, for docs/gpu.md.
+"""Draws the GPU table beside vLLM's figures, for docs/guides/gpu.md.
 
 python benchmarks/gpu_picture.py [--table benchmarks/results/h200/table.json] [--out docs/images/gpu-vs-vllm.svg]
 """

@@ -30,7 +30,7 @@ from quire.models.base import CausalLM
 from quire.worker.direct import DirectModel
 
 DTYPES = ("float32", "float16", "bfloat16")
-PAGES = ("architecture.md", "structured-output.md", "adding-a-model.md")
+PAGES = ("architecture.md", "guides/structured-output.md", "internals/adding-a-model.md")
 WINDOW = 1024
 QUESTION = "What is the capital of France?"
 

@@ -158,7 +158,7 @@ def build(config: EngineConfig, report: Any) -> tuple[EngineLoop, EngineInfo]:
     )
     core = EngineCore(scheduler, ScriptedExecutor(tokenizer), 1, Constraints(GrammarManager()))
     size = tokenizer.vocab_size
-    info = EngineInfo(MODEL, "Scripted", size, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS)
+    info = EngineInfo(size, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS)
     return EngineLoop(core), info
 
 

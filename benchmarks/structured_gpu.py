@@ -63,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(MODEL)
     vocab_size = SHAPES[MODEL]["vocab_size"]
-    bench.client.set_vocabulary(made_up(vocab_size))
+    bench.client.call("set_vocabulary", made_up(vocab_size))
     grammar = make_source(StructuredOutputsParams(json=LONG))
     results = {}
     for context in (64, 1024):

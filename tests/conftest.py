@@ -6,10 +6,15 @@ import os
 import signal
 import sys
 
-import pytest
-from hypothesis import settings
+# Two workers share two cores: torch's own threads would spin in each other's way, and make its ops ten times as slow.
+# OpenMP reads this when torch is imported.
+assert "torch" not in sys.modules, "torch was imported before it was told to use one thread"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.kernels.device import HAS_TRITON, NATIVE
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from tests.kernels.device import HAS_TRITON, NATIVE  # noqa: E402
 
 # A shared machine may stall any single example; the timeout of pytest still bounds a test.
 settings.register_profile("quire", deadline=None)
@@ -19,9 +24,6 @@ settings.load_profile("quire")
 # A user's own settings must not change what the tests see. QUIRE_CACHE stays: it saves a download.
 for name in ("QUIRE_LOG_LEVEL", "QUIRE_DEBUG", "QUIRE_SYSTEM_DATE"):
     os.environ.pop(name, None)
-
-# Two workers share two cores: a test's own threads would only get in each other's way.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts them in the background has them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)

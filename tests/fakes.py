@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from quire.kv.layout import KVLayout
+from quire.sched.request import Request
 from quire.types.masks import Masks
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -19,28 +21,54 @@ class FakeStepError(Exception):
     """A step that failed on purpose."""
 
 
-def next_token(token_ids: Sequence[int], adapter_id: int = 0, vocab_size: int = VOCAB_SIZE) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
     """The fake model: the next token is a function of all tokens before it."""
-    return hash((adapter_id, *token_ids)) % vocab_size
+    return hash((0, *token_ids)) % vocab_size
 
 
 def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """What a request must give: output tokens, finish reason, stop reason. Written without the scheduler."""
+    """What a request must give: new output tokens, finish reason, stop reason. Written without the scheduler."""
     params = request.params
     assert isinstance(params, SamplingParams)
     tokens = list(request.token_ids)
     outputs: list[int] = []
     while True:
-        token = next_token(tokens, request.adapter_id)
+        token = next_token(tokens)
         tokens.append(token)
         outputs.append(token)
-        if len(outputs) >= params.min_tokens:
+        num_outputs = request.num_given_outputs + len(outputs)
+        if num_outputs >= params.min_tokens:
             if token in params.stop_token_ids:
                 return outputs, "stop", token
             if token in request.eos_token_ids and not params.ignore_eos:
                 return outputs, "stop", None
-        if len(outputs) == request.max_tokens or len(tokens) == max_model_len:
+        if num_outputs == request.max_tokens or len(tokens) == max_model_len:
             return outputs, "length", None
+
+
+class FakeDrafter:
+    """Guesses a request's next tokens as if all that is in flight held; each guess is right with some probability."""
+
+    def __init__(self, right: float, longest: int, seed: int) -> None:
+        self._right, self._longest = right, longest
+        self._draw = random.Random(seed)
+
+    def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
+        tokens = list(request.token_ids)
+        for _ in range(num_in_flight + self._draw.randint(0, min(self._longest, limit))):
+            tokens.append(next_token(tokens))
+        drafts = tokens[len(request.token_ids) + num_in_flight :]
+        return [token if self._draw.random() < self._right else self._draw.randrange(VOCAB_SIZE) for token in drafts]
+
+
+class ScriptedDrafter:
+    """Always proposes `drafts`, as many of them as it may."""
+
+    def __init__(self, *drafts: int) -> None:
+        self.drafts = list(drafts)
+
+    def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
+        return self.drafts[:limit]
 
 
 @dataclass
@@ -62,7 +90,8 @@ class FakeExecutor:
     """Runs plans in order, as a device would, and asserts everything a plan promises.
 
     The simulated KV of a token is the group and the hash of all tokens up to it, so a read finds out whether
-    attention would see exactly the right tokens. Block tables keep their old entries when a row changes hands.
+    attention would see exactly the right tokens. Block tables keep their old entries when a row changes hands. Drafts
+    stand behind a row's known tokens while a step runs; what they wrote stays in the cache when they do not hold.
     """
 
     layout: KVLayout
@@ -71,12 +100,16 @@ class FakeExecutor:
     rows: dict[int, FakeRow] = field(default_factory=dict)
     num_steps: int = 0
     poisoned: frozenset[str] = frozenset()  # requests that make their step fail
+    stalling: float = 0.0  # probability that a row that was to sample gives no token
     max_rows_seen: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         self.tables: list[list[dict[int, int]]] = [[{} for _ in self.layout.groups] for _ in range(self.max_num_seqs)]
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, prefix hash)
         self.last_step_id = -1
+        self._draw = random.Random(0)
 
     def execute(self, plan: StepPlan, *, fail: bool = False, apply_before_failing: bool = False) -> StepResult:
         if fail and not apply_before_failing:
@@ -88,12 +121,13 @@ class FakeExecutor:
         assert plan.rows, "an empty step"
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens)
         self.max_rows_seen = max(self.max_rows_seen, len(plan.rows))
+        assert set(plan.draft_token_ids) <= set(plan.rows)
         self._write(plan)
         if fail or any(self.rows[row].start.request_id in self.poisoned for row in plan.rows):
             raise FakeStepError("failed after the KV was written")
         result = StepResult(plan.step_id, [])
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
-            result.token_ids.append(self._run_row(result, index, row, count))
+            result.token_ids.append(self._run_row(result, index, row, count, plan.draft_token_ids.get(row, [])))
         return result
 
     def _apply_changes(self, plan: StepPlan) -> None:
@@ -116,10 +150,13 @@ class FakeExecutor:
         writers: dict[int, tuple[int, int]] = {}
         for row, count in zip(plan.rows, plan.num_tokens, strict=True):
             state = self.rows[row]
+            drafts = plan.draft_token_ids.get(row, [])
+            tokens = state.token_ids + drafts
             begin, end = state.num_computed_tokens, state.num_computed_tokens + count
-            assert count >= 1
-            assert end <= len(state.token_ids), "more tokens are planned than the row knows"
-            hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+            assert count >= 1 + len(drafts)
+            assert end <= len(tokens), "more tokens are planned than the row has"
+            assert end == len(tokens) or not drafts, "a row verifies drafts before it has caught up"
+            hashes = _prefix_hashes(tokens[:end])
             for group in self.layout.groups:
                 for position in range(begin, end):
                     block = self.tables[row][group.index][position // size]
@@ -127,11 +164,11 @@ class FakeExecutor:
                     assert writers.setdefault(block, (row, group.index)) == (row, group.index)
                     self.memory[block, position % size] = (group.index, hashes[position])
 
-    def _run_row(self, result: StepResult, index: int, row: int, count: int) -> list[int]:
-        """Read what attention would read, then sample if the row caught up."""
+    def _run_row(self, result: StepResult, index: int, row: int, count: int, drafts: list[int]) -> list[int]:
+        """Read what attention would read, then sample if the row caught up, and advance it by what holds."""
         state = self.rows[row]
         begin, end = state.num_computed_tokens, state.num_computed_tokens + count
-        hashes = _prefix_hashes(state.token_ids[:end], state.start.adapter_id)
+        hashes = _prefix_hashes((state.token_ids + drafts)[:end])
         size = self.layout.block_size
         for group in self.layout.groups:
             first = 0 if group.window is None else max(0, begin - group.window + 1)
@@ -154,16 +191,28 @@ class FakeExecutor:
         if isinstance(params, PoolingParams):
             result.pooled[index] = [float(sum(state.token_ids))]
             return []
-        token = next_token(state.token_ids, state.start.adapter_id)
+        tokens = [] if self._draw.random() < self.stalling else self._sample(state, drafts)
         if params.logprobs is not None:
-            result.logprobs[index] = [TokenLogprobs([token], [-0.5], 1)]
-        state.token_ids.append(token)
-        return [token]
+            result.logprobs[index] = [TokenLogprobs([token], [-0.5], 1) for token in tokens]
+        state.token_ids += tokens
+        state.num_computed_tokens = len(state.token_ids) - 1
+        return tokens
+
+    def _sample(self, state: FakeRow, drafts: list[int]) -> list[int]:
+        """The drafts that hold, and one token more."""
+        tokens: list[int] = []
+        for draft in [*drafts, None]:
+            tokens.append(next_token(state.token_ids + tokens))
+            if draft != tokens[-1]:
+                break
+        self.num_drafts += len(drafts)
+        self.num_accepted += len(tokens) - 1
+        return tokens
 
 
-def _prefix_hashes(token_ids: Sequence[int], adapter_id: int) -> list[int]:
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
     hashes: list[int] = []
-    value = adapter_id
+    value = 0
     for token in token_ids:
         value = hash((value, token))
         hashes.append(value)

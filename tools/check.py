@@ -24,6 +24,7 @@ LINT_IMPORTS = (
 class Check:
     name: str
     arguments: tuple[str, ...]  # to this Python
+    shown: bool = False  # what it prints is of interest when it passes too
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Outcome:
 
 
 CHECKS = (
-    Check("types", ("-m", "mypy", "--strict", "quire")),
+    Check("types", ("-m", "mypy", "--strict", "--num-workers", "2", "quire")),
     Check("lint", ("-m", "ruff", "check", ".")),
     Check("format", ("-m", "ruff", "format", "--check", ".")),
     Check("imports", ("-c", LINT_IMPORTS)),
     Check("source rules", ("tools/source_rules.py",)),
     Check("generated docs", ("tools/gen_docs.py", "--check")),
+    Check("line budget", ("tools/line_budget.py",), shown=True),
 )
 
 FIXES = (
@@ -66,6 +68,15 @@ def table(outcomes: list[Outcome]) -> str:
     )
 
 
+def report(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        if not outcome.passed:
+            print(f"--- {outcome.check.name}\n{outcome.output.rstrip()}\n")
+        elif outcome.check.shown:
+            print(f"{outcome.output.rstrip()}\n")
+    print(table(outcomes))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fix", action="store_true", help="repair what can be repaired first")
@@ -74,10 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             run(fix)
     with ThreadPoolExecutor(max_workers=2) as pool:
         outcomes = list(pool.map(run, CHECKS))
-    for outcome in outcomes:
-        if not outcome.passed:
-            print(f"--- {outcome.check.name}\n{outcome.output.rstrip()}\n")
-    print(table(outcomes))
+    report(outcomes)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

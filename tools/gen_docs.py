@@ -14,8 +14,14 @@ sys.path.insert(0, str(ROOT))
 
 from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
 from quire.metrics import catalog  # noqa: E402
+from tools import api_reference, architecture_picture  # noqa: E402
 
-PAGES = {"docs/settings.md": args.reference_markdown, "docs/metrics.md": catalog.reference_markdown}
+PAGES = {
+    "docs/reference/settings.md": args.reference_markdown,
+    "docs/reference/metrics.md": catalog.reference_markdown,
+    "docs/reference/api.md": api_reference.reference_markdown,
+    "docs/images/architecture.svg": architecture_picture.draw,
+}
 
 
 def stale(root: Path = ROOT) -> list[str]:
@@ -35,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if check:
             print(f"{name} is out of date; run python tools/gen_docs.py")
         else:
+            (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
             (ROOT / name).write_text(PAGES[name](), encoding="utf-8")
             print(f"wrote {name}")
     return 1 if check and out_of_date else 0

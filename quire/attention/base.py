@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.ops.split_k import PartialSums
 from quire.platform.recording import SizedRecorder
 from quire.platform.transfer import upload
+from quire.types.ledger import EngineSizes, LedgerLine
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
 
@@ -154,6 +155,13 @@ class AttentionBackend(ABC):
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
         """What is added to that where programs share a row's keys, and so in no step of whole prompts."""
         return 0
+
+    def contributes(self, spec: AttentionSpec, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        """What a layer's attention takes."""
+        workspace = self.workspace_bytes(spec, sizes.max_model_len, sizes.itemsize)
+        yield LedgerLine("attention", workspace, "the longest context of a layer", in_step=True)
+        sums = self.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len)
+        yield LedgerLine("attention sums", sums, "of programs that share a row's keys")
 
     @abstractmethod
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:

@@ -23,24 +23,19 @@ from quire.attention.base import (
     WorkPlan,
     Written,
 )
-from quire.kernels.triton import quantize
+from quire.kernels.triton import launch, quantize
 from quire.kernels.triton.decode_attention import decode_attention
 from quire.kernels.triton.even_attention import TileLine, even_attention, heads_fit, line_up_tiles, tiles_fit
-from quire.kernels.triton.launch import multiprocessors, unavailable
 from quire.kernels.triton.prefill_attention import QUERY_TILE, Split, prefill_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.ops.split_k import PartialSums
 from quire.types.errors import ConfigError
 
-# From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
-_FUSED_QUERIES = 2048
 # Rows of up to this many queries, such as prefix hits, are one tile whose keys are split over programs.
 FEW_QUERIES = 16
 MAX_FEW_ROWS = 16  # in a step; more of them are tiles like any other
 _FEW = Cut(tile=FEW_QUERIES, splits=16)
-# From this many rows of one query on, programs share all their keys evenly.
-MIN_SHARED_ROWS = 8
 # Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 32
@@ -111,9 +106,15 @@ class TritonAttention(AttentionBackend):
     splits_tiles = True  # in steps of few tiles, programs share the keys of a tile ...
     long_context = 4096  # ... from this many keys on
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
+    # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
+    fused_queries = 2048
+    few_queries = FEW_QUERIES  # at most so many
+    min_shared_rows = 8  # from this many rows of one query on, programs share all their keys evenly
+    unavailable = staticmethod(launch.unavailable)
+    multiprocessors = staticmethod(launch.multiprocessors)
 
     def start(self) -> None:
-        reason = unavailable()
+        reason = self.unavailable()
         if reason is not None:
             raise ConfigError(f"attention_backend is {self.name!r}, but {reason}; leave --attention-backend out")
 
@@ -159,12 +160,12 @@ class TritonAttention(AttentionBackend):
             if queries == 1:
                 singles[0].append(index)
                 singles[1].append(token)
-            elif queries <= FEW_QUERIES and len(few[0]) < MAX_FEW_ROWS:
+            elif queries <= self.few_queries and len(few[0]) < MAX_FEW_ROWS:
                 few[0].append(index)
                 few[1].append(0)
             else:
                 offsets = range(0, queries, QUERY_TILE)
-                is_whole = queries == context >= _FUSED_QUERIES
+                is_whole = queries == context >= self.fused_queries
                 for rows, starts in (tiles,) if is_whole else (tiles, partial_tiles):
                     rows.extend([index] * len(offsets))
                     starts.extend(offsets)
@@ -215,7 +216,7 @@ class TritonAttention(AttentionBackend):
         index = batch.query_starts[:-1]  # a query each
         none = (index[:0], index[:0])
         metadata = TritonMetadata(batch, (index, index), none, none, none, alike=kind.alike)
-        if self.shares and index.shape[0] >= MIN_SHARED_ROWS and tiles_fit(batch.block_size):
+        if self.shares and index.shape[0] >= self.min_shared_rows and tiles_fit(batch.block_size):
             metadata.line = line_up_tiles(
                 batch.contexts, batch.rows, batch.tables, batch.block_size, batch.padding_row
             )
@@ -258,6 +259,11 @@ class TritonAttention(AttentionBackend):
         """Whether long prompts without a cached prefix attend over the keys and values of their step."""
         return is_plain(spec)
 
+    def fills(self, programs: int) -> bool:
+        """Whether programs of equal length, one a row and KV head, leave next to nothing of the device idle."""
+        at_once = 4 * self.multiprocessors()  # so many of them fit
+        return programs >= 0.9 * at_once * -(-programs // at_once) > 0
+
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
@@ -269,9 +275,9 @@ class TritonAttention(AttentionBackend):
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
         programs, fit = singles[0].shape[0] * spec.num_kv_heads, heads_fit(spec.head_dim, query.element_size())
-        one_each = metadata.alike and _fills(programs)
+        one_each = metadata.alike and self.fills(programs)
         if metadata.line is not None and window is None and fit and not one_each:
-            even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * multiprocessors())
+            even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * self.multiprocessors())
             return out
         if programs:
             splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, batch.max_context)
@@ -295,12 +301,6 @@ class TritonAttention(AttentionBackend):
 def is_plain(spec: AttentionSpec) -> bool:
     """Whether a query sees all keys before it, and scores are as they are."""
     return spec.soft_cap is None and spec.sliding_window is None
-
-
-def _fills(programs: int) -> bool:
-    """Whether programs of equal length, one a row and KV head, leave next to nothing of the device idle."""
-    at_once = 4 * multiprocessors()  # so many of them fit
-    return programs >= 0.9 * at_once * -(-programs // at_once) > 0
 
 
 def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:

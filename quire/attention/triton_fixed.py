@@ -16,12 +16,7 @@ from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.kernels.triton.whole_attention import whole_attention, whole_fits
 
-MIN_SEGMENT = 512
 MAX_SEGMENTS = 64
-_KEYS = 64  # taken in at a time
-_MAX_SPLITS = 8
-# Up to so many rows and KV heads: programs that share a row's segments, and their warps; measured on an H200.
-_SHARES = ((32, (2 * _MAX_SPLITS, 4)), (256, (_MAX_SPLITS, 4)), (1024, (4, 2)))
 _LEAST_SHARE = (2, 2)
 _WIDE = 512  # bytes of a head of which a multiprocessor has no room for several pieces of keys and values
 
@@ -31,10 +26,16 @@ class FixedTritonAttention(TritonAttention):
     shares = False
     splits_tiles = False
     heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
+    min_segment = 512  # keys
+    keys_at_a_time = 64
+    few_splits = 8  # programs that share the keys of a row of few queries
+    # Up to so many rows and KV heads: programs that share a row's segments, and their warps; measured on an H200.
+    segment_shares: tuple[tuple[int, tuple[int, int]], ...] = ((32, (16, 4)), (256, (8, 4)), (1024, (4, 2)))
+    attend_whole = staticmethod(whole_attention)
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
         queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
-        segments = -(-max_model_len // segment_size(max_model_len)) + 1  # which the spare block may begin
+        segments = -(-max_model_len // self.segment_size(max_model_len)) + 1  # which the spare block may begin
         return queries * segments * spec.num_heads * (spec.head_dim + 2) * 4
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:
@@ -49,45 +50,43 @@ class FixedTritonAttention(TritonAttention):
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
         scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
         max_len = batch.tables.shape[1] * batch.block_size
-        segment = segment_size(max_len - batch.block_size)  # without the spare block
+        segment, keys = self.segment_size(max_len - batch.block_size), self.keys_at_a_time  # without the spare block
         whole = metadata.whole if written.keys is not None else ()
         for start, length in whole:
             assert written.keys is not None
             assert written.values is not None
             span = slice(start, start + length)
-            whole_attention(query[span], written.keys[span], written.values[span], out[span], scale, segment, _KEYS)
+            given_whole = (query[span], written.keys[span], written.values[span], out[span])
+            self.attend_whole(*given_whole, scale, segment, keys)
         if whole == ((0, query.shape[0]),):
             return out
-        split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=_KEYS)
+        split = Cut(tile=1, splits=1, segment=segment, num_segments=-(-max_len // segment), lines=16, keys=keys)
         index = metadata.singles[0]
         if index.shape[0]:
             if metadata.offsets is None:
                 metadata.offsets = torch.zeros_like(index)
-            splits, warps = _choose_share(index.shape[0] * spec.num_kv_heads)
+            splits, warps = self.choose_share(index.shape[0] * spec.num_kv_heads)
             if spec.group_size > split.lines:
                 warps = 4
             cut = replace(split, splits=splits, num_warps=warps)
             tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
         if metadata.few[0].shape[0]:
-            tile_attention(
-                *given, *metadata.few, out, scale, cap, window, replace(split, tile=FEW_QUERIES, splits=_MAX_SPLITS)
-            )
+            cut = replace(split, tile=FEW_QUERIES, splits=self.few_splits)
+            tile_attention(*given, *metadata.few, out, scale, cap, window, cut)
         tiles = metadata.partial_tiles if whole else metadata.tiles
         if tiles[0].shape[0]:
             stages = 1 if spec.head_dim * query.element_size() > _WIDE else 3
             warps = 8 if spec.head_dim > 128 else 4
-            cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=_KEYS, num_warps=warps, num_stages=stages)
+            cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=keys, num_warps=warps, num_stages=stages)
             tile_attention(*given, *tiles, out, scale, cap, window, cut)
         return out
 
+    def segment_size(self, max_len: int) -> int:
+        """Keys of a segment: a power of two, so that the longest context has at most MAX_SEGMENTS."""
+        size = self.min_segment
+        while size * MAX_SEGMENTS < max_len:
+            size *= 2
+        return size
 
-def segment_size(max_len: int) -> int:
-    """Keys of a segment: a power of two, so that the longest context has at most MAX_SEGMENTS."""
-    size = MIN_SEGMENT
-    while size * MAX_SEGMENTS < max_len:
-        size *= 2
-    return size
-
-
-def _choose_share(programs: int) -> tuple[int, int]:
-    return next((share for limit, share in _SHARES if programs <= limit), _LEAST_SHARE)
+    def choose_share(self, programs: int) -> tuple[int, int]:
+        return next((share for limit, share in self.segment_shares if programs <= limit), _LEAST_SHARE)

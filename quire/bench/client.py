@@ -19,7 +19,7 @@ from quire.types.errors import BenchmarkError, ConfigError
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-_MESSAGE_LENGTH = 300  # of what a server says about a failure
+_MESSAGE_LENGTH = 300  # of a server's error message
 _READY_POLL_SECONDS = 0.25
 
 
@@ -214,7 +214,7 @@ class OpenAIClient:
         return {"prompt": sample.text if sample.token_ids is None else sample.token_ids}
 
     async def send(self, payload: bytes, index: int, due: float | None, begin: float) -> RequestRecord:
-        """Make one request; whatever goes wrong with it becomes part of its record.
+        """Make one request; a failure becomes part of its record.
 
         `begin` is the start of the run on `clock`, `due` when the request should have been sent, counted from there.
         """

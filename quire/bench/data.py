@@ -31,7 +31,7 @@ class Sample:
     """One request to make: a prompt in exactly one of three forms, and the length of the answer."""
 
     output_len: int
-    prompt_len: int | None = None  # tokens, without what a chat template adds; None where nobody counted
+    prompt_len: int | None = None  # tokens, without those of the chat template; None if they were not counted
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -101,7 +101,7 @@ def _length(middle: int, ratio: float, generator: random.Random) -> int:
 
 
 class TokenMaker:
-    """Prompts as token ids, drawn from the whole vocabulary except special tokens."""
+    """Prompts as random token ids of the whole vocabulary except special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = [

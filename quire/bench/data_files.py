@@ -1,4 +1,4 @@
-"""Reads prompts from JSONL and ShareGPT-shaped files; every complaint names the file and the place in it."""
+"""Reads prompts from JSONL and ShareGPT-shaped files; every error names the file and the place in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def read_jsonl(path: Path, default_output_len: int) -> Iterator[dict[str, Any]]:
         try:
             line = decoder.decode(text)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}, line {number}: {error}; see docs/benchmarking.md for the fields") from error
+            fix = "see docs/guides/benchmarking.md for the fields"
+            raise ConfigError(f"{path}, line {number}: {error}; {fix}") from error
         found = True
         yield _sample_fields(line, default_output_len, f"{path}, line {number}")
     if not found:

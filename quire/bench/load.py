@@ -15,7 +15,7 @@ def arrival_times(
 ) -> list[float]:
     """Seconds from the start of the run at which each request is due, in order; the first is due at once.
 
-    With `ramp` the rate grows evenly from 0 to `rate` over that many seconds.
+    With `ramp` the rate grows linearly from 0 to `rate` within `ramp` seconds.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -44,7 +44,7 @@ async def run_load(
 ) -> None:
     """Await send(index) for each request once it is due, at most `max_concurrency` at a time.
 
-    With `ramp` the workers join one after the other over that many seconds.
+    With `ramp` the workers start one after the other within `ramp` seconds.
     """
     loop = asyncio.get_running_loop()
     begin = loop.time()

@@ -26,7 +26,7 @@ class ServeResult:
 
 
 def bench_serve(options: ServeOptions, *, progress: bool = True) -> ServeResult:
-    """Measure a server. Blocks until every request has ended, in one way or another."""
+    """Measure a server. Blocks until every request has completed or failed."""
     samples = load_samples(
         options.data, extra=options.load.warmup, add_special_tokens=options.target.endpoint == "completions"
     )
@@ -44,7 +44,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def measure(options: ServeOptions, samples: list[Sample], *, progress: bool = False) -> ServeResult:
-    """Measure with prompts that are there already; the last `warmup` of them are sent before, uncounted."""
+    """Measure with the given prompts; the last `warmup` of them are sent first and not counted."""
     split = len(samples) - options.load.warmup
     measured, warmup = samples[:split], samples[split:]
     async with OpenAIClient(options.target, options.ignore_eos()) as client:
@@ -75,7 +75,7 @@ async def _send_all(
             records[index] = record
             bar.advance(1, record.output_tokens)
 
-        # The ramp is one of the rate where there is a rate, else one of the concurrency.
+        # The ramp applies to the rate if there is one, else to the concurrency.
         ramp = 0.0 if paced else load.ramp
         await run_load(due, send, max_concurrency=load.max_concurrency, ramp=ramp)
     return [record for record in records if record is not None]

@@ -15,7 +15,7 @@ MEASURES = {
     "itl_ms": "ITL (between chunks)",
     "e2e_ms": "E2E (whole request)",
 }
-LATE_MS = 5.0  # p99 of being sent late from which a reader should know
+LATE_MS = 5.0  # p99 of the delay in sending, above which the table has a warning
 
 
 @dataclass

@@ -80,7 +80,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     points = [Point("request rate", rate) for rate in args.request_rates or ()]
     points += [Point("concurrency", number) for number in args.concurrencies or ()]
     for point in points:
-        point.apply(options)  # a bad one should not be noticed only when its turn comes
+        point.apply(options)  # refuse a bad point before the first one is measured
     found = environment(*_CLIENT_PACKAGES, secrets=[args.api_key or ""])
     folder = args.output_dir / args.experiment_name
     result = run_sweep(options, points, folder, found, resume=args.resume, say=_say)

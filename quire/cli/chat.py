@@ -60,7 +60,7 @@ class Chat:
         self.messages = list(self._start)
 
     def handle(self, line: str) -> bool:
-        """Obey a command or answer a message; False when it was the command to leave."""
+        """Run a command or answer a message; False for the command that ends the chat."""
         line = line.strip()
         if line == "/exit":
             return False

@@ -1,22 +1,25 @@
-"""`quire fit MODEL`: the memory ledger of a model on this machine, without loading its weights."""
+"""`quire fit MODEL`: the memory ledger of a model that is served on this machine, without loading its weights."""
 
 from __future__ import annotations
 
 import argparse
 
-from quire.config.args import add_engine_arguments, engine_config_from
+from quire.config.args import add_engine_arguments, add_server_arguments, engine_config_from, server_config_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
+    add_server_arguments(parser, only=("spare_engine",))
 
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config_from(args)
     from quire.engine.settings import check_settings
+    from quire.engine.spare import SPARE_LINE
 
     check_settings(config)
+    others = [SPARE_LINE] if server_config_from(args).spare_engine else []
     from quire.worker.planning import plan_memory  # imports torch: only once the arguments are known to be good
 
-    print(plan_memory(config).format())
+    print(plan_memory(config, others).format())
     return 0

@@ -23,9 +23,9 @@ EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_ADDRESSES = "failed to map segment"  # what the system's loader says of a library for which there are none
+_NO_ADDRESSES = "failed to map segment"  # the loader's error where the address space is exhausted
 
-# Name -> what `quire --help` says; the module is quire.cli.<name>.
+# Name -> its line in `quire --help`; the module is quire.cli.<name>.
 COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible HTTP interface",
     "run": "answer one prompt",
@@ -35,7 +35,7 @@ COMMANDS = {
     "verify": "compare a model with transformers, op by op",
 }
 
-# Commands whose log is what they say; the others print a text, beside which only warnings are wanted.
+# Commands that log at level info; the others print a result, and log only warnings.
 TALKATIVE = frozenset({"serve"})
 
 

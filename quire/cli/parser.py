@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the overloads of the base class say no more than this
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuse here what is left over: the parser of a subcommand knows its flags, the one above it does not."""
+        """Refuse unknown arguments here: only the parser of the subcommand knows its flags."""
         known, left = super().parse_known_args(args, namespace)
         for word in left:
             if word.startswith("-"):
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         return known, left
 
     def error(self, message: str) -> NoReturn:
-        """One line; the usage is some forty, and what went wrong stood below it."""
+        """Print the error alone, without the forty lines of usage."""
         separator = " " if message.endswith("?") else "; "
         self.exit(EXIT_USAGE, f"error: {message}{separator}`{self.prog} --help` lists the flags\n")
 

@@ -15,7 +15,7 @@ from quire.config.args import (
 )
 from quire.types.errors import RequestError
 
-# A command that is used in scripts should say the same thing twice.
+# Greedy by default, so that scripts get the same output every time.
 DEFAULTS = {"temperature": 0.0, "max_tokens": None}
 
 
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions to put before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
     parser.add_argument(
-        "--explain", action="store_true", help="only say what every setting comes to and why, and the memory it takes"
+        "--explain",
+        action="store_true",
+        help="only print every setting with its reason, and the planned memory",
     )
     add_sampling_arguments(parser, DEFAULTS)
     add_engine_arguments(parser, positional=False, without={"seed"})

@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -110,11 +110,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[st
             _add_flag(section, setting, _SAMPLING, defaults.get(setting.name, setting.default))
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every setting of the HTTP server."""
+def add_server_arguments(parser: argparse.ArgumentParser, only: Container[str] | None = None) -> None:
+    """Add a flag for every setting of the HTTP server, or for those named in `only`."""
     section = parser.add_argument_group("server settings", inspect.getdoc(ServerConfig))
     for setting in server_settings():
-        _add_flag(section, setting, _SERVER, setting.default)
+        if only is None or setting.name in only:
+            _add_flag(section, setting, _SERVER, setting.default)
 
 
 def engine_settings_from(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Wires one engine: worker, KV manager, scheduler, core."""
+"""Wires one engine: executor, KV manager, scheduler, core."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
-from quire.worker.inproc import InProcExecutor
-from quire.worker.worker import Worker
+from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 
-def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tuple[EngineCore, EngineInfo, bool]:
+def build_engine(
+    config: EngineConfig, report: ReportPhase = ignore_phase, executor_name: str = DEFAULT_EXECUTOR
+) -> tuple[EngineCore, EngineInfo, bool]:
     """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
     limits = grammar_limits(config.structured)  # first: what it refuses need not wait for weights
-    worker = Worker(config, report)
-    settings, ledger = worker.plan.settings, worker.plan.ledger
+    executor = EXECUTORS.get(executor_name)(config, report)
+    worker = executor.description
+    settings, ledger = worker.settings, worker.ledger
     kv = KVCacheManager(ledger.layout, ledger.num_kv_blocks, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,
@@ -36,15 +38,13 @@ def build_engine(config: EngineConfig, report: ReportPhase = ignore_phase) -> tu
         shares=make_shares(
             settings.step_time_target,
             config.scheduler.performance_mode,
-            StepTimes(Prior(*worker.platform.step_times), worker.step_sizes),
+            StepTimes(Prior(*worker.step_times), worker.step_sizes),
         ),
     )
-    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, worker.mask_room)
-    core = EngineCore(scheduler, InProcExecutor(worker), settings.steps_in_flight, Constraints(grammars))
+    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
+    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars))
     info = EngineInfo(
-        model=worker.plan.source.name,
-        architecture=worker.plan.model_config["architectures"][0],
-        vocab_size=worker.plan.description.vocab_size,
+        vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,
         block_size=config.cache.block_size,
         num_kv_blocks=ledger.num_kv_blocks,

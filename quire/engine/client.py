@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from quire.engine.control import REPLY_LIMIT, Calls
 from quire.types.errors import EngineDeadError, EngineError
-from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache
+from quire.types.messages import AbortRequests, EngineInfo
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
-from quire.types.structured import Vocabulary
 from quire.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -50,11 +50,15 @@ class EngineClient(ABC):
     def has_unfinished(self) -> bool: ...
 
     @abstractmethod
-    def reset_prefix_cache(self) -> None: ...
+    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        """Have the engine do something beside its requests (see quire/engine/control.py), after what was sent before.
+
+        Blocks until it is done, at most `limit` seconds. EngineError if it fails or takes longer.
+        """
 
     @abstractmethod
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Say what the tokens stand for; comes before the first request with a grammar. Never blocks."""
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        """The same without blocking the event loop."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -72,6 +76,8 @@ class InProcClient(EngineClient):
         self._outputs: asyncio.Queue[EngineOutputs | EngineError] | None = None
         self._dead: EngineError | None = None
         self._is_shut_down = False
+        self._calls = Calls()
+        loop.on_reply = self._calls.settle
 
     def add_request(self, request: EngineRequest) -> None:
         self._check_alive()
@@ -80,11 +86,22 @@ class InProcClient(EngineClient):
     def abort(self, request_ids: list[str]) -> None:
         self._loop.submit(AbortRequests(list(request_ids)))
 
-    def reset_prefix_cache(self) -> None:
-        self._loop.submit(ResetPrefixCache())
+    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        if self._thread is not None:
+            raise EngineError("this engine is driven asynchronously; use call_async")
+        self._check_alive()
+        command, future = self._calls.open(verb, argument)
+        self._loop.submit(command)
+        self._loop.take_messages()
+        return future.result(0)
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        self._loop.submit(vocabulary)
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        self._check_alive()
+        if self._outputs is None:
+            self._start_thread(asyncio.get_running_loop())
+        command, future = self._calls.open(verb, argument)
+        self._loop.submit(command)
+        return await self._calls.wait_async(command, future, limit)
 
     def has_unfinished(self) -> bool:
         return self._loop.has_unfinished()
@@ -120,6 +137,7 @@ class InProcClient(EngineClient):
             self._thread.join()
             self._thread = None
         self._core.shutdown()
+        self._calls.fail_all(EngineDeadError("the engine was shut down"))
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -141,9 +159,11 @@ class InProcClient(EngineClient):
                         emit(result)
             except Exception as error:  # the thread's end must reach whoever waits for outputs
                 logger.error("the engine loop died", exc_info=error)
-                emit(error if isinstance(error, EngineError) else EngineDeadError(f"the engine loop died: {error!r}"))
+                end = error if isinstance(error, EngineError) else EngineDeadError(f"the engine loop died: {error!r}")
             else:
-                emit(EngineDeadError("the engine was shut down"))
+                end = EngineDeadError("the engine was shut down")
+            emit(end)
+            self._calls.fail_all(end)
 
         self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
         self._thread.start()

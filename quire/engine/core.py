@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from quire.engine.constraints import Constraints
+from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
-from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.worker.executor import Executor, StartedStep
 
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    step: StartedStep
+    started: float
+    needs_masks: bool  # before it can sample; true of the newest step only
 
 
 class EngineCore:
@@ -26,48 +36,58 @@ class EngineCore:
         steps_in_flight: int,
         constraints: Constraints | None = None,
         clock: Callable[[], float] = time.monotonic,
+        conditions: Sequence[Condition] = (),
     ) -> None:
+        """`conditions` is what requests may have to wait for, besides their grammars."""
         self.scheduler = scheduler
         self.executor = executor
         self.constraints = constraints or Constraints()
+        self.parked = ParkedRequests([self.constraints, *conditions])
         self._depth = steps_in_flight
         self._clock = clock
-        self._in_flight: deque[tuple[StepPlan, StartedStep, float]] = deque()  # with the time it was started
+        self._in_flight: deque[_InFlight] = deque()
         self._last_result = 0.0  # when a step was last known to be done
-        self._unmasked = False  # whether the newest step waits for masks before it samples
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
-        """Queue a request; one that can never run is answered at once with its error."""
+        """Queue or park a request; one that can never run is answered at once with its error."""
         try:
-            if request.grammar is None:
-                self.scheduler.add_request(request)
-            else:
+            if self.parked.must_wait(request):
                 self.scheduler.check(request)
-                self.constraints.hold(request)
+                self.parked.park(request)
+            else:
+                self.scheduler.add_request(request)
         except RequestError as error:
             return [refusal(request.request_id, error)]
         return []
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         ids = list(request_ids)
-        return self.constraints.abort(ids) + self.scheduler.abort(ids)
+        return self.parked.abort(ids) + self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
         """Whether a step would do anything now."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished or self.constraints.has_news
+        return bool(self._in_flight) or self.scheduler.has_unfinished or self.parked.has_news
 
     def has_unfinished(self) -> bool:
         """Whether any request will be heard of again; not all of them can run yet."""
-        return self.has_work() or self.constraints.is_holding
+        return self.has_work() or bool(self.parked)
 
     def prepare(self) -> bool:
         """Use a moment without work for what steps to come will need; False if there is nothing to do."""
         return not self.has_unfinished() and self.executor.prepare()
 
+    def stats(self, step_time: float = 0.0) -> EngineStats:
+        return self.scheduler.stats(num_parked=len(self.parked), step_time=step_time)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the parts disagree. Slow: for tests."""
+        self.scheduler.check_integrity()
+        self.parked.check_integrity(self.scheduler.request_ids)
+
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = self._clock()
-        refused = self._admit_held() if self.constraints.has_news else []
+        refused = self._admit_parked() if self.parked.has_news else []
         while self._may_plan():
             plan = self.scheduler.schedule(begin)
             if plan is None:
@@ -76,24 +96,22 @@ class EngineCore:
         if not self._in_flight:
             if self.scheduler.has_unfinished:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
-            return EngineOutputs(refused, self.scheduler.stats())
+            return EngineOutputs(refused, self.stats())
         self.scheduler.work_ahead()
-        plan, future, started = self._in_flight.popleft()
+        oldest = self._in_flight.popleft()
         try:
-            result = future.result()
+            result = oldest.step.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
-            outputs = self._contain(plan, error)
-        else:
-            outputs = self.scheduler.update(plan, result, self._seconds(started))
-            if self.constraints.in_use:
-                self.scheduler.finish(self.constraints.follow(outputs.outputs))
-            if self._unmasked and len(self._in_flight) == 1:  # its masks need all tokens before it
-                self._give_masks(*self._in_flight[0][:2])
-            if outputs.stats is not None:
-                outputs.stats.step_time = self._clock() - begin
-        if refused:
-            outputs.outputs[:0] = refused
-        return outputs
+            outputs = self._contain(oldest.plan, error)
+            self.parked.note_ends(outputs)
+            return EngineOutputs([*refused, *outputs], self.stats())
+        outputs = self.scheduler.update(oldest.plan, result, self._seconds(oldest.started))
+        if self.constraints.in_use:
+            self.scheduler.finish(self.constraints.follow(outputs))
+        self.parked.note_ends(outputs)
+        if len(self._in_flight) == 1 and self._in_flight[0].needs_masks:  # they need all tokens before it
+            self._give_masks(self._in_flight[0])
+        return EngineOutputs([*refused, *outputs] if refused else outputs, self.stats(self._clock() - begin))
 
     def _seconds(self, started: float) -> float:
         """How long the step whose result has just come kept the device: it waited for the one before it."""
@@ -104,60 +122,46 @@ class EngineCore:
 
     def _may_plan(self) -> bool:
         """Whether another step can be started on top of those in flight. None on one that is known to have failed."""
-        if len(self._in_flight) >= self._depth or self._unmasked:
-            return False
         if not self._in_flight:
             return True
-        newest = self._in_flight[-1][1]
-        return not newest.done() or newest.exception() is None
+        newest = self._in_flight[-1]
+        if len(self._in_flight) >= self._depth or newest.needs_masks:
+            return False
+        return not newest.step.done() or newest.step.exception() is None
 
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
         begin = self._clock()
         if plan.mask_slots and not self._in_flight:
-            masks = self.constraints.start_masks(self.scheduler.masked_requests(plan))
-            started = self.executor.execute(plan)
-            started.sample(masks)
+            masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
+            step = self.executor.execute(plan)
+            step.sample(masks)
+            self._in_flight.append(_InFlight(plan, step, begin, needs_masks=False))
         else:
-            started = self.executor.execute(plan)
-            self._unmasked = bool(plan.mask_slots)
-        self._in_flight.append((plan, started, begin))
+            self._in_flight.append(_InFlight(plan, self.executor.execute(plan), begin, bool(plan.mask_slots)))
 
-    def _give_masks(self, plan: StepPlan, started: StartedStep) -> None:
-        started.sample(self.constraints.start_masks(self.scheduler.masked_requests(plan)))
-        self._unmasked = False
+    def _give_masks(self, newest: _InFlight) -> None:
+        newest.step.sample(self.constraints.start_masks(self.scheduler.masked_rows(newest.plan)))
+        newest.needs_masks = False
 
-    def _admit_held(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars have been compiled; those whose were not are answered."""
-        outputs: list[EngineOutput] = []
-        ready, refused = self.constraints.take_ready()
+    def _admit_parked(self) -> list[EngineOutput]:
+        """Queue the parked requests that have what they waited for; those that cannot have it are answered."""
+        ready, refused = self.parked.take_ready()
         for request in ready:
-            try:
-                self.scheduler.add_request(request)
-            except RequestError as error:
-                self.constraints.forget(request.request_id)
-                outputs.append(refusal(request.request_id, error))
-        return [*outputs, *(refusal(request_id, error) for request_id, error in refused)]
+            self.scheduler.add_request(request)
+        return refused
 
-    def _contain(self, plan: StepPlan, error: Exception) -> EngineOutputs:
+    def _contain(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
         """A step failed: retry each of its requests alone, so that only the culprit fails."""
         logger.error("step %d with %d requests failed", plan.step_id, len(plan.rows), exc_info=error)
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
         self._in_flight.clear()  # planned on top of the failed step
-        self._unmasked = False
         if self.scheduler.is_retry(plan):
-            outputs = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
-            self.constraints.follow(outputs.outputs)
-            return outputs
+            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         self.scheduler.recover(plan)
-        return EngineOutputs([], self.scheduler.stats())
+        return []
 
     def shutdown(self) -> None:
-        self.constraints.shutdown()
+        self.parked.shutdown()
         self.executor.shutdown()
-
-
-def refusal(request_id: str, error: RequestError) -> EngineOutput:
-    """The only output of a request that is wrong."""
-    return EngineOutput(request_id, [], finish_reason="error", error=str(error), error_field=error.field)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
+from quire.engine.control import obey
 from quire.engine.core import EngineCore
-from quire.types.messages import AbortRequests, ResetPrefixCache, ToEngine
+from quire.types.messages import AbortRequests, Command, Reply, ToEngine
 from quire.types.outputs import EngineOutput, EngineOutputs
 from quire.types.request import EngineRequest
-from quire.types.structured import Vocabulary
 
 _QUIET = 1.0  # seconds without work after which there may be none for a while
+
+
+def ignore_reply(reply: Reply) -> None:
+    """Nobody sends commands."""
 
 
 class EngineLoop:
@@ -21,13 +26,16 @@ class EngineLoop:
     """
 
     def __init__(self, core: EngineCore, *, debug_checks: bool = False) -> None:
+        self.on_reply: Callable[[Reply], None] = ignore_reply
+        """Told, on the thread that runs the loop, what came of each command."""
         self._core = core
+        self._answers: list[EngineOutput] = []  # of requests that no step has to run for
         self._inbox: deque[ToEngine | EngineOutput] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._finishing = False
         self._debug_checks = debug_checks
-        core.constraints.when_ready(self._wake.set)
+        core.parked.on_news = self._wake.set
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
         """Take a message in; an EngineOutput is an answer that is already known and goes out with the next step."""
@@ -48,25 +56,26 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Whether `run_once` would do anything now."""
-        return bool(self._inbox) or self._core.has_work()
+        return bool(self._inbox or self._answers) or self._core.has_work()
 
     def has_unfinished(self) -> bool:
         """Whether any request will be heard of again."""
-        return bool(self._inbox) or self._core.has_unfinished()
+        return bool(self._inbox or self._answers) or self._core.has_unfinished()
 
     def run_once(self) -> EngineOutputs:
         """Take in what has arrived and finish one step. Returns at once when there is nothing to do.
 
-        When all requests wait for their grammars, it waits too.
+        When all requests are parked, it waits too.
         """
         if not self.has_work() and self.has_unfinished():
             self.wait()
-        answers = self._take_messages()
+        self.take_messages()
         outputs = self._core.step()
+        answers, self._answers = self._answers, []
         if answers:
-            outputs.outputs[:0] = answers
+            outputs = EngineOutputs(answers + outputs.outputs, outputs.stats)
         if self._debug_checks and not self._core.has_work():
-            self._core.scheduler.check_integrity()
+            self._core.check_integrity()
         return outputs
 
     def wait(self) -> bool:
@@ -83,19 +92,16 @@ class EngineLoop:
             if not self._wake.wait(quiet):
                 quiet = 0.0 if self._core.prepare() else None
 
-    def _take_messages(self) -> list[EngineOutput]:
-        answers: list[EngineOutput] = []
+    def take_messages(self) -> None:
+        """Take in what has arrived, without running a step; on the thread that runs the loop."""
         while self._inbox:
             message = self._inbox.popleft()
             match message:
                 case EngineRequest():
-                    answers += self._core.add_request(message)
+                    self._answers += self._core.add_request(message)
                 case AbortRequests():
-                    answers += self._core.abort(message.request_ids)
-                case ResetPrefixCache():
-                    self._core.scheduler.reset_prefix_cache()
-                case Vocabulary():
-                    self._core.constraints.set_vocabulary(message)
+                    self._answers += self._core.abort(message.request_ids)
+                case Command():
+                    self.on_reply(obey(self._core, message))
                 case EngineOutput():
-                    answers.append(message)
-        return answers
+                    self._answers.append(message)

@@ -23,6 +23,7 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.config.env import log_level
 from quire.engine.transport import Meeting, Receiver, Sender, UndecodableError
+from quire.platform.allocator import return_free_memory
 from quire.types.errors import EngineError, QuireError
 from quire.types.messages import EngineFailure, EngineInfo, Hello, Ready, StartupPhase, ToEngine
 from quire.types.outputs import EngineOutput
@@ -69,7 +70,9 @@ def import_engine() -> None:
     with paused_collector():
         import quire.engine.build
         import quire.engine.loop  # noqa: F401
-        from quire.platform.host import return_free_memory
+        from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
+
+        EXECUTORS.get(DEFAULT_EXECUTOR)
     return_free_memory()
 
 
@@ -164,9 +167,11 @@ class EngineProcess:
     def _run_engine(self) -> None:
         try:
             self._sender.send(Hello(self._receiver.endpoint))
-            self._loop, info = self._build(self._order.config, self._report)
+            loop, info = self._build(self._order.config, self._report)
+            loop.on_reply = self._sender.send
+            self._loop = loop
             self._sender.send(Ready(info, self._age()))
-            self._run_steps(self._loop)
+            self._run_steps(loop)
         except Exception as error:  # whatever ended the engine, the client must hear of it
             self._fail(error)
         finally:

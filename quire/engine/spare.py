@@ -11,12 +11,14 @@ from typing import Protocol
 
 from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
 from quire.engine.process import SPARE_FLAG
+from quire.types.ledger import LedgerLine
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
 # What the ledger counts for one, in bytes; tests/engine/test_spare.py holds it to that.
 SPARE_MEMORY = 300 << 20
+SPARE_LINE = LedgerLine("spare engine", SPARE_MEMORY, "a process of `quire serve`, unless --no-spare-engine")
 
 
 class Spare(Protocol):

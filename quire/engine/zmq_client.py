@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import zmq
@@ -15,6 +17,7 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
 from quire.engine.client import EngineClient
+from quire.engine.control import REPLY_LIMIT, Calls, no_reply
 from quire.engine.process import EXIT_FAILED, LaunchOrder
 from quire.engine.transport import Receiver, Sender, make_meeting
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
@@ -25,13 +28,12 @@ from quire.types.messages import (
     FromEngine,
     Hello,
     Ready,
-    ResetPrefixCache,
+    Reply,
     StartupPhase,
     ToEngine,
 )
 from quire.types.outputs import EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
-from quire.types.structured import Vocabulary
 
 # Seconds for an engine to leave after it was told to; more than it gives a step in flight.
 STOP_GRACE = 10.0
@@ -81,6 +83,7 @@ class ZmqClient(EngineClient):
         self._unfinished: set[str] = set()
         self._progress_at = 0.0
         self._inbox: deque[EngineOutputs] = deque()
+        self._calls = Calls()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._died = asyncio.Event()
@@ -141,13 +144,28 @@ class ZmqClient(EngineClient):
         if self._dead is None:
             self._send(AbortRequests(list(request_ids)))
 
-    def reset_prefix_cache(self) -> None:
+    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        self._check_sync("call_async")
         self._check_alive()
-        self._send(ResetPrefixCache())
+        command, future = self._calls.open(verb, argument)
+        self._send(command)
+        end = None if limit is None else time.monotonic() + limit
+        try:
+            while not future.done():
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    raise no_reply(verb, limit)
+                self._wait_for_news(left)
+            return future.result()
+        finally:
+            self._calls.close(command)
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        self._attach()
         self._check_alive()
-        self._send(vocabulary)
+        command, future = self._calls.open(verb, argument)
+        self._send(command)
+        return await self._calls.wait_async(command, future, limit)
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished or self._inbox)
@@ -163,8 +181,7 @@ class ZmqClient(EngineClient):
             self._child.dump_stacks()
 
     def get_outputs(self) -> EngineOutputs:
-        if self._event_loop is not None:
-            raise EngineError("this engine is driven asynchronously; use get_outputs_async")
+        self._check_sync("get_outputs_async")
         while not self._inbox:
             self._check_alive()
             if not self._unfinished:
@@ -198,8 +215,13 @@ class ZmqClient(EngineClient):
         assert self._sender is not None, "the engine was not waited for; call wait_ready first"
         self._sender.send(message)
 
-    def _wait_for_news(self) -> None:
-        events = dict(self._poller.poll())
+    def _check_sync(self, instead: str) -> None:
+        if self._event_loop is not None:
+            raise EngineError(f"this engine is driven asynchronously; use {instead}")
+
+    def _wait_for_news(self, limit: float | None = None) -> None:
+        """Block until something has arrived or happened, at most `limit` seconds."""
+        events = dict(self._poller.poll(None if limit is None else math.ceil(1000 * limit)))
         self._receive()
         if self._child.exit_fd in events:
             self._on_exit()
@@ -239,6 +261,8 @@ class ZmqClient(EngineClient):
                 if message.stats is not None:
                     self.stats = message.stats
                 self._inbox.append(message)
+            case Reply():
+                self._calls.settle(message)
             case StartupPhase():
                 if message.name != self._phase_begins[-1][0]:
                     self._phase_begins.append((message.name, message.at))
@@ -265,6 +289,7 @@ class ZmqClient(EngineClient):
 
     def _die(self, error: EngineError) -> None:
         self._dead = self._dead or error
+        self._calls.fail_all(self._dead)
         self._news.set()
         self._died.set()
 

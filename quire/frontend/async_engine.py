@@ -40,7 +40,7 @@ class AsyncEngine:
         *,
         observer: Observer = NULL_OBSERVER,
     ) -> None:
-        """`observer` is told what happens, and stays the caller's to close."""
+        """`observer` gets the events of all requests; the caller closes it."""
         defaults = text.defaults
         self._client = client
         self._text = text
@@ -68,7 +68,7 @@ class AsyncEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """How busy the engine was when it last told anything."""
+        """The engine's statistics of its last output."""
         return self._stats
 
     @property
@@ -184,11 +184,11 @@ class AsyncEngine:
 
     async def _send_vocabulary(self) -> None:
         vocabulary = await asyncio.to_thread(self._inputs.vocabulary)
-        self._client.set_vocabulary(vocabulary)
+        await self._client.call_async("set_vocabulary", vocabulary, limit=None)  # however long a step takes
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
-        self._client.reset_prefix_cache()
+        await self._client.call_async("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """Stop the engine; streams that are open end with EngineDeadError. May be called twice."""
@@ -270,7 +270,7 @@ class AsyncEngine:
         return mailbox
 
     def _close(self, request_id: str) -> None:
-        """Nobody reads this request any more; if it has not finished, nobody needs the rest of it."""
+        """The stream was closed: abort the request if it has not finished."""
         del self._mailboxes[request_id]
         if not self._mailboxes:
             self._idle.set()
@@ -300,7 +300,7 @@ class AsyncEngine:
             self._mailboxes[failure.request_id].fail(failure)
 
     def _on_drain_done(self, task: asyncio.Task[None]) -> None:
-        """Whatever ended the reading of outputs, no stream may wait for more of them."""
+        """The task that reads outputs has ended: end all streams, whatever the cause."""
         if task.cancelled():
             self._die("the task that reads the engine's outputs was cancelled; make a new AsyncEngine")
             return
@@ -321,7 +321,7 @@ class AsyncEngine:
 
 
 def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
-    """Whether preparing a request would keep an event loop from its streams for milliseconds."""
+    """Whether preparing a request would block the event loop for milliseconds."""
     names = ("prompt", "prompt_token_ids", "suffix")
     parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
     if any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts):

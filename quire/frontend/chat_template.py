@@ -29,7 +29,7 @@ _PROBE = "quire7probe"
 # whether the template trims.
 _CONTINUE_MARK = "quire7continues "
 _MAX_DEPTH = 256  # of lists and objects that a template is given
-_MAX_ROLES = 64  # clients choose their names, so only so many are remembered
+_MAX_ROLES = 64  # clients choose their names, so the number that is remembered is bounded
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 

@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The output has ended: return what an unfinished character comes to."""
+        """The output has ended: return the text of an unfinished character."""
         return self._decoder.decode(b"", True)
 
     def _next_piece(self, token_id: int) -> bytes:

@@ -64,7 +64,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a file says about text."""
+    """The tokenizer settings of a file."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]

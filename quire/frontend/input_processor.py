@@ -66,7 +66,7 @@ def child_id(request_id: str, index: int, n: int) -> str:
 
 
 class InputProcessor:
-    """Builds EngineRequests. One per frontend; keeps no state between requests, but for the seeds it draws."""
+    """Builds EngineRequests. One per frontend; keeps no state between requests, except for the generator of seeds."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class InputProcessor:
     ) -> None:
         """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json.
 
-        Requests that bring no seed get one drawn from `seed`, in their order; without it, one nobody can foresee.
+        Requests without a seed get one that is generated from `seed`, in their order; without `seed`, a random one.
         """
         self._tokenizer = tokenizer
         self._info = info
@@ -113,7 +113,7 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
     ) -> PreparedRequest:
-        """Check everything that can be wrong with a request, before the engine hears of it.
+        """Check everything that can be wrong with a request, before it is sent to the engine.
 
         `arrival_time` is on the monotonic clock; without it the request arrives now.
         """

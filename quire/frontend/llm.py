@@ -151,7 +151,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
-        self._client.reset_prefix_cache()
+        self._client.call("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory; streams that are open end with EngineDeadError."""
@@ -230,7 +230,7 @@ class LLM:
         sent = False
         try:
             if request.children[0].grammar is not None and not self._vocabulary_is_known:
-                self._client.set_vocabulary(self._inputs.vocabulary())
+                self._client.call("set_vocabulary", self._inputs.vocabulary())
                 self._vocabulary_is_known = True
             for child in request.children:
                 self._client.add_request(child)

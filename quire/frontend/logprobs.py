@@ -17,7 +17,7 @@ class LogprobsDecoder:
         self._texts: dict[int, str] = {}  # at most one entry per token of the vocabulary
 
     def decode(self, position: TokenLogprobs) -> LogprobsAtPosition:
-        """Chosen token first with its own rank, then the likeliest ones by rank."""
+        """The sampled token first, with its own rank, then the top logprobs by rank."""
         token_ids, logprobs = position.token_ids, position.logprobs
         chosen = token_ids[0]
         decoded = {chosen: Logprob(logprobs[0], position.rank, self._text(chosen))}

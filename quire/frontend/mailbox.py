@@ -78,7 +78,7 @@ class AsyncMailbox(Mailbox):
 
 
 def merge_deltas(pending: list[RequestOutput]) -> RequestOutput:
-    """One delta that says what several deltas of one request, oldest first, said."""
+    """Several deltas of one request, oldest first, merged into one."""
     if len(pending) == 1:
         return pending[0]
     by_index: dict[int, list[CompletionOutput]] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.input_processor import PreparedRequest
 from quire.frontend.logprobs import LogprobsDecoder
-from quire.frontend.reading import CompletionReader, Reading
+from quire.frontend.reading import CompletionReader, Reading, make_reader
 from quire.frontend.stop_strings import StopStringMatcher
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, Observer, RequestEnd, TokenEvent
 from quire.types.errors import GenerationError, RefusedRequestError, RequestError
@@ -96,7 +96,7 @@ class CompletionState:
         self._stop_after = params.min_tokens
         self._detokenizer: IncrementalDetokenizer | None = None
         self._matcher: StopStringMatcher | None = None
-        self._reader = None if reading is None else CompletionReader(reading)
+        self._reader = make_reader(reading)
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,

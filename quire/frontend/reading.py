@@ -4,18 +4,26 @@ depends on how tokens arrive; knows parsers, not what their events are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.parsers.base import OutputParser
+from quire.parsers.base import OutputParser, PlainParser
+from quire.parsers.format import Tool
+from quire.parsers.stream import make_parser
 from quire.types.events import CallEnd, Event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the completions of a request are read."""
+    """How the completions of a request are read; see `make_parser`."""
 
-    make_parser: Callable[[], OutputParser]
+    tool_format: str | None
+    reasoning_format: str | None = None
+    prompt_text: str
+    tools: tuple[Tool, ...] = ()
+    parse_tools: bool = True
+    bare_calls: bool = True
+    special_tokens: Collection[str] = ()
     one_call: bool = False
     """End a completion with the token that completes its first call."""
 
@@ -25,9 +33,9 @@ class CompletionReader:
 
     __slots__ = ("_events", "_one_call", "_parser", "num_reasoning_tokens")
 
-    def __init__(self, reading: Reading) -> None:
-        self._parser: OutputParser | None = reading.make_parser()
-        self._one_call = reading.one_call
+    def __init__(self, parser: OutputParser, one_call: bool) -> None:
+        self._parser: OutputParser | None = parser
+        self._one_call = one_call
         self._events: list[Event] = []
         self.num_reasoning_tokens = 0
         """Tokens between the marks of thinking. A mark that is one token does not count."""
@@ -63,3 +71,19 @@ class CompletionReader:
             return self._events.copy()
         events, self._events = self._events, []
         return events
+
+
+def make_reader(reading: Reading | None) -> CompletionReader | None:
+    """The reader of one completion; None where all of it is text."""
+    if reading is None:
+        return None
+    parser = make_parser(
+        reading.tool_format,
+        reading.reasoning_format,
+        prompt_text=reading.prompt_text,
+        tools=reading.tools,
+        parse_tools=reading.parse_tools,
+        bare_calls=reading.bare_calls,
+        special_tokens=reading.special_tokens,
+    )
+    return None if isinstance(parser, PlainParser) else CompletionReader(parser, reading.one_call)

@@ -204,7 +204,7 @@ def load_generation_defaults(source: ModelSource) -> GenerationDefaults:
 
 
 def read_chat_template(file_or_text: str) -> str:
-    """The text of a template given as a file or as itself; text is told by its braces or line breaks."""
+    """The text of a template given as a file or as itself; text is recognized by its braces or line breaks."""
     if "{" in file_or_text or "\n" in file_or_text:
         return file_or_text
     path = Path(file_or_text).expanduser()

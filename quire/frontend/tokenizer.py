@@ -115,7 +115,7 @@ class Tokenizer:
         """The token ids of a text. Other threads run while a long one is encoded, and it takes little memory.
 
         With `max_tokens`, TooManyTokensError as soon as it is certain that there are more. With `keep_last`, ids
-        before that many last ones may be left out.
+        before the last `keep_last` may be left out.
         """
         try:
             if len(text) <= LONG_TEXT:
@@ -166,7 +166,7 @@ class Tokenizer:
         return ids + last
 
     def _needed_from(self, text: str, num_tokens: int) -> int:
-        """A place in the text that surely has more than that many tokens after it."""
+        """A position in the text that is certain to have more than `num_tokens` tokens after it."""
         size, wanted = 8 * num_tokens, num_tokens + _DOUBT
         while self._bound is not None and size < len(text):
             if self._bound.at_least(text[-size:], wanted) > wanted:

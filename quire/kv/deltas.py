@@ -29,10 +29,3 @@ class BlockDeltas:
         self.groups += [group] * count
         self.indices += range(start, start + count)
         self.ids += [block.id for block in blocks]
-
-    def drop_tail(self, row: int) -> None:
-        """Take back the newest entries if they are this row's: it lost its blocks while it was being planned."""
-        rows = self.rows
-        while rows and rows[-1] == row:
-            for column in (rows, self.groups, self.indices, self.ids):
-                column.pop()

@@ -1,8 +1,7 @@
 """The hash chain that names cached blocks: a block's hash stands for its tokens and all that came before.
 
-Two requests share a block exactly when everything that decides its KV is equal: tokens, adapter, cache salt,
-media and prompt embeddings. The hash is collision-resistant, since a collision would show one user's text to
-another.
+Two requests share a block exactly when everything that decides its KV is equal: tokens and cache salt. The hash
+is collision-resistant, since a collision would show one user's text to another.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from quire.types.request import EngineRequest, MediaItem
+from quire.types.request import EngineRequest
 
 _DOMAIN = b"quire-kv-1"
 
@@ -19,14 +18,13 @@ _DOMAIN = b"quire-kv-1"
 class HashChain:
     """The hashes of one request's full blocks; grows as tokens become known."""
 
-    __slots__ = ("_block_size", "_media", "_pack", "_root", "hashes")
+    __slots__ = ("_block_size", "_pack", "_root", "hashes")
 
     def __init__(self, request: EngineRequest, block_size: int) -> None:
         self.hashes: list[bytes] = []
         self._block_size = block_size
         self._pack = struct.Struct(f"<{block_size}I").pack
         self._root = root_hash(request)
-        self._media: tuple[MediaItem, ...] = request.media
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Hash the full blocks among the first `num_tokens` of `token_ids` that are not hashed yet."""
@@ -41,37 +39,20 @@ class HashChain:
         tokens = token_ids if first == 0 and last == len(token_ids) else token_ids[first:last]
         packed = self._pack(*tokens) if count == 1 else struct.pack(f"<{count * size}I", *tokens)
         parent = hashes[-1] if hashes else self._root
-        media = self._media
         width = 4 * size
         for begin in range(0, len(packed), width):
-            content = parent + packed[begin : begin + width]
-            if media:
-                place = first + begin // 4
-                content += _media_key(media, place, place + size)
-            parent = _hash(content)
+            parent = _hash(parent + packed[begin : begin + width])
             hashes.append(parent)
 
 
 def root_hash(request: EngineRequest) -> bytes:
-    """The parent of the first block: everything that applies to the whole request."""
+    """The parent of the first block: everything that applies to the whole request, a part each."""
     salt = request.cache_salt
-    embeds = request.prompt_embeds
     parts = (
         _DOMAIN,
-        struct.pack("<q", request.adapter_id),
         b"" if salt is None else b"salt" + salt.encode(),
-        b"" if embeds is None else b"embeds" + _hash(embeds),
     )
     return _hash(b"".join(_framed(part) for part in parts))
-
-
-def _media_key(media: Sequence[MediaItem], begin: int, end: int) -> bytes:
-    """The media items whose placeholders overlap [begin, end), each with its place relative to the block."""
-    return b"".join(
-        _framed(item.hash) + struct.pack("<q", item.offset - begin)
-        for item in media
-        if item.offset < end and item.offset + item.length > begin
-    )
 
 
 def _hash(content: bytes) -> bytes:

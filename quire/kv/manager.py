@@ -137,17 +137,21 @@ class KVCacheManager:
         return True
 
     def allocate(
-        self, sequence: KVSequence, num_computed_tokens: int, num_tokens: int, row: int, deltas: BlockDeltas
+        self, sequence: KVSequence, num_certain_tokens: int, num_tokens: int, row: int, deltas: BlockDeltas
     ) -> bool:
-        """Make room for tokens [num_computed_tokens, num_tokens): all, or nothing new and False.
+        """Make room for the tokens up to `num_tokens`, or change nothing and return False.
 
-        Blocks that no token from `num_computed_tokens` on can see are given back in either case.
+        Blocks that no token after the first `num_certain_tokens` can see are given back. Those tokens are computed
+        for certain: no step in flight computes one of them, and no result takes one back.
         """
-        for group in self._sliding:
-            self._give_back(sequence, group.index, group.first_visible(num_computed_tokens), row, deltas)
         num_new = ceil_div(num_tokens, self.block_size) - len(sequence.tables[0])
-        if num_new * self._num_groups > self._pool.num_free:
+        num_free = self._pool.num_free
+        for group in self._sliding:
+            num_free += self._count_unseen(sequence, group.index, group.first_visible(num_certain_tokens))
+        if num_new * self._num_groups > num_free:
             return False
+        for group in self._sliding:
+            self._give_back(sequence, group.index, group.first_visible(num_certain_tokens), row, deltas)
         self._extend(sequence, num_new, row, deltas)
         return True
 
@@ -225,6 +229,11 @@ class KVCacheManager:
             blocks = self._pool.allocate(num_new)
             deltas.set_entries(row, group, len(table), blocks)
             table += blocks
+
+    def _count_unseen(self, sequence: KVSequence, group: int, visible_from: int) -> int:
+        """How many blocks would be free if this group gave back those that it does not see any more."""
+        unseen = sequence.tables[group][sequence.num_visible_from[group] : visible_from]
+        return sum(block.ref_count == 1 for block in unseen)
 
     def _give_back(self, sequence: KVSequence, group: int, visible_from: int, row: int, deltas: BlockDeltas) -> None:
         table = sequence.tables[group]

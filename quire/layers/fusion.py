@@ -6,12 +6,14 @@ whose result; which form that takes is the layers' business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
 from torch import Tensor, nn
 
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
+from quire.types.ledger import EngineSizes, LedgerLine
 
 
 class Form(Enum):
@@ -39,6 +41,10 @@ class Stage(nn.Module):
     def settle(self) -> None:
         """Tell the stages inside who reads whose result. The weights are loaded."""
         return None
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        """What it takes in a step beside its arguments and results; weights do not exist yet."""
+        return ()
 
 
 def settle(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Every metric: its name, meaning, labels and buckets. docs/metrics.md is generated from here."""
+"""Every metric: its name, meaning, labels and buckets. docs/reference/metrics.md is generated from here."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ _OTHER_WAYS = (
 
 
 def reference_markdown() -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     parts = [
         "# Metrics",
         "",
         "`GET /metrics` speaks Prometheus' text format, and OpenMetrics to those who ask for it."
-        " [grafana/quire.json](grafana/quire.json) is a dashboard to import. Every metric has the label `model_name`,"
-        " the first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
+        " [grafana/quire.json](../grafana/quire.json) is a dashboard to import. Every metric has the label"
+        " `model_name`, the first of the served names. A histogram is scraped as `_bucket`, `_sum` and `_count`.",
         "",
         "*This page is generated from `quire/metrics/catalog.py` by `tools/gen_docs.py`.*",
     ]

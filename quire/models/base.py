@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import LMHead
+from quire.layers.fusion import Stage
+from quire.layers.linear import Linear
 from quire.layers.weights import MappedModule
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.types.ledger import EngineSizes, LedgerLine, largest
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,10 @@ class Model(MappedModule):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """input_ids, positions: [n] -> hidden states after the final norm [n, hidden]. Writes the KV cache.
+        """input_ids [n] -> hidden states after the final norm [n, hidden]. Writes the KV cache.
 
-        With `batch.wanted` they are of those tokens alone.
+        `positions` are those that tokens are rotated by, [n] or [axes, n]; where tokens stand in the cache, and what
+        they see, is the batch's affair. With `batch.wanted` they are of those tokens alone.
 
         `inputs_embeds` [n, hidden] replaces the (scaled) token embeddings; it is not written to.
         """
@@ -87,6 +93,23 @@ class Model(MappedModule):
     @abstractmethod
     def attention_layers(self) -> list[Attention]:
         """In layer order; each must be bound before the first forward."""
+
+    def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
+        """What its tokens need besides their ids, for so many rows and one for padding."""
+        return PLAIN_INPUTS
+
+    def token_bytes(self, hidden_size: int, itemsize: int) -> int:
+        """About what a step takes for each of its tokens."""
+        widest = max(layer.out_features for layer in self.modules() if isinstance(layer, Linear))
+        widest = min(widest, 16 * hidden_size)  # an untied head is wide, but runs on sampled rows only
+        return (8 * hidden_size + 3 * widest) * itemsize
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        """What a step takes in layers, besides attention."""
+        count = sizes.max_num_batched_tokens
+        yield LedgerLine("activations", int(count * sizes.token_bytes), f"steps of {count} tokens", in_step=True)
+        stages = (module for module in self.modules() if isinstance(module, Stage))
+        yield from largest(line for stage in stages for line in stage.contributes(sizes))
 
 
 class CausalLM(Model):

@@ -13,7 +13,7 @@ from quire.layers.attention import Attention, ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.norm import merge_residual
-from quire.layers.rope.embedding import RotaryEmbedding
+from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
@@ -60,7 +60,7 @@ class Decoder(Stage):
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(rope, ctx.max_model_len, ctx.target) for rope in tables if rope is not None
+            rotary_embedding(rope, ctx.max_model_len, ctx.target) for rope in tables if rope is not None
         )
         self._rotary_of_layer = [tables[rope] for rope in config.rope]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
+from quire.types.ledger import EngineSizes, LedgerLine
 
 
 class ExpertsMLP(MLP):
@@ -45,9 +47,10 @@ class ExpertsMLP(MLP):
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
         return self._add_shared(routed, whole(self.shared(x)), gate)
 
-    def workspace_bytes(self, num_tokens: int) -> int:
-        """Most memory that the experts take for so many tokens beside what every MLP takes."""
-        return self.experts.workspace_bytes(num_tokens, self.router.routing.top_k)
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        count = sizes.max_num_batched_tokens
+        num_bytes = self.experts.workspace_bytes(count, self.router.routing.top_k)
+        yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
 
 
 class Experts(nn.Module):
@@ -76,6 +79,7 @@ class Experts(nn.Module):
         return out
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        """Most memory that so many tokens take between the two matmuls and inside them."""
         gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)

@@ -24,6 +24,23 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
 EMBED = Op("embed", embed, generate_inputs, 0.0, (Implementation("triton", "triton.gather:gather_rows", ("cuda",)),))
 
 
+def embed_from(embeds: Tensor, encoded: Tensor, sources: Tensor) -> Tensor:
+    """Embeddings [n, hidden] whose token i is encoded[sources[i]] where sources [n] int64 is not negative.
+
+    encoded: [m, hidden], at least one, what an encoder made of an image or the like.
+    """
+    return torch.where((sources >= 0).unsqueeze(1), encoded[sources.clamp(min=0)], embeds)
+
+
+def generate_sources(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    embeds, encoded = (torch.randn(count, 1 + seed, generator=generator) for count in (seed % 9, 1 + seed % 5))
+    return embeds, encoded, torch.randint(-1, encoded.shape[0], (seed % 9,), generator=generator)
+
+
+EMBED_FROM = Op("embed_from", embed_from, generate_sources, 0.0)
+
+
 def embed_range(look_up: Callable[[Tensor], Tensor], token_ids: Tensor, first: int, size: int) -> Tensor:
     """Rows of a table that holds tokens [first, first + size), looked up from its start; other tokens give zeros."""
     local = token_ids - first

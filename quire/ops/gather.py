@@ -13,6 +13,7 @@ def gather_decode(
 ) -> tuple[Tensor, ...]:
     """Inputs of rows [n] int64 that each compute one token: (input_ids, positions, contexts, *slots of each group).
 
+    A position is a token's index in its row, which its slots follow; what rotates it may be another (TokenInputs).
     token_ids [max_rows, max_len] int32; num_computed [max_rows] int64; tables [groups, max_rows, max_blocks] int32.
     All are [n] int64 but for contexts, int32: how many tokens each row has computed after the step.
     """

@@ -9,7 +9,7 @@ from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.draw_within import DRAW_WITHIN
-from quire.ops.embedding import EMBED
+from quire.ops.embedding import EMBED, EMBED_FROM
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
@@ -18,7 +18,7 @@ from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
-from quire.ops.rope import GATHER_ROTATION
+from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
@@ -51,7 +51,9 @@ OPS: tuple[Op[Any], ...] = (
     RMS_NORM_FP8,
     ADD_RMS_NORM_FP8,
     EMBED,
+    EMBED_FROM,
     GATHER_ROTATION,
+    GATHER_ROTATION_BY_AXIS,
     GATHER_ROWS,
     WRITE_BLOCKS,
     START_ROWS,

@@ -16,7 +16,22 @@ def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> t
     cos_sin: [max_model_len, rotary_dim] float32, cosines and then sines; positions: [n].
     Gathering once per step and not per layer matters: at batch 1 every small op counts.
     """
-    cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
+    return _factors(cos_sin.index_select(0, positions).to(dtype))
+
+
+def gather_rotation_by_axis(
+    cos_sin: Tensor, positions: Tensor, axes: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same for tokens with a position on each of several axes, of which each frequency follows one.
+
+    positions: [num_axes, n]; axes: [rotary_dim / 2] int64, the axis of each frequency.
+    """
+    columns = torch.arange(cos_sin.shape[1], device=cos_sin.device)
+    return _factors(cos_sin[positions[axes.repeat(2)].T, columns].to(dtype))
+
+
+def _factors(lines: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = lines.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -47,6 +62,13 @@ def generate_positions(seed: int) -> tuple[Tensor, Tensor, torch.dtype]:
     return table, torch.randint(0, 32, (1 + seed % 7,), generator=generator), torch.float32
 
 
+def generate_axes(seed: int) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    generator = torch.Generator().manual_seed(seed)
+    half = 1 + seed % 33
+    table, axes = torch.randn(32, 2 * half, generator=generator), torch.randint(0, 3, (half,), generator=generator)
+    return table, torch.randint(0, 32, (3, 1 + seed % 7), generator=generator), axes, torch.float32
+
+
 GatherRotation = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 GATHER_ROTATION: Op[GatherRotation] = Op(
     "gather_rotation",
@@ -55,3 +77,4 @@ GATHER_ROTATION: Op[GatherRotation] = Op(
     0.0,
     (Implementation("triton", "triton.gather:gather_rotation", ("cuda",)), native("gather_rotation")),
 )
+GATHER_ROTATION_BY_AXIS = Op("gather_rotation_by_axis", gather_rotation_by_axis, generate_axes, 0.0)

@@ -32,7 +32,7 @@ _LOOKS_LIKE = {
 
 
 def object_schema(tool: Tool) -> dict[str, Any]:
-    """The tool's schema; that arguments are an object goes without saying."""
+    """The tool's schema, with the type object."""
     return {**tool.parameters, "type": "object"}
 
 

@@ -1,4 +1,4 @@
-"""What every parser of outputs can do, and the one that finds nothing."""
+"""The interface of output parsers, and the parser for plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.parsers.events import Event, TextDelta
 
 
 class OutputParser(ABC):
-    """One per output (per choice). Not thread-safe; never raises because of what a model says."""
+    """One per output (per choice). Not thread-safe; never raises, whatever the model writes."""
 
     @property
     @abstractmethod
@@ -21,7 +21,7 @@ class OutputParser(ABC):
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """The output is over, complete or cut short: let out what was held back and end an open call."""
+        """The output has ended, complete or cut short: return what was held back and end an open call."""
 
 
 class PlainParser(OutputParser):

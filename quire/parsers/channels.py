@@ -258,7 +258,7 @@ class ChannelParser(OutputParser):
         self._lane = _Lane.BETWEEN
 
     def _complain(self, reason: str) -> None:
-        """The log holds nothing of what the model said: that is the user's."""
+        """Log without any of the model's output."""
         if not self._has_complained:
             self._has_complained = True
             logger.warning("the output is malformed and stays text: %s", reason)

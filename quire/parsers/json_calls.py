@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from quire.parsers.scan import NAME, Match, match, skip_space
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _ENVELOPE_KEYS = frozenset({"name", "id", "type", *_ARGUMENT_KEYS})
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_HEADER = 512  # characters; a name with its id and prefix is far shorter
 
 
@@ -139,7 +137,7 @@ class EnvelopeReader(Reader):
     def _keep_arguments(self, text: str) -> bool:
         """Arguments that could not be passed on while they came: they came before the name, or as a string."""
         if self._scanner.kind == '"':
-            text = _LONE_SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.loads(text)).strip() or "{}"
+            text = json.loads(text).strip() or "{}"
         elif text == "null":
             text = "{}"
         inner = JsonScanner()

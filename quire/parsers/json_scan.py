@@ -1,21 +1,32 @@
 """Follows one JSON value through text that arrives in pieces, and says at once where it ends or goes wrong.
 
-Control characters inside strings, which models write for line breaks, are let through as escapes. Nothing else
-is repaired.
+Control characters inside strings, which models write for line breaks, are let through as escapes, and half of a
+surrogate pair as U+FFFD, since no answer can hold it. Nothing else is repaired.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
 from quire.parsers.codec import Status
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NEEDS_ESCAPE = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_PREFIX = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')
+_HEX = "[0-9a-fA-F]"
+_LOW_HALF = rf"\\u[dD][c-fC-F]{_HEX}{{2}}"
+# A character outside the BMP is two escapes, halves of a surrogate pair; a half alone is no character.
+_ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}|u[dD][89abAB]{_HEX}{{2}}{_LOW_HALF})')
+_HALF = re.compile(rf"\\u[dD][89a-fA-F]{_HEX}{{2}}")
+_ESCAPE_PREFIX = re.compile(
+    rf"\\(?:u(?:{_HEX}{{0,4}}|[dD][89abAB]{_HEX}{{2}}\\(?:u(?:[dD](?:[c-fC-F]{_HEX}{{0,2}})?)?)?))?"
+)
+_ESCAPE_OR_HALF = re.compile(rf"{_ESCAPE.pattern}|{_HALF.pattern}")
+_REPLACEMENT = "\\ufffd"
+_MAX_DIGITS = 1_000
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NUMBER_PREFIX = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE][+-]?[0-9]*)?)?|[eE][+-]?[0-9]*)?)?")
 _NUMBER_CHARACTERS = frozenset("0123456789+-.eE")
@@ -28,9 +39,34 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _IN_STRING, _IN
 
 
 def to_json(value: Any) -> str:
-    """JSON text as templates write it; escapes only what cannot be sent as UTF-8."""
+    """JSON text as templates write it. Half of a surrogate pair becomes U+FFFD; ValueError for infinite numbers."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if not any("\ud800" <= char <= "\udfff" for char in text) else json.dumps(value)
+    if _SURROGATE.search(text) is not None:
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The object that a model or a client wrote as JSON. ValueError says why a text is none.
+
+    Half of a surrogate pair becomes U+FFFD, and a number that no float64 or integer of 1,000 digits holds stays text.
+    """
+    try:
+        value = json.loads(
+            _ESCAPE_OR_HALF.sub(lambda found: _REPLACEMENT if _HALF.fullmatch(found[0]) else found[0], text),
+            parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else digits,
+            parse_float=lambda digits: number if math.isfinite(number := float(digits)) else digits,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it is of type {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}")
 
 
 def escaped(text: str) -> str:
@@ -112,11 +148,16 @@ class JsonScanner:
         if whole is not None:
             self._read.append(whole[0])
             return whole.end()
-        if _ESCAPE_PREFIX.fullmatch(text, position) is None:
-            self.status = Status.BAD
-            return position
-        if not final:
+        is_prefix = _ESCAPE_PREFIX.fullmatch(text, position) is not None
+        if is_prefix and not final:
             self._waits = True
+            return position
+        half = _HALF.match(text, position)
+        if half is not None:
+            self._read.append(_REPLACEMENT)
+            return half.end()
+        if not is_prefix:
+            self.status = Status.BAD
             return position
         self._read.append(text[position:])
         return len(text)

@@ -145,7 +145,7 @@ class TagParser(OutputParser):
             self._trims = self._has_thought = True
             self._lane = _Lane.THINKING
         elif kind is _Marker.THINK_END and not (self._has_thought or self._has_spoken or self._num_calls):
-            # The model ends a block that nobody began: it has decided not to think.
+            # An end marker without a beginning: the model has decided not to think.
             self._position = end
             self._space = ""
             self._trims = self._has_thought = True
@@ -187,7 +187,7 @@ class TagParser(OutputParser):
             return False
         marker = self._buffer[start:end]
         if marker in self._thinking_ends or marker in self._call_tokens:
-            # A token that begins calls is never a mere word: the model forgot to end its thinking.
+            # A special token that begins calls is never text: the model forgot to end its thinking.
             self._position = end if marker in self._thinking_ends else start
             self._space = ""
             self._trims = True
@@ -249,7 +249,7 @@ class TagParser(OutputParser):
         self._add_text(begun)
 
     def _complain(self, reason: str) -> None:
-        """The log holds nothing of what the model said: that is the user's."""
+        """Log that a call is malformed, without any of the model's output."""
         if not self._has_complained:
             self._has_complained = True
             logger.warning("a tool call is malformed and stays text: %s", reason)
@@ -310,7 +310,7 @@ class TagParser(OutputParser):
         return True
 
     def start(self, name: str, call_id: str | None = None) -> bool:
-        """For the reader: the call is one."""
+        """For the reader: this is a call."""
         if self._is_bare and name not in self._tools:
             return False
         self._open = None

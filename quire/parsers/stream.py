@@ -59,7 +59,7 @@ def make_parser(
     known = {item.name: item for item in tools}
     channels = next((layout for layout in (tool, reasoning) if isinstance(layout, ChannelFormat)), None)
     if channels is not None:
-        # Channels are both: without them the text cannot be told from its headers.
+        # Channels are tool and reasoning format in one: only they separate text from headers.
         return ChannelParser(
             channels,
             prompt_text=prompt_text,
@@ -96,7 +96,7 @@ def _ends_inside(reasoning: ReasoningFormat, prompt: str, special_tokens: Collec
         return True
     if any(mark.strip() in tail for mark in reasoning.end):
         return False
-    # Text follows. It is thinking to be continued, unless somebody only mentioned the marker in an earlier turn.
+    # Text follows: thinking to be continued, unless the marker is only mentioned in an earlier turn.
     if special_tokens:
         return not any(token in tail for token in special_tokens)
     return _TURN_MARK.search(tail) is None

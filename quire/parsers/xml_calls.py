@@ -139,7 +139,7 @@ class _TagReader(Reader):
         if not self._started:
             self.status = Status.BAD
             return position
-        # The end was forgotten. What follows is for others to understand.
+        # The end marker is missing: the caller parses what follows.
         return self._finish(position)
 
     def _finish(self, position: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from quire.ops.base import Target
 from quire.ops.rows import WRITE_BLOCKS
 from quire.platform.transfer import Lent
+from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.step import StepPlan
 
 
@@ -22,6 +25,11 @@ class BlockTables:
         self.tables = torch.zeros(num_groups, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._write = WRITE_BLOCKS.bind(Target(device.type))
         self._lent = Lent(device)
+
+    @staticmethod
+    def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
+        blocks = sizes.max_model_len // sizes.block_size
+        yield LedgerLine("block tables", sizes.max_num_seqs * blocks * 4, f"{blocks} blocks a request")
 
     def apply(self, plan: StepPlan) -> None:
         if not plan.block_ids:

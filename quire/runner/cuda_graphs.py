@@ -9,27 +9,29 @@ of rows; a mixed step takes all it has to know of its rows in one copy.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import HostLengths
-from quire.models.base import CausalLM
 from quire.platform.recording import GraphPool
 from quire.platform.transfer import Download, upload
+from quire.runner.eager import Eager
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import StepInputs
-from quire.runner.sampling.sampler import SamplingKind
-from quire.runner.step import PlannedTokens, Sampled, Step
+from quire.runner.sampling.sampler import Sampler, SamplingKind
+from quire.runner.step import PlannedTokens, Sampled, SamplePositions, Step
+from quire.runner.ways import WayContext
+from quire.types.ledger import LedgerLine
 
 # A full step is captured too where computing it, at so many multiplications, may be faster than launching it eagerly.
 _LAUNCH_BOUND = 8e12
 _FULL = 15 / 16  # a step of at least this part of it is padded to the full one
-_NOTHING = PlannedTokens(0, [], [], [], [], [])
+_NOTHING = PlannedTokens(0, [], [], SamplePositions([], [], [], []))
 
 _Graph = tuple[Callable[[], None], Tensor]
 
@@ -51,15 +53,33 @@ class CaptureSizes:
         return max(self.decode[-1], self.full or 0, *self.mixed)
 
 
-def capture_sizes(
-    model: CausalLM, decode: tuple[int, ...], mixed: tuple[int, ...], max_num_seqs: int, max_num_batched_tokens: int
-) -> CaptureSizes:
-    """Of the sizes that a platform captures, those that an engine can come to."""
-    decode = decode[: bisect_left(decode, max_num_seqs) + 1]
-    mixed = mixed[: bisect_left(mixed, max_num_batched_tokens) + 1]
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    is_bound = max_num_batched_tokens > mixed[-1] and max_num_batched_tokens * weights <= _LAUNCH_BOUND
-    return CaptureSizes(decode, mixed, max_num_batched_tokens if is_bound else None)
+def capture_sizes(context: WayContext) -> CaptureSizes | None:
+    """Of the sizes that the platform captures, those that the engine can come to; None where nothing is captured."""
+    decode, mixed, sizes = context.platform.graph_sizes, context.platform.mixed_graph_sizes, context.sizes
+    if not decode or not context.backend.records:
+        return None
+    decode = decode[: bisect_left(decode, sizes.max_num_seqs) + 1]
+    mixed = mixed[: bisect_left(mixed, sizes.max_num_batched_tokens) + 1]
+    weights = sum(parameter.numel() for parameter in context.model.parameters())
+    full = sizes.max_num_batched_tokens
+    is_bound = full > mixed[-1] and full * weights <= _LAUNCH_BOUND
+    return CaptureSizes(decode, mixed, full if is_bound else None)
+
+
+class GraphBytes(NamedTuple):
+    """Memory of captured steps: of forward passes, and of what samples."""
+
+    forward: int
+    sample: int
+
+
+def graph_bytes(context: WayContext, captured: CaptureSizes) -> GraphBytes:
+    """What the largest captured steps take, with an eighth for gaps."""
+    backend, sizes = context.backend, context.sizes
+    specs = [layer.spec for layer in context.model.attention_layers()]
+    sums = max(backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs)
+    forward = int(1.125 * (captured.max_tokens * sizes.token_bytes + sums))
+    return GraphBytes(forward, Sampler.captured_bytes(sizes))
 
 
 class _Forward(NamedTuple):
@@ -85,6 +105,24 @@ class CudaGraphs:
         self._decode: _Graph | None = None  # and its graph
         self._sample_size = 0
         self._usual = self._usual_captures()
+
+    @staticmethod
+    def contributes(context: WayContext) -> Iterable[LedgerLine]:
+        captured = capture_sizes(context)
+        if captured is not None:
+            taken = graph_bytes(context, captured)
+            yield LedgerLine("CUDA graphs", taken.forward, f"forward passes of up to {captured.max_tokens} tokens")
+            yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_seqs} rows")
+
+    @classmethod
+    def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
+        captured = capture_sizes(context)
+        if captured is None or not program.inputs.captures:
+            return None
+        taken, platform = graph_bytes(context, captured), context.platform
+        pools = (platform.graph_pool(taken.forward), platform.graph_pool(taken.sample))
+        hidden = platform.zeros((captured.max_samples, context.sizes.hidden_size), context.dtype)
+        return cls(program, captured, *pools, hidden)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -143,8 +181,8 @@ class CudaGraphs:
             return False
         self._decode = None
         replay, finite = self._captured(_Forward(size, False, work.kind))
-        if tokens.sample_rows:
-            self._sample_size = 1 << (len(tokens.sample_rows) - 1).bit_length()
+        if len(tokens.samples):
+            self._sample_size = 1 << (len(tokens.samples) - 1).bit_length()
             self._sampling(self._sample_size, step.shape.sampling)
         inputs.load(plan.rows, tokens, work.lists)
         replay()

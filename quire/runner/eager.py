@@ -47,8 +47,9 @@ class Eager:
         lengths = HostLengths(plan.num_tokens, tokens.contexts)
         work = program.backend.divide(lengths)
         wanted = self._wanted(step) if narrow else tokens
+        num_samples = len(wanted.samples)
         device, scratch = program.tables.tables.device, program.rows.scratch_row
-        inputs = StepInputs(shape.num_rows, len(wanted.sample_rows), tuple(map(len, work.lists)), scratch, device)
+        inputs = StepInputs(shape.num_rows, num_samples, tuple(map(len, work.lists)), scratch, device)
         inputs.load(plan.rows, wanted, work.lists)
         finite = torch.empty(size, dtype=torch.bool, device=device)
         hidden = program.mixed(
@@ -59,13 +60,13 @@ class Eager:
             num_tokens=shape.num_tokens,
             narrow=narrow,
             lengths=lengths,
-            sample_lengths=HostLengths([1] * len(wanted.sample_rows), wanted.sample_contexts) if narrow else None,
+            sample_lengths=HostLengths([1] * num_samples, wanted.samples.lengths) if narrow else None,
             max_context=max(tokens.contexts),
         )
         step.prompt_logprobs = self._prompt_logprobs.compute(plan, tokens.starts, hidden)
         if narrow:
             step.hidden = hidden
-        elif tokens.sample_rows:
+        elif shape.num_samples:
             step.hidden = program.select(hidden, inputs.lists.sample_tokens)
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(finite[: shape.num_tokens])
@@ -88,10 +89,9 @@ class Eager:
             step.sampled.lines = range(len(wanted))
 
     def _wanted(self, step: Step) -> PlannedTokens:
-        """The step's tokens with samples padded by the last one: some token if no row samples."""
-        indices = list(step.tokens.sample_indices) or [len(step.plan.rows) - 1]
-        indices += indices[-1:] * (padded(len(indices), self._padding.samples) - len(indices))
-        return step.tokens.sampling_at(step.plan, indices)
+        """The step's tokens with padded samples: of some token if no row samples."""
+        count = padded(max(1, len(step.tokens.samples)), self._padding.samples)
+        return step.tokens.padded_samples(step.plan, count)
 
 
 def padded(count: int, ladder: list[int]) -> int:

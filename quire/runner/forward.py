@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, HostLengths
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import CausalLM
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED
 from quire.ops.select import GATHER_ROWS
@@ -32,7 +33,9 @@ class StepProgram:
         backend: AttentionBackend,
         sampler: Sampler,
         max_model_len: int,
+        inputs: TokenInputs = PLAIN_INPUTS,
     ) -> None:
+        self.inputs = inputs
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
         target = Target(tables.tables.device.type)
@@ -44,11 +47,11 @@ class StepProgram:
     def decode(self, rows: Tensor, kind: Hashable) -> Tensor:
         """Hidden states [n, hidden] of rows [n] int64 that each compute their one last known token."""
         state, tables, count = self.rows, self.tables, rows.shape[0]
-        input_ids, positions, contexts, *slots = self._gather_decode(
+        input_ids, index, contexts, *slots = self._gather_decode(
             rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
         )
         attention = self._single_queries(rows, contexts, slots, kind, None)
-        hidden: Tensor = self.model(input_ids, positions, ForwardBatch(attention))
+        hidden = self._run(input_ids, index, rows, self._single_starts[: count + 1], ForwardBatch(attention))
         assert hidden.shape[0] == count
         return hidden
 
@@ -72,7 +75,7 @@ class StepProgram:
         """
         state, tables = self.rows, self.tables
         rows, contexts, starts = lists.rows, lists.contexts, lists.query_starts
-        input_ids, positions, *slots = self._gather_mixed(
+        input_ids, index, *slots = self._gather_mixed(
             rows, contexts, starts, state.token_ids, state.num_computed, tables.tables, tables.block_size, size
         )
         attention = [
@@ -100,9 +103,15 @@ class StepProgram:
             decode = self.backend.decode_kind(None, lists.sample_rows.shape[0])
             place = (lists.sample_rows, lists.sample_contexts, nothing, decode, sample_lengths)
             wanted = WantedTokens(lists.sample_tokens, self._single_queries(*place), finite)
-        hidden: Tensor = self.model(input_ids, positions, ForwardBatch(attention, wanted))
+        hidden = self._run(input_ids, index, rows, starts, ForwardBatch(attention, wanted))
         if not narrow:
             self.backend.note_finite(hidden, finite)
+        return hidden
+
+    def _run(self, input_ids: Tensor, index: Tensor, rows: Tensor, starts: Tensor, batch: ForwardBatch) -> Tensor:
+        """The model over tokens at `index` of their sequences, which their slots have followed."""
+        positions = self.inputs.rotary_positions(index, rows, starts)
+        hidden: Tensor = self.model(input_ids, positions, batch, self.inputs.embeds(input_ids, index, rows, starts))
         return hidden
 
     def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:

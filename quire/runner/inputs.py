@@ -73,11 +73,12 @@ class StepInputs:
         """Send what the next step knows of its rows to the device. Does not wait."""
         lists = self._host
         _put(lists.rows, rows, self._scratch_row)
-        _put(lists.sample_tokens, tokens.sample_tokens, 0)
-        _put(lists.sample_rows, tokens.sample_rows, self._scratch_row)
+        samples = tokens.samples
+        _put(lists.sample_tokens, samples.tokens, 0)
+        _put(lists.sample_rows, samples.rows, self._scratch_row)
         _put(lists.contexts, tokens.contexts, 1)
         _put(lists.query_starts, tokens.starts, tokens.total)
-        _put(lists.sample_contexts, tokens.sample_contexts, 1)
+        _put(lists.sample_contexts, samples.lengths, 1)
         for part, values in zip(lists.work, work, strict=True):
             _put(part, values, -1)
         self._buffer.send()

@@ -6,8 +6,9 @@ model or a kind of sampling that does more than call kernels runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from quire.runner.eager import Eager
 from quire.runner.forward import StepProgram
 from quire.runner.inputs import InputLists, StepInputs
 from quire.runner.sampling.sampler import SamplingKind
-from quire.runner.step import Arrived, PlannedTokens, Sampled, Step
+from quire.runner.step import Arrived, PlannedTokens, Sampled, SamplePositions, Step
+from quire.runner.ways import WayContext
+from quire.types.ledger import LedgerLine
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -51,6 +54,17 @@ class KernelList:
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
 
+    @staticmethod
+    def contributes(context: WayContext) -> Iterable[LedgerLine]:
+        return ()
+
+    @classmethod
+    def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
+        recorder = context.backend.recorder()
+        if recorder is None or room < MOST_TOKENS or not program.inputs.captures:
+            return None
+        return cls(program, recorder, eager, context.sizes.max_num_batched_tokens, context.sizes.max_num_seqs)
+
     @property
     def is_recorded(self) -> bool:
         return self._forward is not None
@@ -72,9 +86,10 @@ class KernelList:
         shape = step.shape
         if self._forward is None or shape.every_token or shape.num_samples > self._limits[2]:
             return False
-        tokens = step.tokens if shape.num_samples else _with_a_sample(step)
+        # There is no forward pass for no sample: then it has one that nobody reads.
+        tokens = step.tokens if shape.num_samples else step.tokens.padded_samples(step.plan, 1)
         self._inputs.load(step.plan.rows, tokens, ())
-        self._forward(shape.num_tokens, shape.num_rows, len(tokens.sample_rows))
+        self._forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
         step.hidden = self._forward.results[0]
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(self._finite[: shape.num_tokens])
@@ -158,9 +173,12 @@ class KernelList:
             total=num_tokens,
             starts=[0, *range(first, num_tokens)],
             contexts=list(range(first, num_tokens + 1)),
-            sample_indices=range(num_samples),
-            sample_rows=[scratch] * num_samples,
-            sample_tokens=[first - 1 + index for index in range(num_samples)],
+            samples=SamplePositions(
+                indices=list(range(num_samples)),
+                rows=[scratch] * num_samples,
+                tokens=list(range(first - 1, first - 1 + num_samples)),
+                lengths=list(range(first, first + num_samples)),
+            ),
         )
         self._inputs.load([scratch] * num_rows, tokens, ())
 
@@ -181,8 +199,3 @@ class KernelList:
             rows.num_computed[rows.scratch_row] = 0
             for layer in self._program.model.attention_layers():
                 layer.backend.heal(layer.cache, blocks)
-
-
-def _with_a_sample(step: Step) -> PlannedTokens:
-    """Of a step in which no row samples: some token, since there is no forward pass for none."""
-    return step.tokens.sampling_at(step.plan, [len(step.plan.rows) - 1])

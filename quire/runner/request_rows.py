@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from quire.ops.base import Target
 from quire.ops.rows import START_ROWS, pack_starts
 from quire.platform.transfer import Lent
 from quire.types.errors import EngineError
+from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.step import RowStart
 
 # Steps in flight may sample past the end of a request that has just finished.
@@ -34,6 +37,11 @@ class RequestRows:
         self._staged: list[RowStart] = []
         self._start_rows = START_ROWS.bind(Target(device.type))
         self._lent = Lent(device)
+
+    @staticmethod
+    def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
+        count = sizes.max_num_seqs
+        yield LedgerLine("rows", count * (4 * sizes.max_model_len + 64), f"{count} requests at once")
 
     def start(self, start: RowStart) -> None:
         """Take a row; the device hears of it at `apply_staged_writes`."""

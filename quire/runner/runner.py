@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
 from quire.runner.prompt_logprobs import PromptLogprobs
@@ -13,6 +14,7 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.step import Step, StepShape, planned_tokens
 from quire.runner.ways import Way
+from quire.types.errors import EngineError
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 
@@ -24,7 +26,7 @@ class RunningStep:
         self._runner, self._step, self._way = runner, step, way
 
     def sample(self, masks: Masks) -> None:
-        """Let a step with mask_slots sample under these masks, a line per entry. Does not wait for the device."""
+        """Let a step with mask_slots sample under these masks, a line per sample position. Does not wait."""
         self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
         self._way.sample(self._step)
 
@@ -42,8 +44,10 @@ class Runner:
         prompt_logprobs: PromptLogprobs,
         containment: Containment,
         ways: Sequence[Way],
+        inputs: TokenInputs = PLAIN_INPUTS,
     ) -> None:
         """The last of `ways` takes every step."""
+        self.inputs = inputs
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
 
@@ -77,12 +81,14 @@ class Runner:
         return result
 
     def _describe(self, plan: StepPlan) -> Step:
+        if plan.draft_token_ids:
+            raise EngineError(f"step {plan.step_id} has drafts to verify, but rows are sampled at one position each")
         computed, known = self.rows.host_num_computed, self.rows.host_num_tokens
         num_tokens, num_rows = sum(plan.num_tokens), len(plan.rows)
         # A single token may also be the end or the whole of a chunk, after which more of the prompt follows.
         is_decode = num_tokens == num_rows and all(computed[row] + 1 == known[row] for row in plan.rows)
         tokens = None if is_decode else planned_tokens(plan, self.rows)
-        rows = plan.rows if tokens is None else tokens.sample_rows
+        rows = plan.rows if tokens is None else tokens.samples.rows
         shape = StepShape(
             num_tokens=num_tokens,
             num_rows=num_rows,
@@ -99,10 +105,12 @@ class Runner:
             self.rows.free(row)
             self.sampler.remove_request(row)
             self.prompt_logprobs.remove_request(row)
+            self.inputs.remove_request(row)
         for start in plan.starts:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
+            self.inputs.add_request(start)
         self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)

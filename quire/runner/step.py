@@ -17,48 +17,66 @@ from quire.types.step import StepPlan, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class SamplePositions:
+    """Where a step samples tokens, as parallel lists [m]: none, one or several times per row, one after the other."""
+
+    indices: list[int]  # of the rows among the plan's
+    rows: list[int]
+    tokens: list[int]  # indices among the step's tokens of those whose hidden states are sampled from
+    lengths: list[int]  # how many tokens of the row come before the one that is sampled
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedTokens:
     """Where the tokens of a step stand, as the host knows it."""
 
     total: int
     starts: list[int]  # [num_rows] index of each row's first token
     contexts: list[int]  # [num_rows] how many tokens of each row are computed after the step
-    sample_indices: Sequence[int]  # [m] index into the plan's rows of those that sample in this step
-    sample_rows: list[int]  # [m] the rows themselves
-    sample_tokens: list[int]  # [m] index of each one's last token
+    samples: SamplePositions
 
-    @property
-    def sample_contexts(self) -> list[int]:
-        """[m] how many tokens each sampled token sees."""
-        return [self.contexts[index] for index in self.sample_indices]
-
-    def sampling_at(self, plan: StepPlan, indices: Sequence[int]) -> PlannedTokens:
-        """The same tokens, with samples at the last token of these of the plan's rows."""
-        return replace(
-            self,
-            sample_indices=indices,
-            sample_rows=[plan.rows[index] for index in indices],
-            sample_tokens=[self.starts[index] + plan.num_tokens[index] - 1 for index in indices],
-        )
+    def padded_samples(self, plan: StepPlan, count: int) -> PlannedTokens:
+        """The same tokens with `count` samples: more of the last one, or of the step's last token if none samples."""
+        last = len(plan.rows) - 1
+        at_the_end = SamplePositions([last], [plan.rows[last]], [self.total - 1], [self.contexts[last]])
+        given = self.samples if len(self.samples) else at_the_end
+        columns = (given.indices, given.rows, given.tokens, given.lengths)
+        missing = count - len(given)
+        return replace(self, samples=SamplePositions(*(column + column[-1:] * missing for column in columns)))
 
 
 def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
-    """A row samples when its computed tokens catch up with those that are known."""
+    """A row samples when it catches up with its known tokens: at the last one, and at each draft behind it."""
+    rows, drafts = plan.rows, plan.draft_token_ids
     computed, known = state.host_num_computed, state.host_num_tokens
-    contexts = [computed[row] + count for row, count in zip(plan.rows, plan.num_tokens, strict=True)]
+    contexts = [computed[row] + count for row, count in zip(rows, plan.num_tokens, strict=True)]
     starts, total = [], 0
     for count in plan.num_tokens:
         starts.append(total)
         total += count
-    samples = [index for index, (row, end) in enumerate(zip(plan.rows, contexts, strict=True)) if end == known[row]]
-    return PlannedTokens(
-        total=total,
-        starts=starts,
-        contexts=contexts,
-        sample_indices=samples,
-        sample_rows=[plan.rows[index] for index in samples],
-        sample_tokens=[starts[index] + plan.num_tokens[index] - 1 for index in samples],
+    if drafts:
+        known = [count + len(drafts.get(row, ())) for row, count in enumerate(known)]
+    indices = [index for index, (row, end) in enumerate(zip(rows, contexts, strict=True)) if end == known[row]]
+    samples = SamplePositions(
+        indices=indices,
+        rows=[rows[index] for index in indices],
+        tokens=[starts[index] + plan.num_tokens[index] - 1 for index in indices],
+        lengths=[contexts[index] for index in indices],
     )
+    return PlannedTokens(total, starts, contexts, _with_drafts(samples, drafts) if drafts else samples)
+
+
+def _with_drafts(last: SamplePositions, drafts: dict[int, list[int]]) -> SamplePositions:
+    """Of rows that sample at their last tokens: these positions, and those of the drafts before them."""
+    found = [
+        (index, row, token - behind, length - behind)
+        for index, row, token, length in zip(last.indices, last.rows, last.tokens, last.lengths, strict=True)
+        for behind in range(len(drafts.get(row, ())), -1, -1)
+    ]
+    return SamplePositions(*(list(column) for column in zip(*found, strict=True)))
 
 
 class StepShape(NamedTuple):
@@ -123,14 +141,15 @@ class Step:
 
     @property
     def sample_indices(self) -> Sequence[int]:
-        return range(len(self.plan.rows)) if self.shape.is_decode else self.tokens.sample_indices
+        """[m] index into the plan's rows of each sample position."""
+        return range(len(self.plan.rows)) if self.shape.is_decode else self.tokens.samples.indices
 
     @property
     def sample_rows(self) -> list[int]:
-        return self.plan.rows if self.shape.is_decode else self.tokens.sample_rows
+        return self.plan.rows if self.shape.is_decode else self.tokens.samples.rows
 
     def result(self) -> StepResult:
-        """What was sampled. Waits for the step."""
+        """What was sampled, as far as it holds. Waits for the step."""
         indices = self.sample_indices
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows], prompt_logprobs=self.prompt_logprobs)
         if not indices:
@@ -140,17 +159,35 @@ class Step:
         # As an array: after a step the processor's caches are cold, and ops of torch take long.
         found = sampled.tokens.get().numpy()[: len(indices)]
         tokens, codes = found[:, 0].tolist(), found[:, 1].tolist()
-        for index, token, code in zip(indices, tokens, codes, strict=True):
-            result.token_ids[index] = [token]
+        rejected = self._rejected(indices, tokens) if self.plan.draft_token_ids else frozenset()
+        for place, (index, token, code) in enumerate(zip(indices, tokens, codes, strict=True)):
+            if place in rejected:
+                continue
+            result.token_ids[index].append(token)
             if code:
                 result.errors[index] = MESSAGES[code]
         for place, message in sampled.errors.items():
-            result.errors[indices[place]] = message
+            if place not in rejected:
+                result.errors[indices[place]] = message
         if sampled.logprobs is not None:
             packed = sampled.logprobs.get()[list(sampled.lines), sampled.offset :]
             entries = unpack_logprobs(packed, [tokens[place] for place in sampled.places], list(sampled.counts))
-            result.logprobs = {indices[place]: [entry] for place, entry in zip(sampled.places, entries, strict=True)}
+            for place, entry in zip(sampled.places, entries, strict=True):
+                if place not in rejected:
+                    result.logprobs.setdefault(indices[place], []).append(entry)
         return result
+
+    def _rejected(self, indices: Sequence[int], tokens: list[int]) -> frozenset[int]:
+        """Places of samples that follow a draft that is not the token which was sampled there."""
+        rejected: set[int] = set()
+        place = 0
+        while place < len(indices):
+            drafts = self.plan.draft_token_ids.get(self.plan.rows[indices[place]], [])
+            end = place + 1 + len(drafts)
+            wrong = next((n for n, draft in enumerate(drafts) if draft != tokens[place + n]), len(drafts))
+            rejected.update(range(place + wrong + 1, end))
+            place = end
+        return frozenset(rejected)
 
     def broken_rows(self) -> list[int]:
         """Indices into the plan's rows of those with a token that is not finite. Waits for the step."""

@@ -1,10 +1,26 @@
-"""Ways to run a step. The first that takes a step runs it; the last, eager execution, takes every step."""
+"""Ways to run a step. The first that takes a step runs it; the last, eager execution, takes every step.
+
+A way is a file with a class that is a Way and, as a class, a WayKind, and one line of WAYS.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.models.base import CausalLM
+from quire.platform.base import Platform
 from quire.runner.step import Step
+from quire.types.ledger import EngineSizes, LedgerLine
+from quire.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.runner.eager import Eager
+    from quire.runner.forward import StepProgram
 
 
 class Way(Protocol):
@@ -23,3 +39,41 @@ class Way(Protocol):
 
     def capture_next(self) -> bool:
         """Capture a kind of step that may come and is not captured yet; False if there is none."""
+
+
+@dataclass(frozen=True)
+class WayContext:
+    """What a way is planned and made for."""
+
+    platform: Platform
+    backend: AttentionBackend
+    model: CausalLM  # without weights, while it is planned
+    dtype: torch.dtype
+    sizes: EngineSizes
+
+
+class WayKind(Protocol):
+    """How a way is planned and made: asked of its class."""
+
+    def contributes(self, context: WayContext) -> Iterable[LedgerLine]:
+        """What it keeps; nothing where it is not made."""
+
+    def make(self, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Way | None:
+        """None where the platform, the backend or the model has no use for it.
+
+        `room`: the most tokens that the KV blocks hold of one request. No row is in use yet.
+        """
+
+
+WAYS: Registry[WayKind] = Registry(
+    "way to run steps",
+    "quire.runner",
+    {"kernel_list": "kernel_list:KernelList", "cuda_graphs": "cuda_graphs:CudaGraphs"},
+)
+
+
+def make_ways(context: WayContext, program: StepProgram, eager: Eager, room: int) -> Iterator[Way]:
+    """Those that there are for this context, in the order in which they are asked; eager execution is the last."""
+    made = (WAYS.get(name).make(context, program, eager, room) for name in WAYS)
+    yield from (way for way in made if way is not None)
+    yield eager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.sched.request import Request, Status
 from quire.sched.state import SchedulerState, StepDraft
-from quire.types.errors import RequestError
+from quire.types.errors import DuplicateRequestError, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
 from quire.types.step import RowStart
@@ -19,11 +19,17 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
     """Raise RequestError for a request that the engine could never finish."""
     limits = state.limits
     name = f"request {request.request_id!r}"
-    num_prompt_tokens = len(request.token_ids)
+    num_given = request.num_given_outputs
+    num_prompt_tokens = len(request.token_ids) - num_given
     if request.request_id in state.requests:
-        raise RequestError(f"{name} is already being served; give every request its own id", "request_id")
-    if num_prompt_tokens == 0:
+        raise DuplicateRequestError(request.request_id)
+    if num_prompt_tokens <= 0:
         raise RequestError(f"{name} has an empty prompt; give at least one token", "token_ids")
+    if num_given < 0:
+        raise RequestError(
+            f"{name} has num_prompt_tokens {num_prompt_tokens} but only {len(request.token_ids)} token_ids",
+            "num_prompt_tokens",
+        )
     pools = isinstance(request.params, PoolingParams)
     longest_prompt = limits.max_model_len if pools else limits.max_model_len - 1
     if num_prompt_tokens > longest_prompt:
@@ -34,6 +40,8 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
         )
     if request.max_tokens < 1 and not pools:
         raise RequestError(f"{name} has max_tokens {request.max_tokens} but it must be at least 1", "max_tokens")
+    if num_given and num_given >= min(request.max_tokens, limits.max_model_len - num_prompt_tokens):
+        raise RequestError(f"{name} has ended: it has {num_given} outputs already", "token_ids")
     # The last token of an output is never computed.
     num_outputs = 0 if pools else min(request.max_tokens, limits.max_model_len - num_prompt_tokens) - 1
     num_tokens = num_prompt_tokens + num_outputs
@@ -47,13 +55,13 @@ def check_request(state: SchedulerState, request: EngineRequest) -> None:
 
 
 def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
-    """Start waiting requests in order, until one does not fit. None in a step that had to preempt.
+    """Start waiting requests in order, until one does not fit. None in a step that was short of blocks.
 
     Some requests that are not to start yet may be passed; they keep their places.
     """
     waiting = state.waiting
     passed: list[Request] = []
-    while waiting and step.budget and state.rows.free and not step.preempted:
+    while waiting and step.budget and state.rows.free and not step.out_of_blocks:
         request = waiting.peek()
         if request.num_pending:
             break
@@ -88,14 +96,14 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
         return False
     request.row = state.rows.take()
     request.status = Status.RUNNING
-    request.num_computed_tokens = num_cached
+    request.num_computed_tokens = request.num_confirmed_tokens = num_cached
     request.capacity = kv.capacity(request.kv)
     request.store_above = 0
     if request.num_cached_tokens < 0:
-        request.num_cached_tokens = num_cached
+        request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
         request.queue_time = max(0.0, step.now - request.engine_request.arrival_time)
         if may_reuse_prefix:
-            state.prefix_queries += request.num_prompt_tokens
+            state.prefix_queries += request.num_tokens
             state.prefix_hits += num_cached
     state.add_running(request)
     step.starts.append(_row_start(request))
@@ -119,5 +127,4 @@ def _row_start(request: Request) -> RowStart:
         source.params,
         source.seed,
         source.eos_token_ids,
-        source.adapter_id,
     )

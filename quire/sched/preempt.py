@@ -10,19 +10,20 @@ def make_room(state: SchedulerState, request: Request, end: int, step: StepDraft
     """Give a running request blocks for `end` tokens, preempting others if it must.
 
     Requests are planned in order of service and the last one is preempted first, so a victim is never in the
-    step already. False when the request itself was the last and was preempted.
+    step already. False when the request itself was the last: then it waits for its results in flight, after which
+    blocks may have left its windows, or is preempted if there are none.
     """
     kv = state.kv
-    while not kv.allocate(request.kv, request.num_computed_tokens, end, request.row, step.deltas):
+    while not kv.allocate(request.kv, request.num_certain_tokens, end, request.row, step.deltas):
         victim = state.running[-1]
         if victim is request and step.retry and len(state.running) > 1:
             victim = state.running[-2]
-        step.preempted = True
+        step.out_of_blocks = True
         if victim is request:
-            step.deltas.drop_tail(request.row)
-        preempt(state, victim)
-        if victim is request:
+            if request.num_certain_tokens == request.num_computed_tokens:
+                preempt(state, request)
             return False
+        preempt(state, victim)
     request.capacity = kv.capacity(request.kv)
     return True
 
@@ -48,5 +49,6 @@ def detach(state: SchedulerState, request: Request) -> None:
     request.status = Status.WAITING
     request.steady = False
     request.num_computed_tokens = 0
+    request.num_confirmed_tokens = 0
     request.capacity = 0
     request.num_preemptions += 1

@@ -19,8 +19,15 @@ class Status(IntEnum):
     FINISHED = 2
 
 
+CAUGHT_UP = 1 << 62
+
+
 class Request:
-    """`num_tokens` counts the known tokens and one more for every sampled token that is still in flight."""
+    """Counts exist twice, because steps are planned before it is known how many tokens those before them give.
+
+    `num_tokens` and `num_computed_tokens` are upper bounds: if every token in flight holds. Planning uses them.
+    `token_ids` and `num_certain_tokens` are what results have confirmed; blocks are let go and cached by these.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -33,6 +40,7 @@ class Request:
         "min_tokens_total",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_confirmed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -55,7 +63,7 @@ class Request:
 
     def __init__(self, engine_request: EngineRequest, kv: KVSequence, key: OrderKey, max_model_len: int) -> None:
         params = engine_request.params
-        num_prompt_tokens = len(engine_request.token_ids)
+        num_prompt_tokens = len(engine_request.token_ids) - engine_request.num_given_outputs
         self.request_id = engine_request.request_id
         self.engine_request = engine_request
         self.kv = kv
@@ -65,8 +73,9 @@ class Request:
 
         self.token_ids = engine_request.token_ids.copy()  # the known tokens: prompt, then outputs
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = num_prompt_tokens
+        self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0  # as of the newest planned step
+        self.num_confirmed_tokens = 0  # by the results of chunks; CAUGHT_UP since it has sampled
         self.capacity = 0  # tokens that the blocks held now have room for
         self.store_above = 0  # more known tokens than this: a block is full and can be cached
 
@@ -89,20 +98,29 @@ class Request:
             detection = params.repetition_detection
             if detection is not None and detection.max_pattern_size > 0:
                 self.repetition = RepetitionDetector(detection)
+                for token in self.token_ids[num_prompt_tokens:]:
+                    self.repetition.add(token)
 
         # True when a result row needs nothing but: append one token, check for the end.
         self.steady = False
         self.num_cached_tokens = -1  # prompt tokens found in the prefix cache at the first admission
         self.queue_time: float | None = None  # seconds from arrival to the first admission
         self.reported = False  # the first output has been made
-        self.num_prompt_logprobs = 0  # prompt logprobs given out so far; they cover tokens 1..n
+        # Prompt logprobs given out so far; they cover tokens 1..n. An output comes after all of them.
+        self.num_prompt_logprobs = num_prompt_tokens - 1 if engine_request.num_given_outputs else 0
         self.num_preemptions = 0
         self.retry_until = 0  # runs alone until this many tokens are computed; 0: runs with others
 
     @property
     def num_pending(self) -> int:
-        """Sampled tokens that are in flight."""
+        """Sampled tokens that are in flight, if all of them hold."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """Computed tokens that no result can take back, and that no step in flight computes."""
+        confirmed, known = self.num_confirmed_tokens, len(self.token_ids) - 1
+        return confirmed if confirmed < known else known
 
     @property
     def may_reuse_prefix(self) -> bool:

@@ -10,17 +10,18 @@ from collections.abc import Iterable
 
 from quire.kv.manager import KVCacheManager
 from quire.sched.admission import admit_waiting, check_request
+from quire.sched.drafts import NoDrafts
 from quire.sched.queues import make_queue
 from quire.sched.recovery import fail_requests, plan_retry, unwind
 from quire.sched.request import Request, Status
 from quire.sched.running import plan_oldest_prompt, plan_running
 from quire.sched.shares import TokenShares
-from quire.sched.state import InFlight, Limits, SchedulerState, Shares, StepDraft
+from quire.sched.state import Drafting, InFlight, Limits, SchedulerState, Shares, StepDraft
 from quire.sched.update import apply_result, first_output
 from quire.types.errors import EngineError
-from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
+from quire.types.outputs import EngineOutput, EngineStats
 from quire.types.request import EngineRequest
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import MaskedRow, StepPlan, StepResult
 
 
 class Scheduler:
@@ -34,11 +35,12 @@ class Scheduler:
         max_model_len: int,
         kv: KVCacheManager,
         shares: Shares | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`shares` is how prompts share a step; None: by numbers of tokens alone."""
+        """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
         limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
-        self._state = SchedulerState(limits, kv, make_queue(policy), shares or TokenShares())
+        self._state = SchedulerState(limits, kv, make_queue(policy), shares or TokenShares(), drafting or NoDrafts())
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -65,12 +67,12 @@ class Scheduler:
         """End requests whose last output has been made, also while they are in flight."""
         self._drop(request_ids)
 
-    def masked_requests(self, plan: StepPlan) -> list[str]:
-        """The requests that plan.mask_slots is about, in its order; some may have ended since it was planned."""
+    def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
+        """What plan.mask_slots is about, in its order; some requests may have ended since it was planned."""
         step = next(step for step in reversed(self._state.in_flight) if step.plan.step_id == plan.step_id)
         return [
-            request.request_id
-            for row, request in zip(plan.rows, step.requests, strict=True)
+            MaskedRow(request.request_id, step.drafts.get(index, ()))
+            for index, (row, request) in enumerate(zip(plan.rows, step.requests, strict=True))
             if row in plan.mask_slots
         ]
 
@@ -86,16 +88,17 @@ class Scheduler:
             admit_waiting(state, step)
             if not step.requests and state.prefilling:
                 plan_oldest_prompt(state, step)
+            state.drafting.add_drafts(state, step)
         return self._issue(step) if step.requests else None
 
-    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> EngineOutputs:
+    def update(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[EngineOutput]:
         """Apply the result of the oldest plan in flight; `seconds` is how long it kept the device, 0 if unknown."""
         step = self._oldest(plan)
         outputs = apply_result(self._state, step, result)
         if seconds > 0.0:
             self._state.shares.measured(step.work, seconds)
-        self._state.step_tokens = sum(plan.num_tokens)
-        return EngineOutputs(outputs, self.stats())
+        self._state.step_tokens = step.work.num_tokens
+        return outputs
 
     def recover(self, plan: StepPlan) -> None:
         """The oldest plan's execution raised: its requests, and those planned after it, run again, each alone.
@@ -108,11 +111,11 @@ class Scheduler:
         """Whether this plan runs one request alone after a failure: if it raises too, call fail()."""
         return any(step.retry for step in self._state.in_flight if step.plan.step_id == plan.step_id)
 
-    def fail(self, plan: StepPlan, message: str) -> EngineOutputs:
+    def fail(self, plan: StepPlan, message: str) -> list[EngineOutput]:
         """The oldest plan's execution raised and is not to be retried: its requests end, all others go on."""
         step = self._oldest(plan)
         unwind(self._state, step)
-        return EngineOutputs(fail_requests(self._state, step.requests, message), self.stats())
+        return fail_requests(self._state, step.requests, message)
 
     @property
     def has_unfinished(self) -> bool:
@@ -143,17 +146,24 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._state.waiting)
 
-    def stats(self) -> EngineStats:
+    @property
+    def request_ids(self) -> Iterable[str]:
+        """Of all that are not finished."""
+        return self._state.requests.keys()
+
+    def stats(self, *, num_parked: int = 0, step_time: float = 0.0) -> EngineStats:
+        """`num_parked` requests wait elsewhere; `step_time` is what the caller measured of the step before."""
         state = self._state
         return EngineStats(
             len(state.running),
-            len(state.waiting),
+            len(state.waiting) + num_parked,
             state.kv.num_blocks,
             state.kv.num_free_blocks,
             state.num_preemptions,
             state.prefix_queries,
             state.prefix_hits,
             state.step_tokens,
+            step_time,
             prompt_tokens=state.prompt_tokens,
             num_prefilling=len(state.prefilling),
             prefill_tokens_left=sum(r.num_tokens - r.num_computed_tokens for r in state.prefilling),
@@ -176,13 +186,21 @@ class Scheduler:
         assert sorted(rows) == list(range(state.limits.max_num_seqs)), "a row is lost or has two owners"
         assert state.num_constrained == sum(request.constrained for request in state.requests.values())
         pending = dict.fromkeys(state.requests, 0)
+        uncertain = dict.fromkeys(state.requests, 0)
         for step in state.in_flight:
             for index, request in enumerate(step.requests):
-                if request.status is not Status.FINISHED and index not in step.chunks:
-                    pending[request.request_id] += 1
+                if request.status is Status.FINISHED:
+                    continue
+                if index not in step.chunks:
+                    pending[request.request_id] += 1 + len(step.drafts.get(index, ()))
+                if index not in step.chunks or step.chunks[index].num_preemptions == request.num_preemptions:
+                    uncertain[request.request_id] += step.plan.num_tokens[index]
         for request in state.requests.values():
             assert request.num_pending == pending[request.request_id], f"{request} has lost a token"
             assert request.num_computed_tokens <= request.capacity == state.kv.capacity(request.kv)
+            if request.status is Status.RUNNING:
+                certain = request.num_computed_tokens - uncertain[request.request_id]
+                assert request.num_certain_tokens == certain, f"{request} is certain of {request.num_certain_tokens}"
             assert request.num_computed_tokens < request.num_tokens <= request.max_tokens_total
             assert bool(request.retry_until) == (request in state.retries)
             assert request.status is Status.RUNNING or request.row == -1
@@ -206,13 +224,11 @@ class Scheduler:
             deltas.ids,
         )
         self._next_step_id += 1
+        if step.drafts:
+            plan.draft_token_ids = {plan.rows[index]: token_ids for index, token_ids in step.drafts.items()}
         if state.num_constrained:
-            plan.mask_slots = {
-                request.row: request.row
-                for index, request in enumerate(step.requests)
-                if request.constrained and index not in step.chunks
-            }
-        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.retry, step.work))
+            plan.mask_slots = _mask_slots(step)
+        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.drafts, step.retry, step.work))
         return plan
 
     def _drop(self, request_ids: Iterable[str]) -> list[Request]:
@@ -233,3 +249,13 @@ class Scheduler:
             expected = in_flight[0].plan.step_id if in_flight else "none"
             raise EngineError(f"step {plan.step_id} came back out of order; the oldest in flight is {expected}")
         return in_flight.popleft()
+
+
+def _mask_slots(step: StepDraft) -> dict[int, int]:
+    """The rows that sample under a grammar, each with the line of its first mask: it has one per sample position."""
+    slots, num_lines = {}, 0
+    for index, request in enumerate(step.requests):
+        if request.constrained and index not in step.chunks:
+            slots[request.row] = num_lines
+            num_lines += 1 + len(step.drafts.get(index, ()))
+    return slots

@@ -38,11 +38,12 @@ class StepDraft:
         "budget",
         "chunks",
         "deltas",
+        "drafts",
         "now",
         "num_prompts",
         "num_tokens",
+        "out_of_blocks",
         "pairs",
-        "preempted",
         "prompt_tokens",
         "requests",
         "retry",
@@ -56,9 +57,10 @@ class StepDraft:
         self.requests: list[Request] = []
         self.num_tokens: list[int] = []  # parallel to requests
         self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk
+        self.drafts: dict[int, list[int]] = {}  # index into requests -> tokens to verify
         self.starts: list[RowStart] = []
         self.deltas = BlockDeltas()
-        self.preempted = False
+        self.out_of_blocks = False  # some request was preempted, or waits, for lack of them
         self.retry = False
         self.shares: dict[Request, int] = {}  # tokens that prompts are to get, where they were decided beforehand
         self.num_prompts = 0  # requests that more is computed of than the token sampled last
@@ -84,6 +86,17 @@ class StepDraft:
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
 
+    def add_drafts(self, index: int, token_ids: list[int]) -> None:
+        """Let a request of the step that samples verify drafts, which it has the blocks for."""
+        request, count = self.requests[index], len(token_ids)
+        self.prompt_tokens += count
+        self.pairs += pairs_of(request.num_computed_tokens, count)
+        request.num_computed_tokens += count
+        request.num_tokens += count
+        self.num_tokens[index] += count
+        self.drafts[index] = token_ids
+        self.budget -= count
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -92,6 +105,7 @@ class InFlight:
     plan: StepPlan
     requests: list[Request]  # parallel to plan.rows
     chunks: dict[int, Chunk]
+    drafts: dict[int, list[int]]  # by index too
     retry: bool  # a step that runs one request alone after a failure
     work: StepWork
 
@@ -137,11 +151,21 @@ class Shares(Protocol):
         """A step with this work took so long."""
 
 
+class Drafting(Protocol):
+    """Who lets the rows of a step verify drafts."""
+
+    def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
+        """Give drafts to rows of a step that is planned but for them."""
+
+
 class SchedulerState:
-    def __init__(self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue, shares: Shares) -> None:
+    def __init__(
+        self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue, shares: Shares, drafting: Drafting
+    ) -> None:
         self.limits = limits
         self.kv = kv
         self.shares = shares
+        self.drafting = drafting
         self.requests: dict[str, Request] = {}  # all that are not finished
         # In order of service, so the one to preempt is always the last and is planned after all others.
         self.running: list[Request] = []

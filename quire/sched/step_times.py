@@ -23,11 +23,18 @@ class Prior(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What a step computes: rows that decode, prompt tokens, and pairs of a prompt token and a token before it."""
+    """What a step computes: rows that decode, prompt tokens, and pairs of a prompt token and a token before it.
+
+    Drafts cost what prompt tokens do, and count as such.
+    """
 
     rows: int
     prompt_tokens: int = 0
     pairs: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows + self.prompt_tokens
 
     def plus(self, start: int, num_tokens: int) -> StepWork:
         """This and `num_tokens` of another prompt that has `start` computed ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from quire.sched.request import Request, Status
+from quire.sched.request import CAUGHT_UP, Request, Status
 from quire.sched.state import InFlight, SchedulerState
 from quire.types.errors import EngineError
 from quire.types.outputs import EngineOutput
@@ -22,7 +22,7 @@ def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> l
     outputs: list[EngineOutput] = []
     finished: set[Request] = set()
     special = set(
-        chain(step.chunks, result.logprobs, result.prompt_logprobs, result.errors, result.pooled)
+        chain(step.chunks, step.drafts, result.logprobs, result.prompt_logprobs, result.errors, result.pooled)
     )  # row indices that need more than the common case
     emit = outputs.append
     store = state.kv.store
@@ -64,12 +64,14 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     if index in result.errors:
         return first_output(request, [], "error", error=result.errors[index])
     chunk = step.chunks.get(index)
-    num_tokens = step.plan.num_tokens[index]
+    num_drafts = len(step.drafts.get(index, ()))
     end = chunk.end if chunk is not None else len(request.token_ids)
-    state.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - (end - num_tokens))
-    prompt_logprobs = _new_prompt_logprobs(request, end - num_tokens, result.prompt_logprobs.get(index))
+    start = end + num_drafts - step.plan.num_tokens[index]
+    state.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
+    prompt_logprobs = _new_prompt_logprobs(request, start, result.prompt_logprobs.get(index))
     if chunk is not None:
         if request.status is Status.RUNNING and chunk.num_preemptions == request.num_preemptions:
+            request.num_confirmed_tokens = end
             state.kv.store(request.kv, request.token_ids, end)
             _end_retry(state, request, end)
         return first_output(request, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
@@ -79,45 +81,69 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
         return first_output(request, [], "stop", pooled=result.pooled[index])
 
     tokens = result.token_ids[index]
-    if not tokens:
-        return first_output(request, [], "error", error="the step returned no token for it")
+    if len(tokens) > 1 + num_drafts:
+        error = f"the step returned {len(tokens)} tokens for it but had {num_drafts} drafts to verify"
+        return first_output(request, [], "error", error=error)
+    _retract(request, 1 + num_drafts - len(tokens))
     tokens, reason, stop_reason = _append(request, tokens)
     if request.status is Status.RUNNING:
-        request.store_above = state.kv.store(request.kv, request.token_ids, end)
-        request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
+        request.num_confirmed_tokens = CAUGHT_UP
+        request.store_above = state.kv.store(request.kv, request.token_ids, request.num_certain_tokens)
         state.note_progress(request)
-        _end_retry(state, request, end)
+        _end_retry(state, request, request.num_certain_tokens)
+    if not tokens and not prompt_logprobs:
+        return None
+    if request.status is Status.RUNNING:
+        request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
     logprobs = result.logprobs.get(index)
-    output = first_output(request, tokens, reason, prompt_logprobs=prompt_logprobs)
-    output.stop_reason = stop_reason
-    output.logprobs = None if logprobs is None else logprobs[: len(tokens)]
-    return output
+    return first_output(
+        request,
+        tokens,
+        reason,
+        stop_reason,
+        logprobs=None if logprobs is None else logprobs[: len(tokens)],
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def first_output(
     request: Request,
     token_ids: list[int],
     finish_reason: FinishReason | None = None,
+    stop_reason: int | None = None,
     *,
+    logprobs: list[TokenLogprobs] | None = None,
     prompt_logprobs: list[TokenLogprobs] | None = None,
     error: str | None = None,
     pooled: list[float] | None = None,
 ) -> EngineOutput:
     """An output that tells the number of cached tokens and the queue time if none before it has."""
-    output = EngineOutput(
-        request.request_id, token_ids, finish_reason, prompt_logprobs=prompt_logprobs, error=error, pooled=pooled
+    first = not request.reported
+    request.reported = True
+    return EngineOutput(
+        request.request_id,
+        token_ids,
+        finish_reason,
+        stop_reason,
+        logprobs,
+        prompt_logprobs,
+        request.num_cached_tokens if first else -1,
+        error,
+        pooled,
+        request.queue_time if first else None,
     )
-    if not request.reported:
-        request.reported = True
-        output.num_cached_tokens = request.num_cached_tokens
-        output.queue_time = request.queue_time
-    return output
+
+
+def _retract(request: Request, count: int) -> None:
+    """So many tokens that were planned for did not hold: lower the upper bounds, which steps in flight stand on."""
+    request.num_tokens -= count
+    if request.status is Status.RUNNING:
+        request.num_computed_tokens -= count
 
 
 def _append(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
     """Append sampled tokens up to the first that ends the request; those after it are dropped."""
     known = request.token_ids
-    request.num_tokens += len(tokens) - 1  # one of them was counted when the step was planned
     for count, token in enumerate(tokens, 1):
         known.append(token)
         repeats = request.repetition is not None and request.repetition.add(token)

@@ -1,4 +1,4 @@
-"""Who may call each route and what it reads: the one table that the API keys and the body checks go by.
+"""Who may call each route, from where, and what it reads: the table that keys, origins and body checks go by.
 
 A route that is not here is never open, and tests/server/test_access.py refuses it.
 """
@@ -11,22 +11,28 @@ from typing import Literal
 from starlette.types import Scope
 
 Key = Literal["key", "probe", "open"]
+Origin = Literal["reads", "json", "preflight", "own"]
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`key`: needs the API key; `probe`: only with --protect-health; `open`: never.
-
-    A route with a `body` reads JSON of at most --max-body-bytes; one without reads nothing of what is sent.
-    """
+    """What a route states about itself; nothing has a default, so that a new route has to say it."""
 
     key: Key
-    body: bool = False
+    """`key`: needs the API key; `probe`: only with --protect-health; `open`: never."""
+    origin: Origin
+    """What keeps web pages of other origins from using it.
+
+    `reads`: it changes nothing, and browsers hide the answer; `json` and `preflight`: browsers ask the server before
+    they send such a content type or method; `own`: it refuses them by their Origin header.
+    """
+    body: bool
+    """Whether it reads JSON, of at most --max-body-bytes; if not, it reads nothing of what is sent."""
 
 
-_READ = Access("key")
-_JSON = Access("key", body=True)
-_PROBE = Access("probe")
+_READ = Access("key", "reads", body=False)
+_JSON = Access("key", "json", body=True)
+_PROBE = Access("probe", "reads", body=False)
 
 ROUTES: dict[tuple[str, str], Access] = {
     ("POST", "/v1/chat/completions"): _JSON,
@@ -36,8 +42,8 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("POST", "/v1/responses"): _JSON,
     ("POST", "/v1/responses/input_tokens"): _JSON,
     ("GET", "/v1/responses/{response_id}"): _READ,
-    ("DELETE", "/v1/responses/{response_id}"): _READ,
-    ("POST", "/v1/responses/{response_id}/cancel"): _READ,
+    ("DELETE", "/v1/responses/{response_id}"): Access("key", "preflight", body=False),
+    ("POST", "/v1/responses/{response_id}/cancel"): Access("key", "own", body=False),
     ("GET", "/v1/responses/{response_id}/input_items"): _READ,
     ("POST", "/v1/messages"): _JSON,
     ("POST", "/v1/messages/count_tokens"): _JSON,
@@ -53,7 +59,7 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("GET", "/openapi.json"): _READ,
     ("HEAD", "/openapi.json"): _READ,
     ("GET", "/"): _READ,
-    ("HEAD", "/"): Access("open"),
+    ("HEAD", "/"): Access("open", "reads", body=False),
     ("GET", "/health"): _PROBE,
     ("GET", "/ready"): _PROBE,
     ("GET", "/ping"): _PROBE,

@@ -16,7 +16,7 @@ from quire.server.openapi import answers
 from quire.types.errors import EngineUnavailableError
 
 READY = "ready"
-# A server that finishes its last requests is well, and should not be killed for it; it is only not ready for more.
+# A server that drains is healthy and must not be killed; it is only not ready for more requests.
 ALIVE = frozenset({READY, "draining"})
 
 
@@ -48,7 +48,7 @@ class ServerInfo(msgspec.Struct):
 
 
 def harmless_settings(config: ServerConfig) -> dict[str, Any]:
-    """Those that are numbers, switches or one of a few words: none of them can hold a key, a path or an address."""
+    """Settings that are numbers, booleans or one of a few words: none can hold a key, a path or an address."""
     hints = get_type_hints(type(config))
     return {
         name: getattr(config, name)
@@ -62,8 +62,7 @@ def admin_router(context: ServerContext) -> APIRouter:
 
     def report(good: frozenset[str]) -> Response:
         health = context.provider.health()
-        body = msgspec.json.encode(Health(health.status, health.detail))
-        return json_response(body, 200 if health.status in good else 503)
+        return json_response(Health(health.status, health.detail), 200 if health.status in good else 503)
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
@@ -84,11 +83,11 @@ def admin_router(context: ServerContext) -> APIRouter:
     @router.get("/version", response_class=Response)
     async def version() -> Response:
         """Quire's version."""
-        return json_response(msgspec.json.encode(Version(quire.__version__)))
+        return json_response(Version(quire.__version__))
 
     @router.get("/server_info", response_class=Response, responses=answers(ServerInfo))
     async def server_info() -> Response:
-        """What runs here and how it is set up. Keys, paths and the environment are never told."""
+        """What runs here and how it is set up. Never shows keys, paths or the environment."""
         try:
             engine = msgspec.convert(context.provider.engine.info, EngineSummary, from_attributes=True)
         except EngineUnavailableError:
@@ -96,7 +95,7 @@ def admin_router(context: ServerContext) -> APIRouter:
         formats = context.formats
         status, settings = context.provider.health().status, harmless_settings(context.settings)
         info = ServerInfo(quire.__version__, status, engine, formats.tool, formats.reasoning, settings)
-        return json_response(msgspec.json.encode(info))
+        return json_response(info)
 
     @router.head("/", response_class=Response, include_in_schema=False)
     async def head() -> Response:

@@ -21,7 +21,7 @@ class Admission:
 
     @contextmanager
     def enter(self, count: int, max_num_seqs: int, field: str) -> Iterator[None]:
-        """Hold `count` places, or refuse: for now when the queue is full, for good when it could never take them."""
+        """Hold `count` places. QueueFullError while the queue is full, RequestError if it could never take them."""
         limit = max_num_seqs + self._max_queue
         if count > limit:
             raise RequestError(

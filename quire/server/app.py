@@ -20,10 +20,10 @@ from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
 from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.models import models_router
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
 from quire.server.openai.invocations import invocations_router
-from quire.server.openai.models import models_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
 from quire.server.tool_servers import ToolServers, make_tool_servers
@@ -52,7 +52,7 @@ def build_app(
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
 ) -> FastAPI:
-    """`observer` hears of every HTTP call; `extra_routers` hold routes that need more than a ServerContext.
+    """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
     Whoever gives `tool_servers` closes them.
     """

@@ -1,7 +1,7 @@
 """Reads JSON bodies quickly and within bounds, so that no body holds up the streams that share the event loop.
 
-Large bodies are read on a thread. What a body would be as objects is known before it is decoded: how deeply it is
-nested and how many values it holds is counted in its bytes.
+Large bodies are read on a thread. Nesting depth and number of values are counted in the bytes
+before anything is decoded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quire.types.errors import RequestError
 MAX_DEPTH = 256  # of lists and objects; a schema needs two levels for each of its own
 MAX_VALUES = 1 << 20
 MAX_CONTAINERS = 1 << 16  # lists and objects
-# What one item costs to check and to convert is tens of microseconds, in which no stream moves.
+# Checking and converting one item takes tens of microseconds, during which the event loop is blocked.
 MAX_ITEMS = {"messages": 4096, "input": 4096, "prompt": 4096, "tools": 1024, "documents": 4096, "logit_bias": 1 << 16}
 _LARGE = 1 << 16  # bytes
 _PIECE = 1 << 20
 _QUOTE = ord('"')
-# By byte: how it changes the depth, and whether it stands before a value.
+# For each byte: how it changes the depth, and whether a value follows it.
 _DEPTHS = np.zeros(256, np.int8)
 _DEPTHS[[ord("["), ord("{")]] = 1
 _DEPTHS[[ord("]"), ord("}")]] = -1
@@ -66,7 +66,7 @@ class JsonRequest(Request):
 
 
 def _check_count(name: str, value: Any, most: int) -> None:
-    """Count a list's items, and the parts of messages; token ids are cheap, so that a list of them counts nothing."""
+    """Refuse a list with too many items and parts of messages. Token ids are cheap and not counted."""
     if not isinstance(value, list | dict) or not value or (isinstance(value, list) and isinstance(value[0], int)):
         return
     parts = [item["content"] for item in value if isinstance(item, dict) and isinstance(item.get("content"), list)]
@@ -76,7 +76,7 @@ def _check_count(name: str, value: Any, most: int) -> None:
 
 
 def _read(body: bytes) -> Any:
-    """The body's value, or what FastAPI is to make of it: the error that says where it is not JSON."""
+    """The body's value, or for FastAPI the error that says where it is not JSON."""
     try:
         check_size(body)
         return _decode(body)
@@ -123,8 +123,8 @@ def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # The standard library says better where it went wrong, and takes what msgspec refuses: numbers that are not
-        # finite and text that is not Unicode, which nothing behind this can hold.
+        # The standard library has better error positions, and accepts infinite numbers and lone surrogates, which
+        # msgspec and everything behind this refuse.
         value = _standard_decode(body)
         _check(value)
         return value
@@ -160,7 +160,7 @@ def _check(value: Any) -> None:
 
 
 def _has_surrogate(text: str) -> bool:
-    """Half of a pair of UTF-16 is no character: no encoding of Unicode holds it."""
+    """Whether the text has a lone surrogate, which cannot be encoded."""
     if text.isascii():
         return False
     try:
@@ -179,7 +179,7 @@ class JsonRoute(APIRoute):
     """A route whose body, if it has one, is JSON and read by JsonRequest.
 
     A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
-    keeps strangers' pages from using a server on this machine.
+    keeps strangers' pages from using a server on this machine. A POST without a body is refused by its origin.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -189,6 +189,8 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             if has_body:
                 _check_content_type(request)
+            elif request.method == "POST":
+                _check_origin(request)
             read = JsonRequest(request.scope, request.receive)
             if has_body:
                 await read.load()
@@ -197,8 +199,23 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _check_origin(request: Request) -> None:
+    """Refuse a page of another origin, unless it sends what its browser asked this server about."""
+    origin = request.headers.get("origin")
+    if origin is None or _content_type(request) == "application/json":
+        return
+    if origin.partition("://")[2] != request.headers.get("host"):
+        raise HTTPException(
+            403, f"pages of {origin[:100]!r} may not send this; send `Content-Type: application/json` with it"
+        )
+
+
 def _check_content_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = _content_type(request)
     if kind != "application/json":
         raise HTTPException(
             415, f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"

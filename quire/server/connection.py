@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from quire.server.errors import error_body
+from quire.server.errors import Failure, openai_error
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
-        body = error_body(message, "invalid_request_error", code=code)
+        body = openai_error(Failure(status=status, message=message, code=code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         if self.transport.can_write_eof():
@@ -152,7 +152,7 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _wait_for_body(self) -> None:
-        """A body may take long, as long as something comes."""
+        """A body may take long, as long as data arrives within the timeout."""
         self._clear_deadline()
         if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
             self._set_deadline()
@@ -163,21 +163,21 @@ class Connection(HttpToolsProtocol):
             return
         if self._phase == "head":
             self._refuse(408, f"no complete request came within {self._header_timeout:g} s", "request_timeout")
-        elif self._phase == "body" and self.flow.read_paused:  # it is the server that does not read on
+        elif self._phase == "body" and self.flow.read_paused:  # the server itself has paused reading
             self._set_deadline()
         else:
-            self.transport.close()  # if the application waits for a body, it hears that the client has gone
+            self.transport.close()  # an application that waits for the body gets a disconnect
 
     # Half-closed sockets
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has said all it had to say still gets the answer, unless it is gone altogether."""
+        """Answer a client that has closed only its sending side."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
-            return False  # the connection is closed
+            return False  # the connection is closed; event loops cannot keep one half of TLS open
         cycle.keep_alive = False
-        # The end of what a client sends looks the same when it has closed its socket. Then it resets the connection
-        # when something comes, and what may come before any answer is an interim response.
+        # A socket that is closed in both directions looks the same, until something is sent: then the client resets
+        # the connection. An interim response may be sent before any answer.
         if not cycle.response_started and self.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM)
         self._look = self.loop.call_later(_FIRST_LOOK, self._look_for_client)

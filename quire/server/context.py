@@ -26,9 +26,9 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_TOKENIZED = 1 << 20
-"""Tokens of a text that is only counted or tokenized, not answered."""
+"""The most tokens of a text for /tokenize and for counting."""
 
-# Clients choose the names, so only so many are remembered.
+# Clients choose the names, so the number of names that are remembered is bounded.
 _MAX_REMEMBERED_FIELDS = 1000
 
 
@@ -58,7 +58,7 @@ class EngineProvider(Protocol):
 
 
 class TemplateThreads:
-    """Threads that wait for strangers' templates, apart from those that everybody uses; few may wait for them."""
+    """Threads for rendering chat templates of requests, apart from the default pool, with a bounded queue."""
 
     def __init__(self, num_threads: int = 2, max_waiting: int = 32) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-template")
@@ -91,7 +91,7 @@ class ServerContext:
     _seen_fields: set[str] = field(default_factory=set)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; without one the request is for whatever is served."""
+        """The model name for the answer: the given one if it is served, the first one if none is given."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
@@ -99,7 +99,7 @@ class ServerContext:
         return name
 
     def max_model_len(self) -> int | None:
-        """None while no engine is there to say it."""
+        """None while there is no engine."""
         try:
             return self.provider.engine.info.max_model_len
         except EngineUnavailableError:
@@ -121,7 +121,7 @@ class ServerContext:
             raise RequestError(f"the text has more than {most} tokens; send it in parts", field) from error
 
     def note_ignored_field(self, route: str, name: str) -> None:
-        """One line in the log for each field name that nobody knows."""
+        """Log each unknown field name once."""
         key = f"{route} {name[:100]}"
         if key not in self._seen_fields and len(self._seen_fields) < _MAX_REMEMBERED_FIELDS:
             self._seen_fields.add(key)

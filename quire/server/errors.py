@@ -1,9 +1,16 @@
-"""Every failure as an HTTP status and the error body of the API that was called: OpenAI's, or Anthropic's."""
+"""Every failure as a status, a code, a field, and the error form of the API that was called.
+
+The one place where errors get their address: `addressed` names fields as a request does, `failure_of` says what an
+error means to a client, and the rest puts that into OpenAI's and Anthropic's forms.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -19,10 +26,11 @@ from quire.server.validation import explain_validation
 from quire.types.errors import ContextLengthError, EngineUnavailableError, QueueFullError, QuireError, RequestError
 
 BUG_MESSAGE = "the server failed on this request; its log says why"
-STATUS_CLIENT_GONE = 499  # nginx's number for it; nobody is there to read it, but the log is
+STATUS_CLIENT_GONE = 499  # nginx's status for it; only the log shows it
 
 _CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
@@ -89,38 +97,85 @@ class ClientDisconnectedError(QuireError):
     """The client went away before its answer was complete."""
 
 
-def status_of(error: QuireError) -> int:
-    if isinstance(error, ClientDisconnectedError):
-        return STATUS_CLIENT_GONE
-    if isinstance(error, UnknownModelError | NotFoundError):
-        return 404
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong, before it is put into the error form of an API."""
+
+    status: int
+    message: str
+    field: str | None = None
+    """The part of the request that is wrong."""
+    code: str | None = None
+    """What kind of failure it is, for programs; more than the status says."""
+    headers: Mapping[str, str] | None = None
+    anthropic_message: str | None = None
+    """The words that Anthropic's clients look for, where they are others."""
+
+
+_MEANINGS: tuple[tuple[type[QuireError], int, str | None], ...] = (
+    (ClientDisconnectedError, STATUS_CLIENT_GONE, None),
+    (UnknownModelError, 404, "model_not_found"),
+    (NotFoundError, 404, "not_found"),
+    (ContextLengthError, 400, "context_length_exceeded"),
+    (RequestError, 400, None),
+    (ToolServerError, 502, None),
+    (QueueFullError, 503, "queue_full"),
+    (EngineUnavailableError, 503, "engine_unavailable"),
+    (QuireError, 500, None),
+)
+
+
+def failure_of(error: QuireError) -> Failure:
+    """What an error means to a client."""
+    status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
+    failure = Failure(status=status, message=str(error), code=code)
     if isinstance(error, RequestError):
-        return 400
-    if isinstance(error, ToolServerError):
-        return 502
-    return 503 if isinstance(error, EngineUnavailableError) else 500
-
-
-def encode_error(error: QuireError) -> bytes:
-    """The body for an error, as a response or as the last event of a stream."""
-    if isinstance(error, RequestError):
-        return error_body(str(error), "invalid_request_error", error.field, request_error_code(error))
-    if isinstance(error, QueueFullError):
-        return error_body(str(error), "server_error", code="queue_full")
-    code = "engine_unavailable" if isinstance(error, EngineUnavailableError) else None
-    return error_body(str(error), "server_error", code=code)
-
-
-def request_error_code(error: RequestError) -> str | None:
-    """What programs tell errors apart by that have the same status."""
+        failure = replace(failure, field=error.field)
     if isinstance(error, ContextLengthError):
-        return "context_length_exceeded"
-    return "model_not_found" if isinstance(error, UnknownModelError) else None
+        words = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
+        failure = replace(failure, anthropic_message=words)
+    if isinstance(error, EngineUnavailableError):
+        failure = replace(failure, headers={"retry-after": str(max(1, math.ceil(error.retry_after)))})
+    return failure
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    param = None if param is None else _printable(param)
-    return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(message), kind, param, code)))
+@contextmanager
+def addressed(fields: Mapping[str, str | None]) -> Iterator[None]:
+    """Raise RequestErrors under the names that a request has for what is wrong.
+
+    `fields` maps the engine's name of a field to the request's own; parts of a field, as in `a.b`, go with it. None
+    leaves the name as it is.
+    """
+    try:
+        yield
+    except RequestError as error:
+        name = error.field or ""
+        own = fields.get(name.partition(".")[0])
+        if own is not None:
+            error.field = own
+            if "." in name:  # a word by itself, such as prompt, may be one of the sentence
+                error.args = (str(error).replace(name, own, 1),)
+        raise
+
+
+def openai_error(failure: Failure) -> bytes:
+    """The body for a failure, as a response or as the last event of a stream."""
+    is_client = failure.status < 500 and failure.status != STATUS_CLIENT_GONE
+    field = None if failure.field is None else _printable(failure.field)
+    kind = "invalid_request_error" if is_client else "server_error"
+    return msgspec.json.encode(ErrorBody(ErrorInfo(_printable(failure.message), kind, field, failure.code)))
+
+
+def anthropic_error(failure: Failure, request_id: str | None) -> bytes:
+    """The same in the form of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    info = AnthropicErrorInfo(kind, _printable(failure.anthropic_message or failure.message))
+    return msgspec.json.encode(AnthropicErrorBody(info, request_id))
+
+
+def responses_code(failure: Failure) -> str:
+    """The code of a response that has failed: the Responses API has no statuses within a stream."""
+    return "server_error" if failure.status >= 500 else failure.code or "invalid_prompt"
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -128,44 +183,23 @@ def is_anthropic(scope: Scope) -> bool:
     return route_path(scope).startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
-def anthropic_error(error: QuireError, request_id: str | None) -> bytes:
-    """`encode_error` in the form of Anthropic's API."""
-    message = str(error)
-    if isinstance(error, ContextLengthError):  # these are the words that its clients look for
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum"
-    return encode_anthropic_error(status_of(error), message, request_id)
-
-
-def encode_anthropic_error(status: int, message: str, request_id: str | None) -> bytes:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorInfo(kind, _printable(message)), request_id))
-
-
-def error_response(scope: Scope, error: QuireError) -> Response:
-    headers = {}
-    if isinstance(error, EngineUnavailableError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    status = status_of(error)
-    if is_anthropic(scope):
-        return json_response(anthropic_error(error, _request_id(scope)), status, headers)
-    return json_response(encode_error(error), status, headers)
-
-
-def plain_error_response(
-    scope: Scope, status: int, message: str, headers: Mapping[str, str] | None = None, field: str | None = None
-) -> Response:
-    if is_anthropic(scope):
-        return json_response(encode_anthropic_error(status, message, _request_id(scope)), status, headers)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json_response(error_body(message, kind, field, _CODES.get(status)), status, headers)
-
-
-def _request_id(scope: Scope) -> str | None:
+def error_response(scope: Scope, failure: Failure) -> Response:
+    """The failure in the form of the API that was called."""
     request_id: str | None = scope.get("state", {}).get("request_id")
-    return request_id
+    body = anthropic_error(failure, request_id) if is_anthropic(scope) else openai_error(failure)
+    return json_response(body, failure.status, failure.headers)
 
 
-def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def http_failure(
+    status: int, message: str, headers: Mapping[str, str] | None = None, field: str | None = None
+) -> Failure:
+    """A failure that HTTP itself has a name for."""
+    return Failure(status=status, message=message, field=field, code=_CODES.get(status), headers=headers)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` as JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, headers, media_type="application/json")
 
 
@@ -178,13 +212,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return error_response(request.scope, error)
+    return error_response(request.scope, failure_of(error))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, field = explain_validation(error.errors())
-    return plain_error_response(request.scope, 400, message, field=field)
+    return error_response(request.scope, http_failure(400, message, field=field))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -198,12 +232,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"{request.url.path[:200]} does not answer to {request.method}"
     field = error.field if isinstance(error, BodyError) else None
-    return plain_error_response(request.scope, error.status_code, message, error.headers, field)
+    return error_response(request.scope, http_failure(error.status_code, message, error.headers, field))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The traceback is logged by the HTTP server; a stranger learns no more than that it happened."""
-    return plain_error_response(request.scope, 500, BUG_MESSAGE)
+    """The HTTP server logs the traceback; the client gets no details."""
+    return error_response(request.scope, http_failure(500, BUG_MESSAGE))
 
 
 def _printable(text: str) -> str:

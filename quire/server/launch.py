@@ -1,7 +1,7 @@
 """Runs the server: binds the address, starts the engine, serves until a signal or a failure, and cleans up.
 
 The address is bound first, so that a taken port is known before a model is loaded; until the engine is ready,
-requests are refused politely and /health says what it is busy with.
+requests get a 503, and /health names the phase of the start.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
+from quire.platform.allocator import keep_little_free_memory
 from quire.server.app import build_app
 from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
@@ -45,11 +46,11 @@ from quire.utils.log import get_logger
 logger = get_logger(__name__)
 
 _BACKLOG = 2048
-_LAST_WRITES = 2  # seconds that answers which are complete get to reach their clients
+_LAST_WRITES = 2  # seconds to deliver answers that are complete
 
 
 class Supervisor(EngineProvider, Protocol):
-    """What `serve` needs of an engine's keeper."""
+    """What `serve` needs of a supervisor."""
 
     async def start(self) -> None: ...
 
@@ -66,6 +67,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     `launch` starts the engine process; tests and benchmarks give others.
     """
     setup_server_logging(settings.log_format)
+    keep_little_free_memory()
     spare: Spare = NO_SPARE
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else print_line
@@ -108,7 +110,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 tool_servers=tool_servers,
             )
             server = Server(uvicorn_config(app, settings))
-            # A full collection would walk over all that was made until now, and no stream would move meanwhile.
+            # A full collection would walk over all objects made until now and block the event loop.
             gc.collect()
             gc.freeze()
             try:
@@ -122,7 +124,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
 
 def check_tls(settings: ServerConfig) -> None:
-    """Refuse a certificate or key that cannot be used while it is still early."""
+    """Refuse an unusable certificate or key before a model is loaded."""
     if settings.ssl_certfile is None:
         return
     try:
@@ -142,7 +144,7 @@ class Server(uvicorn.Server):
         yield
 
     async def end_answers(self) -> None:
-        """Let answers that were cut off tell their clients why; what takes too long is cancelled."""
+        """Let answers that were cut off send their last event; cancel those that take too long."""
         answers = set(self.server_state.tasks)
         if not answers:
             return
@@ -202,7 +204,7 @@ async def _keep_engine(supervisor: Supervisor, address: str) -> None:
 
 
 class _Stop:
-    """What signals ask for."""
+    """Acts on signals: drain, or stop at once."""
 
     def __init__(self, server: Server, supervisor: Supervisor) -> None:
         self._server = server
@@ -227,7 +229,7 @@ class _Stop:
 
     async def _drain_and_exit(self) -> None:
         if not await self._supervisor.drain():
-            await self._supervisor.stop()  # so that streams which are cut off hear why
+            await self._supervisor.stop()  # so that streams which are cut off end with the reason
         self._server.should_exit = True
 
 
@@ -299,7 +301,7 @@ def _answers(path: Path) -> bool:
 
 
 class _PhaseLog:
-    """Says what the start is busy with: each phase when it begins, and a long one at every quarter."""
+    """Logs the phases of the start: each one when it begins, and long ones at every quarter."""
 
     def __init__(self) -> None:
         self._name = ""

@@ -28,13 +28,13 @@ def load_router(context: ServerContext) -> APIRouter:
     @router.get("/load", response_class=Response, responses=answers(Load))
     async def load() -> Response:
         """How many completions run or wait."""
-        return json_response(msgspec.json.encode(Load(context.admission.num_open)))
+        return json_response(Load(context.admission.num_open))
 
     return router
 
 
 class LoadReport:
-    """Tells the engine's load with the answer to each request that asks for it."""
+    """Adds the engine's load to the answers of requests that ask for it."""
 
     def __init__(self, app: ASGIApp, provider: EngineProvider) -> None:
         self.app = app

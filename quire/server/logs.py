@@ -57,7 +57,7 @@ def setup_server_logging(log_format: LogFormat) -> None:
 
 
 def relay_engine_line(line: str) -> None:
-    """Let a line of the engine process, a log line or any other, take the form of this process's own."""
+    """Print a line of the engine process, a log line or any other, in the format of this process."""
     found = _ENGINE_LINE.fullmatch(line.rstrip())
     level, message = (_LEVELS[found[1]], found[2]) if found else (logging.INFO, line.rstrip())
     engine_logger.log(level, "%s", message)

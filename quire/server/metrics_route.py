@@ -1,4 +1,4 @@
-"""GET /metrics, and what an HTTP call is counted as."""
+"""GET /metrics, and the metrics event of an HTTP request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_metrics_router(prometheus: PrometheusObserver) -> APIRouter:
 
 
 def http_end(scope: Scope, status: int, seconds: float) -> HttpEnd:
-    """The event for a call that is over. What a client can make up freely does not become a label."""
+    """The event for a finished request. Nothing that clients choose freely becomes a label."""
     route = scope.get("route")
     path = route.path_format if isinstance(route, Route) else NO_ROUTE
     method = scope["method"] if scope["method"] in _METHODS else "other"

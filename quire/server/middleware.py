@@ -20,9 +20,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.stats import NULL_OBSERVER, Observer
-from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.access import PROBES, is_open, route_path
-from quire.server.errors import STATUS_CLIENT_GONE, plain_error_response
+from quire.server.errors import STATUS_CLIENT_GONE, error_response, http_failure
 from quire.server.metrics_route import http_end
 from quire.utils.log import get_logger
 
@@ -45,25 +44,13 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
-def arrival_time_of(scope: Scope) -> float:
-    """When this request came, on the monotonic clock."""
-    arrival_time: float = scope["state"]["arrival_time"]
-    return arrival_time
-
-
-def trace_headers_of(scope: Scope) -> dict[str, str] | None:
-    """What says which trace a request belongs to, if anything."""
-    headers = Headers(scope=scope)
-    return {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
-
-
 def is_request_id(text: str) -> bool:
     """Whether a client's own id is fit for logs and headers."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 class RequestContext:
-    """Outermost: gives each request an id, returns it as a header, and tells log and observer when it ends."""
+    """The outermost layer: gives each request an id, returns it as a header, and reports the request's end."""
 
     def __init__(self, app: ASGIApp, observer: Observer = NULL_OBSERVER) -> None:
         self.app = app
@@ -111,7 +98,7 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Lets in who sends one of the keys. With no keys everybody is let in."""
+    """Accepts requests with one of the keys; without keys, all requests."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False) -> None:
         self.app = app
@@ -120,13 +107,12 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
-            response = plain_error_response(
-                scope,
+            failure = http_failure(
                 401,
                 "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`",
                 {"www-authenticate": "Bearer"},
             )
-            await response(scope, receive, send)
+            await error_response(scope, failure)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -179,7 +165,8 @@ class BodyLimits:
         async def send_open(message: Message) -> None:
             await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
-        await plain_error_response(scope, 413, self._too_large(), _CLOSE)(scope, receive, send_open)
+        response = error_response(scope, http_failure(413, self._too_large(), _CLOSE))
+        await response(scope, receive, send_open)
         await self._drop_rest(receive)
         await send({"type": "http.response.body"})
 

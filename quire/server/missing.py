@@ -36,7 +36,7 @@ MISSING = {
 
 
 def missing_capability(path: str) -> str | None:
-    """What this server cannot do that a path asks for, if that is known of it."""
+    """The missing capability behind a path of another server, if the path is a known one."""
     segments = path.split("/")
     beginnings = ("/".join(segments[:count]) for count in range(len(segments), 1, -1))
     return next((MISSING[beginning] for beginning in beginnings if beginning in MISSING), None)

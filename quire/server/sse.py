@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import BUG_MESSAGE, ClientDisconnectedError, encode_error
+from quire.server.errors import BUG_MESSAGE, ClientDisconnectedError, failure_of, openai_error
 from quire.types.errors import QuireError
 from quire.utils.log import get_logger
 
@@ -48,7 +48,7 @@ class EventStream(Response):
     """Sends the events of a generator as they come, and keep-alives while none come.
 
     Headers wait for the first event, but no longer than VERDICT_SECONDS after the generator's ACCEPTED: what fails
-    before is answered with a status of its own. What fails later is told by the stream's last event.
+    before is answered with a status of its own. What fails later is the stream's last event.
     """
 
     media_type = "text/event-stream"
@@ -59,7 +59,7 @@ class EventStream(Response):
         *,
         opening: Callable[[], bytes] = lambda: KEEP_ALIVE,
         keep_alive: Callable[[], bytes] = lambda: KEEP_ALIVE,
-        failed: Callable[[QuireError], bytes] = lambda error: event(encode_error(error)),
+        failed: Callable[[QuireError], bytes] = lambda error: event(openai_error(failure_of(error))),
         end: bytes = DONE,
     ) -> None:
         """What an API says apart from the events themselves.

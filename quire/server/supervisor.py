@@ -1,4 +1,4 @@
-"""EngineSupervisor: keeps one engine process serving. Restarts it when it dies, and says how it is.
+"""EngineSupervisor: keeps one engine process serving. Restarts it when it dies, and reports its health.
 
 Knows processes and streams, not HTTP.
 """
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped"]
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
-_SPARE_LOOKS = 12  # after so many looks at an engine that was never idle, a spare is launched all the same
+_SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
 _MOST_NAMED = 4  # requests in such a line
 _RETRY_AFTER = 2.0  # seconds, where nothing better is known
@@ -64,7 +64,7 @@ class Health:
 
 
 def backoff(options: SupervisorOptions, num_deaths: int) -> float:
-    """Seconds to wait after the last of so many deaths within the window."""
+    """Seconds to wait before the restart after `num_deaths` deaths within the window."""
     return float(min(options.max_backoff, options.restart_backoff * 2 ** (num_deaths - 1)))
 
 
@@ -98,7 +98,7 @@ class EngineSupervisor:
         launch: LaunchClient = launch_client,
         spare: Spare = NO_SPARE,
     ) -> None:
-        """`on_phase` hears what each start is busy with; `observer` is handed to each AsyncEngine.
+        """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine.
 
         `spare` is launched when an engine is ready and idle, for `launch` to take; it is stopped with the rest.
         """
@@ -151,7 +151,7 @@ class EngineSupervisor:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine said after its last step; zeros of a new one."""
+        """The engine's statistics after its last step; zeros for a new engine."""
         return EngineStats() if self._client is None else self._client.stats
 
     @property
@@ -210,7 +210,7 @@ class EngineSupervisor:
             has_streams = self._engine is not None and self._engine.num_requests > 0
             await self._retire()
             if self._is_draining:
-                # Who stops a group of processes tells the engine too, which then leaves by itself when it is idle.
+                # A signal to the process group reaches the engine too, which then exits by itself when it is idle.
                 logger.log(logging.ERROR if has_streams else logging.INFO, "%s", error)
                 return
             if isinstance(error, EngineStartError) or self._count_death() > self._options.max_restarts:
@@ -246,7 +246,7 @@ class EngineSupervisor:
         return death
 
     async def _prepare(self, engine: AsyncEngine) -> None:
-        """What would make others wait when it is first used is done now."""
+        """Do now what would delay the first requests."""
         try:
             await engine.prepare_structured_outputs()
         except EngineError as error:
@@ -261,7 +261,7 @@ class EngineSupervisor:
         self._spare.start()
 
     async def _watch(self, client: ZmqClient, engine: AsyncEngine) -> EngineError:
-        """Look after a serving engine until it dies, or nobody can read its outputs any more."""
+        """Watch a serving engine until it dies or its outputs cannot be read any more."""
         interval = min(_LOOK_INTERVAL, self._options.stall_timeout / 2)
         death = asyncio.create_task(client.wait_dead())
         try:
@@ -283,7 +283,7 @@ class EngineSupervisor:
         self._has_dumped = stalled_for > 0
 
     def _stalled_for(self) -> float:
-        """Seconds without a step, when those are too many; otherwise 0."""
+        """Seconds without a finished step, if the engine has stalled; otherwise 0."""
         seconds = 0.0 if self._client is None else self._client.seconds_without_step()
         return seconds if seconds > self._options.stall_timeout else 0.0
 
@@ -315,7 +315,7 @@ class EngineSupervisor:
         self._settled.set()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """A bug here must not leave a server that looks as if it served."""
+        """After a bug in the supervisor the server fails, and does not pretend to serve."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("supervising the engine failed", exc_info=error)
             self._give_up(EngineDeadError(f"supervising the engine failed: {error!r}"))

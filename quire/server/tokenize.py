@@ -16,10 +16,10 @@ from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import render_conversation
 from quire.server.errors import json_response
+from quire.server.generation.field_table import NO_EFFECT_ON_PROMPTS, check_extra_fields
+from quire.server.generation.fields import TokenIds
 from quire.server.openai.chat.messages import template_conversation
 from quire.server.openai.chat.protocol import ConversationFields
-from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
-from quire.server.openai.sampling import TokenIds
 from quire.server.openapi import answers
 from quire.types.errors import RequestError
 
@@ -77,7 +77,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         answer = Tokens(len(ids), context.max_model_len(), ids)
         if body.return_token_strs:
             answer.token_strs = [tokenizer.convert_id_to_token(token) or "" for token in ids]
-        return json_response(msgspec.json.encode(answer))
+        return json_response(answer)
 
     @router.post("/detokenize", response_class=Response, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -86,7 +86,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
         check_extra_fields(body.model_extra or {}, context, "/detokenize", NO_EFFECT_ON_PROMPTS)
         decode = partial(_decode, context.tokenizer(), body.tokens)
         text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()
-        return json_response(msgspec.json.encode(Text(text)))
+        return json_response(Text(text))
 
     @router.get("/tokenizer_info", response_class=Response, responses=answers(dict[str, Any]))
     async def tokenizer_info() -> Response:
@@ -100,7 +100,7 @@ def tokenize_router(context: ServerContext) -> APIRouter:
             **tokenizer.special_tokens,
             "chat_template": None if template is None else template.source,
         }
-        return json_response(msgspec.json.encode(info))
+        return json_response(info)
 
     return router
 

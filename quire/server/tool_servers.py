@@ -42,14 +42,14 @@ class RemoteTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool said; `is_error` if it said that it failed."""
+    """The result of a tool; `is_error` if the tool reports a failure."""
 
     text: str
     is_error: bool
 
 
 class ToolServers:
-    """All tool servers. Everything they do wrong is a ToolServerError, at the latest after `timeout` seconds."""
+    """All tool servers. Every failure of one is a ToolServerError, at the latest after `timeout` seconds."""
 
     def __init__(self, addresses: Sequence[ToolServerAddress], *, timeout: float, max_result_bytes: int) -> None:
         if addresses:
@@ -105,7 +105,7 @@ class ToolServers:
 
 
 def _import_client() -> None:
-    """While the server starts: it takes a second, which later would keep everybody waiting."""
+    """Import the client library at start: later it would block the event loop for a second."""
     try:
         importlib.import_module("mcp")
     except ImportError as error:
@@ -135,7 +135,7 @@ class _Connection:
         return self._ready is not None
 
     async def client(self) -> Client:
-        """The connected client; all who ask while it connects wait for the same one."""
+        """The connected client; requests that come while it connects wait for the same connection."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._leave = asyncio.Event()
@@ -147,7 +147,7 @@ class _Connection:
         return await asyncio.shield(self._ready)
 
     def drop(self) -> None:
-        """Let go of the connection; the next who asks gets another."""
+        """Drop the connection; the next request opens another."""
         self._leave.set()
         self._ready = None
 
@@ -180,7 +180,7 @@ class _Connection:
 def _fail(ready: asyncio.Future[Client], message: str) -> None:
     if not ready.done():
         ready.set_exception(ToolServerError(message))
-        ready.exception()  # whoever waited may not be there any more to take it
+        ready.exception()  # the waiting request may be gone
 
 
 def _client_for(address: ToolServerAddress) -> Client:
@@ -213,7 +213,7 @@ def _text_of(result: CallToolResult) -> str:
 
 
 def _block_text(block: ContentBlock) -> str:
-    """A model reads text; of anything else it hears that it was there."""
+    """The text of a block; for another kind of content, a note that it was left out."""
     from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 
     if isinstance(block, TextContent):
@@ -224,7 +224,7 @@ def _block_text(block: ContentBlock) -> str:
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """At most so many bytes of the text, and a word about the rest."""
+    """The text, cut off after the limit in bytes, with a note that says how much is missing."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:
         return text

@@ -1,11 +1,11 @@
-"""Says in one sentence which field of a body is wrong and what it should be, out of pydantic's complaints."""
+"""Turns pydantic's errors into one sentence: which field of a body is wrong and what it should be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Of pydantic's words, those that say less to a client than these.
+# Clearer words for some of pydantic's.
 _WORDS = {
     "dict_type": "an object",
     "list_type": "a list",
@@ -17,7 +17,7 @@ _SHOULD_BE = "Input should be "
 
 
 def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """(message, field) of pydantic's complaints about the first field. A union complains once for each member."""
+    """Return (message, field) for the first wrong field. A union has an error for each of its members."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON at character {first['loc'][-1]}: {first['ctx']['error']}", None
@@ -40,21 +40,21 @@ def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _demands(errors: Iterable[Any]) -> str:
-    """What a field should be, when several members of a union want something else of it."""
+    """What a field should be, where the members of a union expect different things."""
     texts = dict.fromkeys(_SHOULD_BE + _WORDS[e["type"]] if e["type"] in _WORDS else str(e["msg"]) for e in errors)
     first, *rest = texts
     return " or ".join([first[0].lower() + first[1:], *(text.removeprefix(_SHOULD_BE) for text in rest)])
 
 
 def _fit(error: Any) -> tuple[bool, int, int]:
-    """How much of a value suits the member of a union that complains: the further inside it objects, the more."""
+    """How well a value fits a union's member: the deeper in the value the member's error is, the better."""
     fields = [part for part in error["loc"] if not _is_member(part)]
     last = fields[-1] if fields else 0
     return error["type"] != "missing", len(fields), last if isinstance(last, int) else 0
 
 
 def _before_union(path: tuple[int | str, ...]) -> tuple[int | str, ...] | None:
-    """Where the outermost union is that a location goes through, if any."""
+    """The part of a location before its outermost union, None if there is no union."""
     return next((path[:index] for index, part in enumerate(path) if _is_member(part)), None)
 
 

@@ -1,7 +1,7 @@
 """What a backend for structured output offers: grammars that are compiled once, and a matcher for each request.
 
-A matcher stands at the end of a request's known tokens and says which tokens may come next. Knows token ids and the
-bytes they stand for; knows no request and no tensor.
+A matcher is at the end of a request's known tokens and gives a mask of the tokens that may come next. Knows token ids
+and the bytes they stand for; knows no request and no tensor.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any, ClassVar
 from quire.types.masks import Masks
 from quire.types.structured import GrammarSource, Vocabulary
 
-# Formats that some backend enforces. Any other is a remark to the reader: so the standard wants it.
+# Formats that some backend enforces. By the standard, any other is an annotation.
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 
 @dataclass(frozen=True)
 class SchemaSupport:
-    """Which parts of JSON Schema a backend enforces; what is not listed is refused, or known to say nothing."""
+    """Which parts of JSON Schema a backend enforces; other keywords are refused or are annotations."""
 
     keywords: frozenset[str]
     formats: frozenset[str]
+    combines: bool = True
+    """Whether keywords that stand side by side are all enforced, also without a `type`."""
 
 
 class Matcher(ABC):
@@ -31,7 +33,15 @@ class Matcher(ABC):
 
     @abstractmethod
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Go on over these tokens. False if the grammar does not allow them: `error` says why."""
+        """Advance over these tokens. False if the grammar does not allow them: `error` says why."""
+
+    @abstractmethod
+    def try_accept(self, token_id: int) -> bool:
+        """Go on over a token that may not hold. False, changing nothing, if the grammar does not allow it."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens, which `try_accept` went over."""
 
     @property
     @abstractmethod
@@ -45,7 +55,7 @@ class Matcher(ABC):
 
     @property
     def is_too_complex(self) -> bool:
-        """Whether it cannot because the grammar asks for more than the library will do."""
+        """Whether the error is that the grammar exceeds a limit of the library."""
         return False
 
 
@@ -75,7 +85,7 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def check_text(rule: Mapping[str, Any], text: str) -> bool | None:
-        """Whether a text obeys a schema of `pattern` or `format` alone; None if that cannot be told. Quick."""
+        """Whether a text obeys a schema of `pattern` or `format` alone; None if that is not known. Quick."""
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> Grammar:
@@ -83,7 +93,7 @@ class Backend(ABC):
 
     @abstractmethod
     def fill(self, matchers: Sequence[Matcher], masks: Masks) -> None:
-        """Write what may follow each matcher's tokens into its line; end-of-sequence where the output may end.
+        """Write the mask of each matcher into its row; end-of-sequence is allowed where the output may end.
 
         Blocks without the interpreter's lock. A matcher that fails has its `error` set and any mask.
         """

@@ -72,7 +72,7 @@ class GrammarCompiler:
         begin = time.monotonic()
         try:
             backend = BACKENDS.get(self._limits.backend)(vocabulary)
-        except Exception as error:  # every grammar that waits for the backend has to hear of it
+        except Exception as error:  # every grammar that waits for the backend fails with it
             logger.error("the structured output backend cannot be built", exc_info=error)
             self._backend.set_exception(error)
         else:
@@ -88,7 +88,7 @@ class GrammarCompiler:
         answer = _Once(future)
         try:
             backend = self._backend.result()
-        except Exception as error:  # whatever went wrong there is told to the request
+        except Exception as error:  # any failure there becomes the error of the request
             answer.fail(GrammarError(f"structured output is not available: {error}", "structured_outputs"))
             return
         timer = threading.Timer(self._limits.compile_timeout, answer.fail, [self._timed_out(source)])

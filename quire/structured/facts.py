@@ -1,4 +1,4 @@
-"""What can be said about the values of a JSON schema without generating any: types, all of them, or none in common.
+"""Facts about the values of a JSON schema: their types, all values, or that two schemas have none in common.
 
 Every answer is on the safe side: "not known" where it takes more than a look. Knows JSON Schema; knows no grammar.
 """
@@ -42,7 +42,7 @@ class Facts:
             return True
 
     def is_valid(self, schema: Any, value: Any) -> bool | None:
-        """None if it cannot be told."""
+        """None if that is not known."""
         validator = Validator(self._root, self._check_text, max(0, self._left))
         try:
             return validator.is_valid(schema, value)

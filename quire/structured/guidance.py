@@ -27,7 +27,7 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE = r"[ \t]?|\r?\n[ \t]{0,16}"
 # Characters that the library neither generates nor takes inside of strings, and those that are no Unicode.
 _UNPRINTED = re.compile("[\x7f\ud800-\udfff]")
-# Reasons of the library that speak of its own options or addresses, in words that help a caller.
+# The library's reasons that mention its own options, in words that help a caller.
 _OUR_WORDS = (
     ("oneOf constraints are not supported", "oneOf has alternatives that cannot be shown to exclude each other"),
     ("Unsatisfiable schema: prefixItems", "no array obeys it"),
@@ -50,6 +50,12 @@ class GuidanceMatcher(Matcher):
     def accept(self, token_ids: Sequence[int]) -> bool:
         return self.inner.consume_tokens(list(token_ids))
 
+    def try_accept(self, token_id: int) -> bool:
+        return self.inner.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
     @property
     def is_complete(self) -> bool:
         return self.inner.is_stopped() and not self.inner.is_error()
@@ -60,7 +66,7 @@ class GuidanceMatcher(Matcher):
 
     @property
     def is_too_complex(self) -> bool:
-        # A token that does not fit is the one other thing that may happen to a grammar that was compiled.
+        # The only other failure of a compiled grammar is a token that does not fit.
         return self.inner.is_error() and "doesn't satisfy the grammar" not in self.inner.get_error()
 
 
@@ -104,7 +110,7 @@ class GuidanceBackend(Backend):
 
         matcher = LLMatcher(self._tokenizer, to_lark(source), log_level=0, limits=self._limits)
         if not matcher.is_error():
-            # What the first mask needs is computed here and shared by all copies, instead of in somebody's step.
+            # What the first mask needs is computed here and shared by all copies, and not during a step.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _explain(source, matcher.get_error())
@@ -146,7 +152,7 @@ def to_lark(source: GrammarSource) -> str:
         case "json":
             return f"{_HEADER}start: {inline_schema(source.text, source.whitespace)}\n"
         case "regex":
-            # As in JavaScript, \\d and \\w mean ASCII: hardly anybody wants the digits of all scripts.
+            # As in JavaScript, \\d and \\w are ASCII.
             return f"{_HEADER}start: /{regex_to_lark(source.text, use_ascii='dw')}/\n"
         case "choice":
             # Choices of the lexer and not of the parser, which keeps track of each of them and takes few thousand.
@@ -181,7 +187,7 @@ def _explain(source: GrammarSource, error: str) -> GrammarError:
 
 
 def _reason(message: str) -> str:
-    """The library draws the place of an error; the reason is on the first line, or behind "error:" in a regex."""
+    """The library marks the error in the source; the reason is on the first line, or behind "error:" in a regex."""
     if message.startswith("NoExtension"):
         return "no text obeys it"
     lines = message.strip().splitlines()

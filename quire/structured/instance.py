@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.structured.base import FORMATS
 
-# Whether a text obeys a schema of `pattern` or `format` alone; None if that cannot be told.
+# Whether a text obeys a schema of `pattern` or `format` alone; None if that is not known.
 CheckText = Callable[[Mapping[str, Any], str], bool | None]
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -87,7 +87,7 @@ class Validator:
         self.num_steps = 0
 
     def is_valid(self, schema: Any, value: Any) -> bool:
-        """NotCheckedError if that cannot be told."""
+        """NotCheckedError if that cannot be decided."""
         try:
             self.check(schema, value)
         except InvalidError:
@@ -95,7 +95,7 @@ class Validator:
         return True
 
     def check(self, schema: Any, value: Any, path: str = "#", depth: int = 0) -> None:
-        """InvalidError if the value breaks the schema, NotCheckedError if that cannot be told."""
+        """InvalidError if the value breaks the schema, NotCheckedError if that cannot be decided."""
         self._spend(1)
         if depth > _MAX_DEPTH:
             raise NotCheckedError("it is nested too deep")

@@ -1,30 +1,24 @@
 """GrammarManager: the grammars of an engine's requests, from compilation to the mask of each step.
 
 A matcher is always at the end of its request's known tokens: only results that count move it on. So preemption,
-retries and steps in flight need no rollback. Knows request ids and tokens; knows no scheduler and no tensor.
+retries and steps in flight need no rollback; making the masks of drafts does. Knows request ids and tokens; knows no
+scheduler and no tensor.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from quire.structured.base import Grammar, Matcher
 from quire.structured.compiler import GrammarCompiler
 from quire.types.masks import Masks
-from quire.types.structured import GrammarError, GrammarKind, GrammarLimits, GrammarSource, Vocabulary
-
-
-@dataclass(slots=True)
-class Compiled:
-    """A request whose grammar is ready, or could not be made."""
-
-    request_id: str
-    error: GrammarError | None
+from quire.types.step import MaskedRow
+from quire.types.structured import GrammarKind, GrammarLimits, GrammarSource, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +26,12 @@ class Standing:
     """Where a request's grammar stands after its last token."""
 
     is_complete: bool = False  # nothing may follow: the output ends here
+    num_tokens: int = 0  # of those that were accepted, up to there
     error: str | None = None  # why it cannot go on
     error_field: str | None = None  # the part of the request that has to change, if it is that
 
 
-_FREE, _COMPLETE = Standing(), Standing(is_complete=True)
+_FREE = Standing()
 
 
 @dataclass(slots=True)
@@ -46,12 +41,8 @@ class _Entry:
     ignores_eos: bool
 
 
-def ignore_news() -> None:
-    """Nobody sleeps while grammars are compiled."""
-
-
 class GrammarManager:
-    """Everything but `compile`'s completion happens on the engine's thread."""
+    """Everything but the completion of compilations and masks happens on the engine's thread."""
 
     def __init__(
         self,
@@ -59,12 +50,8 @@ class GrammarManager:
         cache_size: int = 128,
         room: Callable[[int], Masks] | None = None,
     ) -> None:
-        """`room` gives an array of so many lines to write masks into; those written before are used by then."""
-        self.on_news: Callable[[], None] = ignore_news
-        """Called on some thread whenever `take_compiled` has something new to say."""
+        """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then."""
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
-        self._compiled: deque[tuple[str, GrammarKind, bool, Future[Grammar]]] = deque()
-        self._compiling: set[str] = set()
         self._entries: dict[str, _Entry] = {}
         self._eos_token_ids: list[int] = []
         self._num_words = 0
@@ -72,7 +59,7 @@ class GrammarManager:
         self._room = room or self._new_masks
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Say what the tokens stand for; comes before the first `open`."""
+        """Set the vocabulary; called before the first `compile`."""
         self._eos_token_ids = vocabulary.eos_token_ids
         self._num_words = -(-len(vocabulary.pieces) // 32)
         self._compiler.set_vocabulary(vocabulary)
@@ -82,64 +69,46 @@ class GrammarManager:
         """Whether any request has a grammar that is ready."""
         return bool(self._entries)
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._compiled)
+    def compile(self, source: GrammarSource) -> Future[Grammar]:
+        """The grammar, now or later; a GrammarError if it cannot be made. Never blocks."""
+        return self._compiler.compile(source)
 
-    def open(self, request_id: str, source: GrammarSource, *, ignores_eos: bool = False) -> None:
-        """Compile a request's grammar; never blocks. `take_compiled` says when it is ready.
+    def open(self, request_id: str, kind: GrammarKind, grammar: Grammar, *, ignores_eos: bool = False) -> None:
+        """Put a request at the beginning of its grammar.
 
         Under `ignores_eos` end-of-sequence is not allowed anywhere: the output goes on while the grammar does.
         """
-        self._compiling.add(request_id)
-
-        def tell(future: Future[Grammar]) -> None:
-            self._compiled.append((request_id, source.kind, ignores_eos, future))
-            self.on_news()
-
-        self._compiler.compile(source).add_done_callback(tell)
-
-    def take_compiled(self) -> list[Compiled]:
-        """The requests whose compilation has ended since the last call."""
-        news: list[Compiled] = []
-        while self._compiled:
-            request_id, kind, ignores_eos, future = self._compiled.popleft()
-            if request_id not in self._compiling:
-                continue  # closed meanwhile
-            self._compiling.discard(request_id)
-            error = future.exception()
-            assert error is None or isinstance(error, GrammarError)
-            if error is None:
-                self._entries[request_id] = _Entry(future.result().matcher(), kind, ignores_eos)
-            news.append(Compiled(request_id, error))
-        return news
+        self._entries[request_id] = _Entry(grammar.matcher(), kind, ignores_eos)
 
     def close(self, request_id: str) -> None:
-        """Forget a request; one without a grammar is not known and that is fine."""
-        self._compiling.discard(request_id)
+        """Forget a request; does nothing for one without a grammar."""
         self._entries.pop(request_id, None)
 
-    def start_masks(self, request_ids: Sequence[str]) -> Future[Masks]:
-        """Compute what may come next, a line per request, on another thread. Tokens are accepted after it is done.
+    def start_masks(self, rows: Sequence[MaskedRow]) -> Future[Masks]:
+        """Compute what may come next on another thread: a line per row, and one behind it for each of its drafts.
 
-        A request that is not known any more, or whose matcher fails, gets a line that allows everything.
+        Tokens are accepted after it is done. Lines of a request that is not known any more, or whose matcher fails,
+        allow everything; so do those behind a draft that the grammar forbids, which count for nothing.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-        return self._thread.submit(self._fill, [self._entries.get(request_id) for request_id in request_ids])
+        entries = [self._entries.get(row.request_id) for row in rows]
+        if any(row.draft_token_ids for row in rows):
+            return self._thread.submit(self._fill_ahead, entries, [row.draft_token_ids for row in rows])
+        return self._thread.submit(self._fill, entries)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> Standing:
-        """Go on over a request's new tokens, if it has a grammar."""
+        """Go on over a request's new tokens, if it has a grammar, up to the one that completes it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return _FREE
         matcher = entry.matcher
-        if not matcher.accept(token_ids):
-            if matcher.is_too_complex:
-                field = f"structured_outputs.{entry.kind}"
-                return Standing(error=f"{field} is too complex: {matcher.error}; make it simpler", error_field=field)
-            return Standing(error=f"its grammar cannot go on: {matcher.error}")
-        return _COMPLETE if matcher.is_complete else _FREE
+        for count, token in enumerate(token_ids, 1):
+            if not matcher.accept((token,)):
+                return _astray(entry)
+            if matcher.is_complete:
+                return Standing(is_complete=True, num_tokens=count)
+        return _FREE
 
     def shutdown(self) -> None:
         self._compiler.shutdown()
@@ -151,13 +120,46 @@ class GrammarManager:
 
     def _fill(self, entries: list[_Entry | None]) -> Masks:
         masks = self._room(len(entries))
-        lines = [index for index, entry in enumerate(entries) if entry is not None]
-        known = [entry for entry in entries if entry is not None]
-        if len(known) < len(entries):
+        known = {index: entry for index, entry in enumerate(entries) if entry is not None}
+        if len(known) == len(entries):
+            self._fill_into(masks, list(known.values()))
+        else:
             masks.fill(-1)
+            self._fill_lines(masks, known)
+        return masks
+
+    def _fill_ahead(self, entries: list[_Entry | None], drafts: list[Sequence[int]]) -> Masks:
+        """The same with lines for drafts: matchers go on over them, one draft of each at a time, and back again."""
+        starts = list(accumulate((1 + len(tokens) for tokens in drafts), initial=0))
+        masks = self._room(starts.pop())
+        masks.fill(-1)
+        ahead = {index: entry for index, entry in enumerate(entries) if entry is not None}
+        gone: dict[int, int] = {}  # index -> drafts that its matcher went over
+        for depth in range(1 + max(map(len, drafts))):
+            self._fill_lines(masks, {starts[index] + depth: entry for index, entry in ahead.items()})
+            ahead = {
+                index: entry
+                for index, entry in ahead.items()
+                if depth < len(drafts[index]) and entry.matcher.try_accept(drafts[index][depth])
+            }
+            gone |= dict.fromkeys(ahead, depth + 1)
+            ahead = {index: entry for index, entry in ahead.items() if not entry.matcher.is_complete}
+        for index, count in gone.items():
+            entry = entries[index]
+            assert entry is not None
+            entry.matcher.rollback(count)
+        return masks
+
+    def _fill_lines(self, masks: Masks, entries: dict[int, _Entry]) -> None:
+        """Write the masks of these entries, by line, between others."""
+        if entries:
+            filled = self._new_masks(len(entries))
+            self._fill_into(filled, list(entries.values()))
+            masks[list(entries)] = filled
+
+    def _fill_into(self, filled: Masks, known: list[_Entry]) -> None:
         if not known:
-            return masks
-        filled = masks if len(known) == len(entries) else self._new_masks(len(known))
+            return
         self._compiler.backend().fill([entry.matcher for entry in known], filled)
         endless = [index for index, entry in enumerate(known) if entry.ignores_eos]
         if endless:
@@ -166,6 +168,11 @@ class GrammarManager:
         for index, entry in enumerate(known):
             if entry.matcher.error is not None:
                 filled[index] = -1
-        if filled is not masks:
-            masks[lines] = filled
-        return masks
+
+
+def _astray(entry: _Entry) -> Standing:
+    matcher = entry.matcher
+    if not matcher.is_too_complex:
+        return Standing(error=f"its grammar cannot go on: {matcher.error}")
+    field = f"structured_outputs.{entry.kind}"
+    return Standing(error=f"{field} is too complex: {matcher.error}; make it simpler", error_field=field)

@@ -1,8 +1,8 @@
-"""Says with keywords that a backend enforces what a schema says with others: by cases, complements and enumerations.
+"""Rewrites a schema into the keywords that a backend enforces, by cases, complements and enumerations.
 
-What obeys the result obeys the schema. `is_exact` tells whether the reverse holds too, apart from the order of
-properties. What no automaton of a bearable size can say is handed to `on_loss`. Knows JSON Schema and the keywords of
-the backend; knows no grammar.
+What obeys the result obeys the schema. `is_exact` says whether the reverse holds too, apart from the order of
+properties. Keywords that no automaton of acceptable size can express are passed to `on_loss`. Knows JSON Schema and
+the keywords of the backend; knows no grammar.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ REWRITTEN = frozenset(_KEYWORDS.split())
 _SAYS_UNIQUE = frozenset({"type", "items", "minItems", "maxItems", "uniqueItems"})
 _IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"})
 
-_MAX_CASES = 64  # that one keyword comes to
+_MAX_CASES = 64  # of one keyword, when it is rewritten
 _MAX_PRODUCT = 512  # of the cases of all keywords of one schema, which a backend may have to multiply out
-_MAX_SIZE = 5_000  # parts of what one keyword comes to
+_MAX_SIZE = 5_000  # of the schema that one keyword is rewritten to, in parts
 _MAX_ARRAYS = 1_024  # that are listed where items must differ
 _MAX_ALL_ARRAYS = 8 * _MAX_ARRAYS
 _MAX_OVERLAPS = 4  # of the other alternatives that one of a oneOf has values in common with
@@ -38,7 +38,7 @@ Path = tuple[str, ...]
 
 
 class Rewriter:
-    """One schema. `on_loss` hears of a keyword, its path and why it cannot be said; it raises, or it is left out."""
+    """Rewrites one schema. `on_loss` gets each keyword that cannot be said, its path and the reason; it may raise."""
 
     def __init__(
         self, root: Any, keywords: frozenset[str], check_text: CheckText, on_loss: OnLoss, is_strict: bool = True
@@ -119,11 +119,11 @@ class Rewriter:
         return value
 
     def _add(self, parts: list[Any], said: Any, found: Mapping[str, Any]) -> None:
-        """Note what a keyword comes to, unless it is too much together with the others."""
+        """Add the cases of a keyword, unless there are too many together with the others."""
         if said is True or said == {}:
             return
         if _is_larger(said, _MAX_SIZE):
-            raise CannotSayError("it comes to too many cases")
+            raise CannotSayError("it has too many cases")
         if "allOf" not in self._keywords:
             raise CannotSayError("this backend enforces no allOf")
         product = math.prod(_num_cases(part) for part in (*parts, said, *found.get("allOf", ()), found))
@@ -280,7 +280,7 @@ class Rewriter:
         rule = schema["propertyNames"]
         judged = {name: self._facts.is_valid(rule, name) for name in schema.get("properties", {})}
         if any(valid is None for valid in judged.values()):
-            raise CannotSayError("it cannot be told of the properties whether their names obey it")
+            raise CannotSayError("it is not known of all properties whether their names obey it")
         bad = _lacks([name for name, valid in judged.items() if not valid])
         if isinstance(rule, bool):
             return True if rule else {"additionalProperties": False}
@@ -334,7 +334,7 @@ class Rewriter:
         return any_of(cases)
 
     def _at_least(self, optional: Sequence[str], missing: int, least: int) -> Any:
-        """So many of the optional properties, or one less and another that the schema does not name."""
+        """`missing` of the optional properties, or one less and one that the schema does not name."""
         if missing <= 0:
             return True
         self._is_exact = self._is_exact and missing == 1

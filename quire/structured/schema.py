@@ -13,6 +13,7 @@ from typing import Any
 from quire.structured.base import FORMATS, SchemaSupport
 from quire.structured.instance import CheckText, is_of_type
 from quire.structured.rewrite import REWRITTEN, Rewriter
+from quire.structured.separate import Separator
 from quire.types.structured import GrammarError
 
 CheckRegex = Callable[[str], str | None]
@@ -26,7 +27,7 @@ _SAYS_NOTHING = """
     contentEncoding contentMediaType contentSchema $vocabulary $dynamicAnchor $recursiveAnchor x-guidance
 """
 _ANNOTATIONS = frozenset(_SAYS_NOTHING.split())
-# Any other keyword that is unknown says nothing either: so the standard wants it.
+# By the standard, any other unknown keyword is an annotation.
 _CONSTRAINS = """
     type enum const not if then else anyOf allOf oneOf $ref $dynamicRef $recursiveRef
     properties required additionalProperties patternProperties minProperties maxProperties propertyNames
@@ -100,7 +101,12 @@ class SchemaCheck:
             rewriter = Rewriter(found, self._support.keywords, self._check_text, self._lose, self._is_strict)
             found = rewriter.run()
             self.is_exact = rewriter.is_exact
+        if not self._support.combines:
+            found = Separator(found, self._check_text, self._lose, self._refuse_values).run()
         return found
+
+    def _refuse_values(self, keyword: str, path: tuple[str, ...]) -> None:
+        raise self._error(keyword, path, "has no value that obeys the keywords beside it; change one of them")
 
     def _lose(self, keyword: str, path: tuple[str, ...], why: str) -> None:
         """Refuse what cannot be enforced, or note that it is left out."""
@@ -131,7 +137,7 @@ class SchemaCheck:
             found["enum"] = self._enum_of_type(found["enum"], found["type"], (*path, "enum"))
         _use_old_bounds(found)
         if "patternProperties" in schema and "patternProperties" not in found:
-            found.pop("additionalProperties", None)  # which is about other names than those that are lost
+            found.pop("additionalProperties", None)  # it would apply to the names of the lost patterns too
         self._check_object(found, path)
         self._rewrites = self._rewrites or not found.keys().isdisjoint(_NEEDS_REWRITING)
         return found

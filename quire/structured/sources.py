@@ -63,7 +63,7 @@ def make_source(params: StructuredOutputsParams, limits: GrammarLimits | None = 
 def relax_schema(
     params: StructuredOutputsParams, limits: GrammarLimits | None = None
 ) -> tuple[StructuredOutputsParams, list[str]]:
-    """The same with a schema that can be enforced as a whole, and what had to be left out of it for that."""
+    """Return the params with a schema that can be enforced as a whole, and the keywords that were left out."""
     limits = limits or GrammarLimits()
     backend = BACKENDS.get(limits.backend)
     field = "structured_outputs.json"

@@ -37,6 +37,12 @@ class XGrammarMatcher(Matcher):
                 return False
         return True
 
+    def try_accept(self, token_id: int) -> bool:
+        return bool(self.inner.accept_token(token_id))
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
     @property
     def is_complete(self) -> bool:
         if not self.inner.is_completed():
@@ -62,7 +68,7 @@ class XGrammarGrammar(Grammar):
 
 class XGrammarBackend(Backend):
     package = "xgrammar"
-    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset())
+    schema_support = SchemaSupport(frozenset(_KEYWORDS.split()), frozenset(), combines=False)
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         from xgrammar import GrammarCompiler, TokenizerInfo, VocabType

@@ -72,6 +72,15 @@ class RequestError(QuireError, ValueError):
         self.field = field
 
 
+class DuplicateRequestError(RequestError):
+    """A request has the id of one that has not ended."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request {request_id!r} is already being served; give every request its own id", "request_id"
+        )
+
+
 class ContextLengthError(RequestError):
     """The prompt leaves no room for an output in the model's context.
 

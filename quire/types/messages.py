@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
-from quire.types.structured import GrammarLimits, Vocabulary
+from quire.types.structured import GrammarLimits
 
 
-class AbortRequests(msgspec.Struct, tag=True):
+class AbortRequests(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forget all cached blocks that nobody uses."""
+class Command(msgspec.Struct, tag=True, frozen=True):
+    """Something that the engine is to do beside its requests; a Reply with the same id answers it."""
+
+    id: int
+    verb: str
+    argument: Any = None  # of the verb's type, see quire/engine/control.py
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    id: int
+    value: Any = None  # of the verb's type
+    error: str | None = None  # why it was not done
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """What the engine found out at start and the frontend needs to know."""
 
-    model: str
-    architecture: str
     vocab_size: int
     max_model_len: int
     block_size: int
@@ -30,13 +40,13 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     grammar_limits: GrammarLimits = GrammarLimits()
 
 
-class Hello(msgspec.Struct, tag=True, array_like=True):
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The first message of an engine process: where it takes requests."""
 
     endpoint: str
 
 
-class StartupPhase(msgspec.Struct, tag=True, array_like=True):
+class StartupPhase(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A part of the start begins, or has come this far."""
 
     name: str
@@ -44,19 +54,19 @@ class StartupPhase(msgspec.Struct, tag=True, array_like=True):
     progress: float | None = None  # of the whole phase, 0 to 1; None where it cannot be told
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True):
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The start is over; requests are welcome."""
 
     info: EngineInfo
     at: float  # seconds since the process was launched
 
 
-class EngineFailure(msgspec.Struct, tag=True, array_like=True):
+class EngineFailure(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The last message of an engine that failed."""
 
     cause: str
     is_permanent: bool  # a wrong setting or model: starting again with the same settings would fail again
 
 
-ToEngine = EngineRequest | AbortRequests | ResetPrefixCache | Vocabulary
-FromEngine = EngineOutputs | Hello | StartupPhase | Ready | EngineFailure
+ToEngine = EngineRequest | AbortRequests | Command
+FromEngine = EngineOutputs | Reply | Hello | StartupPhase | Ready | EngineFailure

@@ -11,7 +11,7 @@ from quire.types.request import FinishReason
 from quire.types.step import TokenLogprobs
 
 
-class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one step added to one request. It is never part of a cycle, so the garbage collector skips it."""
 
     request_id: str
@@ -28,7 +28,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     error_field: str | None = None  # the part of the request that is wrong, if the error is the caller's
 
 
-class EngineStats(msgspec.Struct, array_like=True):
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot of the scheduler after a step."""
 
     num_running: int = 0
@@ -50,7 +50,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
-class EngineOutputs(msgspec.Struct, array_like=True, tag=True):
+class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outputs: list[EngineOutput]
     stats: EngineStats | None = None
 

@@ -12,21 +12,12 @@ from quire.types.structured import GrammarSource
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
-class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """One image, clip or sound inside a prompt: which placeholder tokens it fills."""
-
-    hash: bytes
-    offset: int
-    length: int
-    kind: str
-    embed_mask: bytes | None = None
-
-
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Built once by the frontend's input processor; read-only afterwards."""
 
     request_id: str
     token_ids: list[int]
+    """The prompt, then outputs that were generated before: the request goes on after the last of them."""
     params: SamplingParams | PoolingParams
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end the output unless ignore_eos."""
@@ -36,12 +27,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """params.max_tokens after clamping to what the context leaves."""
     grammar: GrammarSource | None = None
     """What the output must obey: params.structured_outputs after checking."""
-    prompt_embeds: bytes | None = None
-    media: tuple[MediaItem, ...] = ()
-    adapter_id: int = 0
+    num_prompt_tokens: int | None = None
+    """How many of token_ids are the prompt; None: all of them."""
     priority: int = 0
     """Smaller runs earlier, under the priority policy."""
     cache_salt: str | None = None
     """Requests with different salts never share cached blocks."""
     arrival_time: float = 0.0
-    engine_index: int = 0
+
+    @property
+    def num_given_outputs(self) -> int:
+        """Tokens at the end of token_ids that were generated before."""
+        return 0 if self.num_prompt_tokens is None else len(self.token_ids) - self.num_prompt_tokens

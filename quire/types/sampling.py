@@ -89,9 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this times the likeliest one."""
+    """Drop tokens less likely than this times the most likely one."""
     seed: int | None = None
-    """Makes sampling reproducible; without it a random seed is drawn for the request."""
+    """Makes sampling reproducible; without it the request gets a random seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; they are not part of it unless include_stop_str_in_output."""
     stop_token_ids: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """End-of-sequence and stop tokens are impossible before this many tokens."""
     logprobs: int | None = None
-    """Return log-probabilities of this many likeliest tokens and of the chosen one; -1 for all."""
+    """Return the top-k log-probabilities, k being this number, and the sampled token's; -1 for all."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
     detokenize: bool = True

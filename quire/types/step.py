@@ -6,6 +6,9 @@ are msgspec structs, so an executor may send them to another process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import msgspec
 
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -22,19 +25,20 @@ class RowStart(msgspec.Struct, array_like=True):
     params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: tuple[int, ...]
-    adapter_id: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True):
     """One step of the model. Columns are parallel lists; `rows` is in batch order.
 
-    A row samples in this step exactly when its computed tokens catch up with its known tokens. The worker
-    applies, in this order: frees, starts, block deltas, then runs the rows.
+    A row samples in this step exactly when its computed tokens catch up with its known tokens: at the last known one
+    and at each of its drafts, so at 1 + d positions. The worker applies, in this order: frees, starts, block deltas,
+    then runs the rows. Where a row stands is the worker's to know: while results are in flight, the scheduler has
+    planned for the most tokens that may hold.
     """
 
     step_id: int
     rows: list[int]
-    num_tokens: list[int]  # parallel to rows: how many tokens this row computes in this step
+    num_tokens: list[int]  # parallel to rows: how many tokens this row computes in this step, its drafts among them
     freed_rows: list[int] = []
     starts: list[RowStart] = []
     # Block-table delta, packed: row block_rows[i], KV group block_groups[i], entry block_indices[i] becomes
@@ -43,13 +47,20 @@ class StepPlan(msgspec.Struct, array_like=True):
     block_groups: list[int] = []
     block_indices: list[int] = []
     block_ids: list[int] = []
-    draft_token_ids: dict[int, list[int]] = {}  # row -> tokens to verify
-    encoder_inputs: dict[int, list[int]] = {}  # row -> media indices to encode before this step
-    mask_slots: dict[int, int] = {}  # row -> slot of the grammar-mask buffer
-    connector: bytes | None = None
+    # row -> tokens to verify. They stand behind the row's known tokens; one holds exactly if it is the token that the
+    # row samples there, and all before it hold.
+    draft_token_ids: dict[int, list[int]] = {}
+    mask_slots: dict[int, int] = {}  # row -> line of its first sample position among the step's grammar masks
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class MaskedRow(NamedTuple):
+    """A row that samples under a grammar: it takes a mask for its next token, and for the one after each draft."""
+
+    request_id: str
+    draft_token_ids: Sequence[int] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
 
     token_ids: list[int]
@@ -58,13 +69,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled."""
+    """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled.
+
+    A row with d drafts gives those that hold and one token more, at most 1 + d in all; it advances by what it gives.
+    A row that was to sample and gives nothing stays at its last known token, which it computes again.
+    """
 
     step_id: int
     token_ids: list[list[int]]
     # Sparse columns, keyed by index into the plan's rows.
-    logprobs: dict[int, list[TokenLogprobs]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # an entry per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
     pooled: dict[int, list[float]] = {}
-    connector: bytes | None = None

@@ -96,7 +96,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
     compile_timeout: float = 10.0
 
 
-class Vocabulary(msgspec.Struct, tag=True):
+class Vocabulary(msgspec.Struct, frozen=True):
     """What the tokens stand for. The frontend sends it once, before the first request with a grammar."""
 
     pieces: list[bytes]

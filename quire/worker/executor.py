@@ -1,20 +1,28 @@
-"""Executor: how plans reach workers. One in this process for now; others send the same plans elsewhere."""
+"""Executor: the boundary between an engine and its workers, which may be in other processes.
+
+Everything that passes it is data: the description of a worker, plans and masks in, results out.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
+
+if TYPE_CHECKING:  # it knows the ledger, and the ledger torch
+    from quire.worker.description import WorkerDescription
 
 
 class StartedStep(Protocol):
     """A step that may still be running."""
 
     def sample(self, masks: Future[Masks]) -> None:
-        """Give a step the masks that it waits for, a line per entry of its mask_slots.
+        """Give a step the masks that it waits for, as its mask_slots tell, a line per sample position.
 
         May block until they are there; never raises.
         """
@@ -29,6 +37,9 @@ class StartedStep(Protocol):
 
 
 class Executor(ABC):
+    description: WorkerDescription
+    """What the worker has taken and how it runs steps."""
+
     @abstractmethod
     def execute(self, plan: StepPlan) -> StartedStep:
         """Start a step. Plans run in the order given.
@@ -36,6 +47,10 @@ class Executor(ABC):
         May return before the step is done, and never raises for a failing step. A step with mask_slots computes
         logits, then waits for its `sample`; no other may be started meanwhile.
         """
+
+    def mask_room(self, count: int) -> Masks:
+        """Where so many masks are best written for `sample`. What was written before may be lost."""
+        return np.empty((count, -(-self.description.vocab_size // 32)), dtype=np.int32)
 
     def prepare(self) -> bool:
         """Do something that steps to come will need; False if there is nothing.
@@ -47,7 +62,7 @@ class Executor(ABC):
 
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:
-        """Whether nothing but a restart helps after this error."""
+        """Whether nothing but a restart helps after this error of a step."""
 
     @abstractmethod
     def shutdown(self) -> None: ...

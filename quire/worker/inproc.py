@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
+from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 from quire.utils.log import get_logger
+from quire.utils.phases import ReportPhase
 from quire.worker.executor import Executor
 from quire.worker.worker import Worker
 
@@ -66,6 +68,7 @@ class InProcStep:
 
 class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
+        self.description = worker.description
         self._worker = worker
         self._prepares = True
         self._prepared: list[float] = []  # seconds that each took
@@ -79,6 +82,9 @@ class InProcExecutor(Executor):
         if waits and not plan.mask_slots:
             step.wait()
         return step
+
+    def mask_room(self, count: int) -> Masks:
+        return self._worker.mask_room(count)
 
     def prepare(self) -> bool:
         if not self._prepares:
@@ -99,3 +105,7 @@ class InProcExecutor(Executor):
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+
+def make_inproc_executor(config: EngineConfig, report: ReportPhase) -> InProcExecutor:
+    return InProcExecutor(Worker(config, report))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.kv.layout import KVLayout
 from quire.platform.base import DefaultMemory, MemorySupply
 from quire.types.errors import MemoryPlanError
+from quire.types.ledger import LedgerLine
 from quire.utils.units import exact_bytes, format_bytes
 
 # The shortest context worth serving with, unless the user asks for a shorter one.
@@ -16,17 +17,10 @@ ROUND_TO = 1 << 20
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
-    name: str
-    num_bytes: int
-    note: str
-
-
-@dataclass(frozen=True)
 class MemoryLedger:
     """What will be taken, and what there is."""
 
-    entries: tuple[LedgerEntry, ...]
+    entries: tuple[LedgerLine, ...]
     supply: MemorySupply
     max_model_len: int
     max_model_len_reason: str
@@ -64,31 +58,27 @@ class MemoryLedger:
 class MemoryDemand:
     """What the model and the settings need, before KV blocks."""
 
-    weights: int
-    weights_note: str
-    rows: int
-    workspace: int
+    weights: LedgerLine
+    parts: tuple[LedgerLine, ...]  # all else that the engine takes
     layout: KVLayout
     trained_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    reserved: int = 0  # for others
+    others: tuple[LedgerLine, ...] = ()  # left to other processes
 
-    def entries(self, num_blocks: int) -> tuple[LedgerEntry, ...]:
+    def entries(self, num_blocks: int) -> tuple[LedgerLine, ...]:
         """The lines of a ledger with this many KV blocks."""
         blocks = f"{num_blocks} blocks, {_tokens(self.layout, num_blocks)} tokens"
-        others = (LedgerEntry("reserved", self.reserved, "left to other processes"),) if self.reserved else ()
-        return (
-            LedgerEntry("weights", self.weights, self.weights_note),
-            LedgerEntry("KV blocks", num_blocks * self.layout.page_bytes, blocks),
-            LedgerEntry("rows", self.rows, f"{self.max_num_seqs} requests at once"),
-            LedgerEntry("workspace", self.workspace, f"steps of {self.max_num_batched_tokens} tokens"),
-            *others,
-        )
+        kv = LedgerLine("KV blocks", num_blocks * self.layout.page_bytes, blocks)
+        return (self.weights, kv, *self.parts, *self.others)
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.rows + self.workspace + self.reserved
+        return sum(line.num_bytes for line in (self.weights, *self.parts)) + self.reserved
+
+    @property
+    def reserved(self) -> int:
+        return sum(line.num_bytes for line in self.others)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """KV memory in which one request of this many tokens can run, the null block included."""
@@ -180,7 +170,7 @@ def _does_not_fit(
         fix = f"set {lower_kv}--max-model-len {demand.longest(given)}"
     elif left + demand.reserved >= needed:
         fix = "lower --reserved-memory, and set --no-spare-engine if it serves"
-    elif demand.weights < supply.num_bytes:
+    elif demand.weights.num_bytes < supply.num_bytes:
         fix = f"lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or {supply.more}"
     else:
         fix = f"use a smaller model, keep its weights smaller with --quantization, or {supply.more}"
@@ -191,12 +181,13 @@ def _does_not_fit(
     )
 
 
-def _table(entries: tuple[LedgerEntry, ...], supply: MemorySupply) -> list[str]:
+def _table(entries: tuple[LedgerLine, ...], supply: MemorySupply) -> list[str]:
     total = sum(entry.num_bytes for entry in entries)
+    width = max(12, *(len(entry.name) for entry in entries))
     available = f"of {format_bytes(supply.num_bytes)} available ({supply.bound})"
     return [
-        *(f"{entry.name:<12} {format_bytes(entry.num_bytes):>10}  {entry.note}" for entry in entries),
-        f"{'total':<12} {format_bytes(total):>10}  {available}",
+        *(f"{entry.name:<{width}} {format_bytes(entry.num_bytes):>10}  {entry.note}" for entry in entries),
+        f"{'total':<{width}} {format_bytes(total):>10}  {available}",
     ]
 
 

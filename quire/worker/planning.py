@@ -6,9 +6,10 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from quire.attention.registry import BACKENDS
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, LayerKV, plan_layout
-from quire.layers.linear import Linear
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
@@ -26,25 +26,20 @@ from quire.loader.mapper import count_parameters, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM, ModelDescription
-from quire.models.experts import ExpertsMLP
 from quire.models.registry import describe, generator_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
-from quire.runner.cuda_graphs import CaptureSizes, capture_sizes
-from quire.runner.sampling.mask_buffer import mask_words
+from quire.runner.block_tables import BlockTables
+from quire.runner.request_rows import RequestRows
+from quire.runner.sampling.sampler import Sampler
+from quire.runner.ways import WAYS, WayContext
 from quire.types.errors import ConfigError
+from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
 
-
-class GraphBytes(NamedTuple):
-    """Memory of captured steps: of forward passes, and of what samples."""
-
-    forward: int = 0
-    sample: int = 0
-
-
-NO_GRAPHS = GraphBytes()
+# What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
+PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
 
 
 @dataclass(frozen=True)
@@ -60,9 +55,12 @@ class EnginePlan:
     kv_dtype: torch.dtype
     backend: AttentionBackend
     demand: MemoryDemand
+    sizes: EngineSizes  # that the demand was found for
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
-    graphs: GraphBytes = NO_GRAPHS
+
+    def way_context(self, model: CausalLM) -> WayContext:
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
 
     @property
     def context(self) -> BuildContext:
@@ -77,8 +75,11 @@ class EnginePlan:
         return replace(self, checkpoint=None)
 
 
-def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePlan:
-    """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names."""
+def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Sequence[LedgerLine] = ()) -> EnginePlan:
+    """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
+
+    `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
+    """
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = find_model(config.model)
@@ -107,19 +108,70 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True) -> EnginePl
         weights = planned_bytes(model, checkpoint.tensors())
     else:
         weights = planned_bytes(model, None, F32 if made_up else _named_scheme(model_config))
-    demand = _demand(config, platform, model, weights, description, settings, kv_dtype, backend, length)
+    sizes = EngineSizes(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=config.cache.block_size,
+        vocab_size=description.vocab_size,
+        hidden_size=description.hidden_size,
+        itemsize=dtype.itemsize,
+        token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
+    )
+    num_parameters = count_parameters(model)
+    bits = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
+    demand = MemoryDemand(
+        weights=LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), bits),
+        parts=contributions(WayContext(platform, backend, model, dtype, sizes)),
+        layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
+        trained_len=description.max_position_embeddings,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        others=_others(config, others) if platform.uses_host_memory else (),
+    )
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)
     return EnginePlan(
-        platform, source, model_config, description, settings, dtype, kv_dtype, backend, demand, ledger, checkpoint
+        platform=platform,
+        source=source,
+        model_config=model_config,
+        description=description,
+        settings=settings,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        backend=backend,
+        demand=demand,
+        sizes=sizes,
+        ledger=ledger,
+        checkpoint=checkpoint,
     )
 
 
-def with_workspace(plan: EnginePlan, config: EngineConfig, workspace: int, graphs: GraphBytes) -> EnginePlan:
-    """The same plan, its KV blocks sized by what was measured instead of the estimate."""
-    demand = replace(plan.demand, workspace=workspace + sum(graphs))
-    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply)
-    return replace(plan, demand=demand, ledger=ledger, graphs=graphs)
+def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
+    """What the parts of an engine say that they take, weights and KV blocks apart."""
+    model, sizes = context.model, context.sizes
+    layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
+    lines = chain(
+        *(part.contributes(sizes) for part in (*PARTS, model)),
+        largest(chain(*layers)),
+        *(WAYS.get(name).contributes(context) for name in WAYS),
+    )
+    return tuple(line for line in lines if line.num_bytes)
+
+
+def with_measured_step(plan: EnginePlan, config: EngineConfig, model: CausalLM, num_bytes: int) -> EnginePlan:
+    """The same plan, its KV blocks sized by what the largest step of prompts took instead of the estimate."""
+    count = plan.sizes.max_num_batched_tokens
+    plan = replace(plan, sizes=replace(plan.sizes, token_bytes=num_bytes / count))
+    beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
+    step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
+    demand = replace(plan.demand, parts=(step, *beside))
+    return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+
+
+def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerLine, ...]:
+    reserved = LedgerLine("reserved", config.device.reserved_memory, "left to other processes")
+    return tuple(line for line in (reserved, *others) if line.num_bytes)
 
 
 def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply) -> MemoryLedger:
@@ -133,8 +185,8 @@ def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supp
     )
 
 
-def plan_memory(config: EngineConfig) -> MemoryLedger:
-    return plan_engine(config, needs_weights=False).ledger
+def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = ()) -> MemoryLedger:
+    return plan_engine(config, needs_weights=False, others=others).ledger
 
 
 def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
@@ -236,87 +288,3 @@ def _build_context(
         deterministic=deterministic,
         activations=settings.activations,
     )
-
-
-def _demand(
-    config: EngineConfig,
-    platform: Platform,
-    model: CausalLM,
-    weights: int,
-    description: ModelDescription,
-    settings: ResolvedConfig,
-    kv_dtype: torch.dtype,
-    backend: AttentionBackend,
-    length: int,
-) -> MemoryDemand:
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    num_parameters = count_parameters(model)
-    attention = max(backend.workspace_bytes(layer.spec, length, dtype.itemsize) for layer in model.attention_layers())
-    token = _token_bytes(model, description, dtype)
-    mlps = (layer for layer in model.modules() if isinstance(layer, ExpertsMLP))
-    experts = max((mlp.workspace_bytes(settings.max_num_batched_tokens) for mlp in mlps), default=0)
-    beside, graphs = beside_steps(platform, backend, settings, description, model, token, length)
-    return MemoryDemand(
-        weights=weights + sum(buffer.nbytes for buffer in model.buffers()),
-        weights_note=f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits",
-        rows=settings.max_num_seqs
-        * (length * 4 + length // config.cache.block_size * 4 + mask_words(description.vocab_size) * 4 + 64),
-        workspace=settings.max_num_batched_tokens * token + attention + experts + beside + sum(graphs),
-        layout=kv_layout(description, backend, kv_dtype, config.cache.block_size),
-        trained_len=description.max_position_embeddings,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        reserved=config.device.reserved_memory if platform.uses_host_memory else 0,
-    )
-
-
-def _token_bytes(model: CausalLM, description: ModelDescription, dtype: torch.dtype) -> int:
-    """What a step takes for each of its tokens."""
-    widest = max(layer.out_features for layer in model.modules() if isinstance(layer, Linear))
-    widest = min(widest, 16 * description.hidden_size)  # an untied head is wide, but runs on sampled rows only
-    return (8 * description.hidden_size + 3 * widest) * dtype.itemsize
-
-
-def sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
-    """Logits, the sampler's copies, the words of the random generator, and keys by which the likeliest are found."""
-    return settings.max_num_seqs * description.vocab_size * 4 * 8
-
-
-def graph_sizes(
-    platform: Platform, backend: AttentionBackend, settings: ResolvedConfig, model: CausalLM
-) -> CaptureSizes | None:
-    """What steps are captured for; None where none are."""
-    if not platform.graph_sizes or not backend.records:
-        return None
-    sizes = (platform.graph_sizes, platform.mixed_graph_sizes)
-    return capture_sizes(model, *sizes, settings.max_num_seqs, settings.max_num_batched_tokens)
-
-
-def beside_steps(
-    platform: Platform,
-    backend: AttentionBackend,
-    settings: ResolvedConfig,
-    description: ModelDescription,
-    model: CausalLM,
-    bytes_per_token: float,
-    max_model_len: int,
-) -> tuple[int, GraphBytes]:
-    """What is taken beside a step of prompts, and what the largest captured steps take, with an eighth for gaps."""
-    specs = [layer.spec for layer in model.attention_layers()]
-    parts = max(backend.parts_bytes(spec, settings.max_num_seqs, max_model_len) for spec in specs)
-    beside = parts + sampling_bytes(description, settings)
-    sizes = graph_sizes(platform, backend, settings, model)
-    if sizes is None:
-        return beside, NO_GRAPHS
-    forward = int(1.125 * (sizes.max_tokens * bytes_per_token + parts))
-    return beside, GraphBytes(forward, captured_sampling_bytes(description, settings))
-
-
-def captured_sampling_bytes(description: ModelDescription, settings: ResolvedConfig) -> int:
-    """What captured steps add where sampling is a part of them, and keep.
-
-    Logits, a copy that is shaped, counts for penalties, what draws and log-probabilities know
-    of parts of the vocabulary, tables of each row.
-    """
-    tables = mask_words(description.vocab_size) * 4 + (1 << 15)
-    return settings.max_num_seqs * (description.vocab_size * (4 + 4 + 4) + description.vocab_size // 8 + tables)

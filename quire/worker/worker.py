@@ -14,13 +14,11 @@ from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import generator_class
-from quire.platform.host import return_free_memory
+from quire.platform.allocator import return_free_memory
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
-from quire.runner.cuda_graphs import CudaGraphs
 from quire.runner.eager import Eager, Padding
 from quire.runner.forward import StepProgram
-from quire.runner.kernel_list import MOST_TOKENS, KernelList
 from quire.runner.logits import LogitsHead
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
@@ -28,14 +26,15 @@ from quire.runner.runner import Runner, RunningStep
 from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
 from quire.runner.sampling.sampler import Sampler
-from quire.runner.ways import Way
+from quire.runner.ways import make_ways
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
-from quire.worker.planning import EnginePlan, beside_steps, graph_sizes, plan_engine, with_workspace
+from quire.worker.description import WorkerDescription
+from quire.worker.planning import EnginePlan, plan_engine, with_measured_step
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -88,6 +87,13 @@ class Worker:
         )
         self.model = model
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
+        self.description = WorkerDescription(
+            vocab_size=plan.description.vocab_size,
+            settings=settings,
+            ledger=ledger,
+            step_times=self.platform.step_times,
+            step_sizes=self.runner.step_sizes,
+        )
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",
             plan.source.name,
@@ -105,11 +111,6 @@ class Worker:
     def prepare(self) -> bool:
         """Do something that steps to come will need, if there is anything; False if not."""
         return self.runner.capture_next()
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps with prompts are padded to, up to the largest of them."""
-        return self.runner.step_sizes
 
     def mask_room(self, count: int) -> Masks:
         """Where so many masks are best written for `sample`; always the same memory."""
@@ -149,37 +150,24 @@ def build_runner(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
-    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len)
+    with platform.device:
+        inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
+    program = StepProgram(model, rows, tables, plan.backend, sampler, ledger.max_model_len, inputs)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
     samples = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
+    room = min(ledger.max_model_len, (ledger.num_kv_blocks - 1) * block_size)
     return Runner(
         rows=rows,
         tables=tables,
         sampler=sampler,
         prompt_logprobs=prompt_logprobs,
         containment=Containment(model.attention_layers(), tables),
-        ways=[*make_ways(plan, program, eager), eager],
+        ways=list(make_ways(plan.way_context(model), program, eager, room)),
+        inputs=inputs,
     )
-
-
-def make_ways(plan: EnginePlan, program: StepProgram, eager: Eager) -> list[Way]:
-    """The ways to run steps that this platform and backend have, besides eager execution."""
-    settings = plan.settings
-    recorder = plan.backend.recorder()
-    if recorder is not None:
-        room = min(plan.ledger.max_model_len, (plan.ledger.num_kv_blocks - 1) * program.tables.block_size)
-        if room < MOST_TOKENS:
-            return []
-        return [KernelList(program, recorder, eager, settings.max_num_batched_tokens, settings.max_num_seqs)]
-    sizes = graph_sizes(plan.platform, plan.backend, settings, program.model)
-    if sizes is None:
-        return []
-    pools = (plan.platform.graph_pool(plan.graphs.forward), plan.platform.graph_pool(plan.graphs.sample))
-    hidden = plan.platform.zeros((sizes.max_samples, plan.description.hidden_size), plan.dtype)
-    return [CudaGraphs(program, sizes, *pools, hidden)]
 
 
 def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -> EnginePlan:
@@ -198,10 +186,7 @@ def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -
     peak = plan.platform.peak_memory(work)
     if peak is None:
         return plan
-    step = max(0, peak - blocks * plan.ledger.layout.page_bytes)
-    place = (plan.platform, plan.backend, plan.settings, plan.description)
-    beside, graphs = beside_steps(*place, model, step / count, plan.ledger.max_model_len)
-    return with_workspace(plan, config, step + beside, graphs)
+    return with_measured_step(plan, config, model, max(0, peak - blocks * plan.ledger.layout.page_bytes))
 
 
 def bind_caches(plan: EnginePlan, layers: list[Attention], block_size: int, num_blocks: int | None = None) -> None:

@@ -12,7 +12,7 @@ from quire.types.request import EngineRequest
 from tests.frontend.fake_client import TOKENIZER, FakeClient
 from tests.server.helpers import MODEL, LiveServer, live_server, long_client
 
-PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
 ADDRESS = "http://127.0.0.1:8000"
 SERVED = "smollm2"
 ANSWER = "It is sunny in Köln."
@@ -58,10 +58,10 @@ def scripted_server() -> Iterator[LiveServer]:
 
 
 def section(title: str, language: str) -> str:
-    """The first block of a language under a heading of docs/agents.md."""
+    """The first block of a language under a heading of docs/guides/agents.md."""
     text = PAGE.read_text(encoding="utf-8")
     match = re.search(rf"^### {re.escape(title)}\n.*?^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
-    assert match is not None, f"docs/agents.md has no {language} block under {title!r}"
+    assert match is not None, f"docs/guides/agents.md has no {language} block under {title!r}"
     return match[1]
 
 

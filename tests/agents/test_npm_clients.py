@@ -1,4 +1,4 @@
-"""The JavaScript clients and the commands of docs/agents.md against a live server, as the page prints them."""
+"""The JavaScript clients and the commands of docs/guides/agents.md against a live server, as the page prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python clients of docs/agents.md against a live server, each as the page prints it."""
+"""The Python clients of docs/guides/agents.md against a live server, each as the page prints it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.types.request import EngineRequest
 from tests.agents.scripted import ANSWER, answer, pointed_at, scripted_server, section
 from tests.server.helpers import live_server, long_client
 
-# Title on the page, package it imports, and how often the model's answer is printed.
+# Title on the page, package it imports, and how often the model's answer is printed: see test_real_model.py.
 CLIENTS = [
     ("openai", "openai", 2),
     ("openai-agents", "agents", 1),
@@ -25,14 +25,6 @@ CLIENTS = [
     ("langchain-openai and langchain-anthropic", "langchain_openai", 2),
     ("litellm", "litellm", 3),
 ]
-
-
-@pytest.mark.parametrize(("title", "package", "times"), CLIENTS, ids=[client[1] for client in CLIENTS])
-def test_the_client_works_as_printed(title: str, package: str, times: int, tmp_path: Path) -> None:
-    with scripted_server() as server:
-        done = run_python(pointed_at(section(title, "python"), server.url), package, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(ANSWER) == times, done.stdout
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Each client of docs/agents.md takes its turns on a real `quire serve` with a real model, as the page prints it."""
+"""Each client of docs/guides/agents.md takes its turns on a real `quire serve` with a real model, as printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.real_model import GREETING, write_model
-from tests.agents.scripted import pointed_at, section
+from tests.agents.scripted import ANSWER, pointed_at, scripted_server, section
 from tests.agents.test_npm_clients import CLIENTS as NPM_CLIENTS
 from tests.agents.test_npm_clients import codex_folder, npm_folder, run_codex, run_node
 from tests.agents.test_python_clients import CLIENTS as PYTHON_CLIENTS
@@ -36,8 +36,13 @@ def assert_clean(done: subprocess.CompletedProcess[str], times: int) -> None:
 def test_a_python_client_takes_its_turns(
     title: str, package: str, times: int, server: Running, tmp_path: Path
 ) -> None:
-    code = pointed_at(section(title, "python"), server.url, MODEL)
-    assert_clean(run_python(code, package, tmp_path), times)
+    """And again in the same process, since importing a client takes seconds: with a model that calls its tool."""
+    page = section(title, "python")
+    with scripted_server() as scripted:
+        code = [pointed_at(page, server.url, MODEL), 'print("-----")', pointed_at(page, scripted.url)]
+        done = run_python("\n".join(code), package, tmp_path)
+    assert_clean(done, times)
+    assert done.stdout.partition("-----")[2].count(ANSWER) == times, done.stdout
 
 
 @pytest.mark.parametrize(("title", "times"), NPM_CLIENTS, ids=[title for title, _ in NPM_CLIENTS])

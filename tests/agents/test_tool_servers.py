@@ -1,4 +1,4 @@
-"""The tool server of docs/agents.md, called by a scripted model, and started and left by a real `quire serve`."""
+"""The tool server of docs/guides/agents.md, called by a scripted model and by a real `quire serve` that leaves it."""
 
 from __future__ import annotations
 

@@ -29,11 +29,14 @@ def outputs(
     spec: AttentionSpec = SPEC,
     dtype: torch.dtype = HALF,
     cache_dtype: torch.dtype | None = None,
+    **attributes: Any,
 ) -> list[Tensor]:
-    """What each row's tokens get, under steps that take them as `plans` say."""
+    """What each row's tokens get, under steps that take them as `plans` say; `attributes` are the backend's."""
     from quire.attention.triton_fixed import FixedTritonAttention
 
-    backend, generator = FixedTritonAttention(), torch.Generator().manual_seed(0)
+    # Short prompts count as long ones, with several segments.
+    attributes = {"fused_queries": 33, "min_segment": 32, "keys_at_a_time": 32, "few_splits": 2} | attributes
+    backend, generator = type("Small", (FixedTritonAttention,), attributes)(), torch.Generator().manual_seed(0)
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     tokens = [torch.randn(n, width, generator=generator).to(DEVICE, dtype) for n in LENGTHS]
     weight = torch.randn(spec.head_dim, generator=generator).to(DEVICE, dtype)
@@ -64,16 +67,6 @@ def outputs(
     return [torch.cat(parts) for parts in found if parts]
 
 
-@pytest.fixture(autouse=True)
-def short_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.attention import triton, triton_fixed
-
-    monkeypatch.setattr(triton, "_FUSED_QUERIES", 33)
-    monkeypatch.setattr(triton_fixed, "MIN_SEGMENT", 32)
-    monkeypatch.setattr(triton_fixed, "_KEYS", 32)
-    monkeypatch.setattr(triton_fixed, "_MAX_SPLITS", 2)
-
-
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_same_bits(window: int | None) -> None:
     spec = AttentionSpec(2, 1, 16, 0.25, window)
@@ -91,13 +84,10 @@ def test_the_widest_heads() -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 16), (5, 64), (20, 80), (4, 128), (2, 256)])
-def test_the_same_bits_whoever_shares_the_segments(
-    monkeypatch: pytest.MonkeyPatch, num_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    found = []
+def test_the_same_bits_whoever_shares_the_segments(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    found, spec = [], AttentionSpec(num_heads, 1, head_dim, 0.1)
     for share in ((1, 4), (2, 2), (2, 4), (4, 2), (16, 4)):
-        monkeypatch.setattr("quire.attention.triton_fixed._SHARES", ((1, share),))
-        found.append(outputs([([0], [69]), ([0], [70])], AttentionSpec(num_heads, 1, head_dim, 0.1), dtype)[0])
+        found.append(outputs([([0], [69]), ([0], [70])], spec, dtype, segment_shares=((1, share),))[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -108,7 +98,7 @@ def test_the_same_bits_from_a_cache_of_another_type() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_whole_prompts_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_prompts_have_a_kernel_of_their_own() -> None:
     from quire.kernels.triton.whole_attention import whole_attention
 
     taken: list[int] = []
@@ -117,11 +107,11 @@ def test_whole_prompts_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatc
         taken.append(query.shape[0])
         whole_attention(query, *rest)
 
-    monkeypatch.setattr("quire.attention.triton_fixed.whole_attention", spy)
-    outputs(AT_ONCE)
+    spied = {"attend_whole": staticmethod(spy)}
+    outputs(AT_ONCE, **spied)
     assert taken == [70, 33]
-    outputs(ALONE[1:], SPEC, torch.float32)
-    outputs(ALONE[1:], AttentionSpec(2, 1, 16, 0.25, sliding_window=50))
+    outputs(ALONE[1:], SPEC, torch.float32, **spied)
+    outputs(ALONE[1:], AttentionSpec(2, 1, 16, 0.25, sliding_window=50), **spied)
     assert taken == [70, 33], "neither wide types nor windows"
 
 

@@ -11,6 +11,13 @@ import pytest
 
 from quire.cli.main import main
 from quire.config.engine import EngineConfig
+from quire.engine.spare import SPARE_MEMORY
+from quire.types.ledger import LedgerLine
+from quire.utils.units import format_bytes
+from quire.worker.planning import plan_memory
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 256, **SIZES}
 
 
 def test_prints_the_ledger(
@@ -20,7 +27,7 @@ def test_prints_the_ledger(
     model.touch()
     asked: list[EngineConfig] = []
 
-    def plan_memory(config: EngineConfig) -> SimpleNamespace:
+    def plan_memory(config: EngineConfig, others: list[LedgerLine]) -> SimpleNamespace:
         asked.append(config)
         return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB")
 
@@ -33,8 +40,7 @@ def test_prints_the_ledger(
 
 
 def test_a_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 256, **sizes}
+    config = CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = ["fit", str(tmp_path), "--kv-cache-dtype", "float32", "--kv-cache-memory"]
     assert main([*command, "1MiB"]) == 0
@@ -49,3 +55,41 @@ def test_a_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: kv_cache_memory is 10KiB but one request of 128 tokens needs ")
     assert line.endswith("; set --kv-cache-memory 1MiB")
+
+
+def test_the_spare_process_of_a_server_is_a_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the rest is what `quire serve` plans, which leaves as much to others."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float32"}))
+    command = ["fit", str(tmp_path), "--reserved-memory", "1MiB"]
+    assert main(command) == 0
+    with_spare = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in with_spare if line.startswith(("reserved", "spare"))] == [
+        ["reserved", "1MiB", "left"],
+        ["spare", "engine", "300MiB"],
+    ]
+    assert main([*command, "--no-spare-engine"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("spare")]
+    served = plan_memory(EngineConfig.from_flat(model=str(tmp_path), reserved_memory=1 << 20).reserving(SPARE_MEMORY))
+    shown = next(line.split() for line in with_spare if line.startswith("KV blocks"))
+    assert shown[3] == str(served.num_kv_blocks)
+    (total,) = (line.split()[1] for line in with_spare if line.startswith("total"))
+    assert total == format_bytes(served.total)
+
+
+def test_the_parts_say_what_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["fit", str(tmp_path), "--attention-backend", "torch_ref"]) == 0
+    names = [line[:12].strip() for line in capsys.readouterr().out.splitlines()][:-3]
+    assert names == [
+        "weights",
+        "KV blocks",
+        "rows",
+        "block tables",
+        "masks",
+        "sampling",
+        "activations",
+        "attention",
+        "spare engine",
+    ]

@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md is true: its file and its line make a model, and every block of it runs."""
+"""docs/internals/adding-a-model.md is true: its file and its line make a model, and every block of it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.models.config import DecoderConfig
 from quire.models.registry import ARCHITECTURES
 from tools.source_rules import MODEL_FILE_LINES
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "adding-a-model.md"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""docs/adding-a-tool-format.md is true: its file and its line make a format, and every block of it runs."""
+"""docs/internals/adding-a-tool-format.md is true: its file and its line make a format, and every block of it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import quire.parsers.formats
 from quire.parsers.format import ToolFormat
 from quire.parsers.registry import TOOL_FORMATS
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-tool-format.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "adding-a-tool-format.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = [
     (match[1].strip(), TEXT[: match.start()].count("\n") + 1, match[2])

@@ -12,7 +12,7 @@ from quire.bench.options import GOODPUT_METRICS
 from quire.cli.bench import KINDS
 from quire.cli.main import build_parser
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "benchmarking.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ quire (bench .*?)(?: > \S+)?$", PAGE, flags=re.M)
 
 

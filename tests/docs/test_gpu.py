@@ -1,4 +1,4 @@
-"""docs/gpu.md is true: its commands and flags are understood, and its picture is of the table that is kept."""
+"""docs/guides/gpu.md is true: its commands and flags are understood, and its picture is of the table that is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from quire.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ quire (.*)$", PAGE, flags=re.M)
 
 

@@ -1,4 +1,4 @@
-"""docs/quantization.md is true: its method works in one file and one line, and every block of it runs."""
+"""docs/guides/quantization.md is true: its method works in one file and one line, and every block of it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.layers.scheme import as_tensor
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.quantized.registry import QUANTIZED, logical
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "quantization.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""docs/structured-output.md is true: its examples run from top to bottom, on a tiny model."""
+"""docs/guides/structured-output.md is true: its examples run from top to bottom, on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.structured.schema import MAX_OPTIONAL
 from tests.e2e.tiny import make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""docs/tool-formats.md lists every format, and says of each truly whether a template proves it."""
+"""docs/reference/tool-formats.md lists every format, and says of each truly whether a template proves it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from tests.parsers.test_templates import UNPROVED_REASONING, UNPROVED_TOOLS, proved
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tool-formats.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "tool-formats.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> dict[str, tuple[str, str]]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,15 +80,18 @@ class Running:
             self._news.notify_all()
 
 
-def launch(*flags: str) -> Running:
+SERVE = (sys.executable, "-m", "quire", "serve")
+
+
+def launch(*flags: str, program: Sequence[str] = SERVE) -> Running:
     """Start a server, which need not become ready."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    command = [*program, "--port", "0", *flags]
     return Running(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
 
 
-def start(*flags: str) -> Running:
+def start(*flags: str, program: Sequence[str] = SERVE) -> Running:
     """Start a server and wait until it is ready."""
-    running = launch(*flags)
+    running = launch(*flags, program=program)
     try:
         running.url = running.wait_line(r"serving on (http://\S+), ready")[1]
     except AssertionError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield make_model(tmp_path_factory.mktemp(name), **MODELS[name])
 
 
+def engine(model: Path, **settings: Any) -> EngineCore:
+    """The native kernels share their work among threads; torch's threads would only spin."""
+    return make_engine(model, num_threads=1 if library.load() is None else 2, **settings)
+
+
 @pytest.fixture(scope="module")
 def reference(model: Path) -> EngineCore:
     """Each request alone, its prompt in one chunk, nothing cached."""
-    return make_engine(model, enable_prefix_caching=False, max_num_batched_tokens=512)
+    return engine(model, enable_prefix_caching=False, max_num_batched_tokens=512)
 
 
 Case = tuple[list[int], SamplingParams]
@@ -97,14 +103,14 @@ def test_in_a_batch_with_random_arrivals(
     model: Path, reference: EngineCore, batch: int, steps_in_flight: int
 ) -> None:
     cases = make_cases(batch, seed=batch)
-    core = make_engine(model, max_num_seqs=batch, steps_in_flight=steps_in_flight)
+    core = engine(model, max_num_seqs=batch, steps_in_flight=steps_in_flight)
     assert_same(run_with_arrivals(core, cases, seed=batch), answers_alone(reference, cases))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 33, 64])
 def test_in_chunks(model: Path, reference: EngineCore, chunk: int) -> None:
     cases = make_cases(4, seed=chunk)
-    core = make_engine(model, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4))
+    core = engine(model, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4))
     assert_same(run_with_arrivals(core, cases, seed=chunk), answers_alone(reference, cases))
 
 
@@ -113,7 +119,7 @@ def test_with_forced_preemption(model: Path, reference: EngineCore, steps_in_fli
     cases = make_cases(8, seed=5, longest=20, outputs=90)  # they fit when they start, and not when they have grown
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
     blocks = layout.blocks_for(140, 64) + 2
-    core = make_engine(
+    core = engine(
         model,
         kv_cache_memory=blocks * layout.page_bytes,
         max_model_len=140,
@@ -131,7 +137,7 @@ def test_on_full_partial_and_evicted_prefix_hits(model: Path, reference: EngineC
     tail = [rng.randrange(3, VOCAB) for _ in range(30)]
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=2)
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
-    core = make_engine(
+    core = engine(
         model,
         kv_cache_memory=(layout.blocks_for(200, 128) + 6) * layout.page_bytes,
         max_model_len=200,
@@ -160,7 +166,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: Path, reference: EngineC
     whole = run_alone(reference, prompt, params)
     assert len(whole.prompt_logprobs) == len(prompt) - 1
     assert [entry.token_ids[0] for entry in whole.prompt_logprobs] == prompt[1:]
-    core = make_engine(model, max_num_batched_tokens=7, max_num_seqs=2)
+    core = engine(model, max_num_batched_tokens=7, max_num_seqs=2)
     run_alone(core, prompt, SamplingParams(max_tokens=1))  # cached, and yet not reused
     chunked = run_alone(core, prompt, params)
     assert chunked.prompt_logprobs == whole.prompt_logprobs

@@ -13,17 +13,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.serving import Running, start
+from tests.e2e.serving import Running
 from tests.server.npm import talk
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = start("--max-model-len", "512")
-    yield running
-    assert running.stop() == 0
+@pytest.fixture
+def server(default_server: Running) -> Running:
+    return default_server
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from quire.engine.client import InProcClient
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.frontend.text_model import load_text_model
+from quire.kernels.cpu import library
+from quire.runner.eager import Eager
+from quire.runner.kernel_list import KernelList
 from quire.types.errors import BatchError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.step import StepPlan
@@ -29,6 +32,7 @@ from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
 from tests.e2e.tiny import make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
+from tests.runner.engines import run_eagerly, spy_on
 
 SCHEMA = {
     "type": "object",
@@ -61,6 +65,7 @@ ENGINE_FACTORS = {
     "memory": ["plenty", "short"],
     "enable_prefix_caching": [False, True],
     "faults": [False, True],
+    "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "experts": [False, True],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -105,18 +110,18 @@ def model(models: dict[bool, Path]) -> Path:
     return models[False]
 
 
-def start(model: Path, *, faults: bool = False, **settings: Any) -> tuple[LLM, EngineCore]:
+def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, EngineCore]:
     config = EngineConfig.from_flat(model=str(model), max_model_len=MAX_LEN, **settings)
     core, info, _ = build_engine(config)
-    if faults:
-        core.executor = FaultyExecutor(core.executor)
+    if way == "eager":
+        run_eagerly(core)
     client = InProcClient(core, EngineLoop(core, debug_checks=True), info)
     return LLM.from_client(client, load_text_model(config.model)), core
 
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[LLM]:
-    llm, _ = start(model, steps_in_flight=1, enable_prefix_caching=False, max_num_seqs=8)
+    llm, _ = start(model, way="eager", steps_in_flight=1, enable_prefix_caching=False, max_num_seqs=8)
     with llm:
         yield llm
 
@@ -169,7 +174,11 @@ def test_any_three_features_together(models: dict[bool, Path], alone: list[objec
         blocks = layout.blocks_for(MAX_LEN, 64) + 3
         settings |= {"kv_cache_memory": blocks * layout.page_bytes}
     mine = [index for index, row in enumerate(ROWS) if tuple(row[name] for name in ENGINE_FACTORS) == engine]
-    llm, core = start(model, max_num_seqs=8, max_num_batched_tokens=64, **settings)
+    faults, way = settings.pop("faults"), settings.pop("way")
+    llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings)
+    spy = spy_on(core)
+    if faults:
+        core.executor = FaultyExecutor(core.executor)
     with llm:
         prompts = [prompt_of(index) for index in mine]
         params = [params_of(ROWS[index], index) for index in mine]
@@ -178,6 +187,8 @@ def test_any_three_features_together(models: dict[bool, Path], alone: list[objec
             params += [SamplingParams(max_tokens=70, ignore_eos=True)] * 3
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [content(output) for output in outputs[: len(mine)]] == [alone[index] for index in mine]
+        assert isinstance(spy.way, Eager if way == "eager" or library.load() is None else KernelList)
+        assert spy.ran
         assert memory == "plenty" or core.scheduler.stats().num_preemptions > 0
         assert not core.constraints.in_use
         assert not core.has_unfinished()

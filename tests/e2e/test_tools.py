@@ -17,10 +17,9 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.serving import Running, start
+from tests.e2e.serving import Running
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 QUESTION: Any = [{"role": "user", "content": "Plan a trip to Paris for two."}]
 TRIP = {
     "type": "object",
@@ -67,11 +66,9 @@ def tool(name: str, parameters: dict[str, Any], strict: bool = False) -> Any:
 SCHEMAS = {"book_trip": TRIP, "find_place": PLACE, "count": COUNT}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = start("--max-model-len", "4096", "--kv-cache-memory", "256MiB")
-    yield running
-    assert running.stop() == 0
+@pytest.fixture
+def server(default_server: Running) -> Running:
+    return default_server
 
 
 @pytest.fixture
@@ -227,7 +224,8 @@ def test_completions_take_structured_outputs(client: openai.OpenAI) -> None:
 
 
 def test_the_examples_of_the_guide(server: Running) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "tools.md").read_text(encoding="utf-8"), flags=re.S)
+    page = (ROOT / "docs" / "guides" / "tool-calling.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     assert len(blocks) >= 4
     source = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200)

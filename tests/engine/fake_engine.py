@@ -90,7 +90,7 @@ def build(config: EngineConfig, report: ReportPhase) -> tuple[EngineLoop, Engine
         kv=KVCacheManager(layout, num_blocks, True),
     )
     device = FakeDevice(FakeExecutor(layout, num_blocks, MAX_NUM_SEQS), 0.002 if "slow" in words else 0.0)
-    info = EngineInfo("fake", "Fake", VOCAB_SIZE, max_model_len, 16, num_blocks, MAX_NUM_SEQS)
+    info = EngineInfo(VOCAB_SIZE, max_model_len, 16, num_blocks, MAX_NUM_SEQS)
     return EngineLoop(EngineCore(scheduler, device, 1), debug_checks=True), info
 
 

@@ -15,7 +15,7 @@ from quire.types.outputs import EngineOutput
 from tests.engine.test_core import MAX_LEN, Device, make_core, request
 from tests.fakes import VOCAB_SIZE, generate_alone
 
-INFO = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_LEN, 4, 65, 8)
+INFO = EngineInfo(VOCAB_SIZE, MAX_LEN, 4, 65, 8)
 
 
 def make_client() -> tuple[InProcClient, Device]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from quire.engine.client import InProcClient
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
+from quire.sched.request import Request
 from quire.structured.manager import GrammarManager
 from quire.structured.sources import make_source
 from quire.types.masks import Masks
@@ -25,11 +28,12 @@ from quire.types.step import StepPlan, StepResult
 from quire.types.structured import GrammarLimits, GrammarSource, StructuredOutputsParams, Vocabulary
 from quire.worker.executor import Executor
 from tests.engine.test_core import make_core
+from tests.fakes import ScriptedDrafter
 
 LETTERS = [bytes([97 + index]) for index in range(26)]
 EOS = 30
 VOCABULARY = Vocabulary([*LETTERS, *[b""] * 4, b"</s>", *[b""] * 19], [EOS], [EOS])
-INFO = EngineInfo("fake", "Fake", 50, 64, 4, 65, 8)
+INFO = EngineInfo(50, 64, 4, 65, 8)
 
 
 class MaskedStep(Future[StepResult]):
@@ -40,10 +44,21 @@ class MaskedStep(Future[StepResult]):
     def sample(self, masks: Future[Masks]) -> None:
         assert self._executor.waiting is self
         self._executor.waiting = None
-        tokens = {}
-        for line, row in zip(masks.result(30), self._plan.mask_slots, strict=True):
-            tokens[row] = int(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))[0])
-        self.set_result(StepResult(self._plan.step_id, [[tokens.get(row, 4)] for row in self._plan.rows]))
+        lines, drafts = masks.result(30), self._plan.draft_token_ids
+        assert len(lines) == sum(1 + len(drafts.get(row, ())) for row in self._plan.mask_slots)
+        tokens = [int(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))[0]) for line in lines]
+        self.set_result(result_of(self._plan, {row: tokens[line:] for row, line in self._plan.mask_slots.items()}))
+
+
+def result_of(plan: StepPlan, tokens: dict[int, list[int]]) -> StepResult:
+    """`tokens`: what is sampled at the positions of rows with a mask. Counts drafts that hold."""
+    result = StepResult(plan.step_id, [])
+    for row in plan.rows:
+        drafts = plan.draft_token_ids.get(row, [])
+        sampled = tokens.get(row, [4] * (1 + len(drafts)))
+        held = next((place for place, draft in enumerate(drafts) if draft != sampled[place]), len(drafts))
+        result.token_ids.append(sampled[: 1 + held])
+    return result
 
 
 class LowestAllowed(Executor):
@@ -59,7 +74,7 @@ class LowestAllowed(Executor):
             assert set(plan.mask_slots) <= set(plan.rows)
             self.waiting = step
         else:
-            step.set_result(StepResult(plan.step_id, [[4] for _ in plan.rows]))
+            step.set_result(result_of(plan, {}))
         return step
 
     def is_sticky(self, error: Exception) -> bool:
@@ -69,11 +84,23 @@ class LowestAllowed(Executor):
         self.waiting = None
 
 
-@pytest.fixture(params=[1, 2, 3])
+class RandomLetters:
+    """Drafts of letters; what is sampled is one of the first few, so that some hold."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(0)
+
+    def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
+        letters = [0, 0, 1, 3, 4, 4, 16, 23, 24, 25, EOS]
+        return self._draw.choices(letters, k=self._draw.randint(0, min(limit, 4)))
+
+
+@pytest.fixture(params=[(1, None), (2, None), (3, None), (1, RandomLetters()), (3, RandomLetters())])
 def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
-    scheduler = make_core()[0].scheduler
+    depth, drafter = request.param
+    scheduler = make_core(drafter=drafter)[0].scheduler
     constraints = Constraints(GrammarManager(GrammarLimits(compile_timeout=20.0)))
-    core = EngineCore(scheduler, LowestAllowed(), request.param, constraints)
+    core = EngineCore(scheduler, LowestAllowed(), depth, constraints)
     core.constraints.set_vocabulary(VOCABULARY)
     yield core
     core.shutdown()
@@ -98,7 +125,7 @@ def run(core: EngineCore) -> dict[str, EngineOutput]:
         for output in client.get_outputs().outputs:
             before = said.get(output.request_id)
             if before is not None:
-                output.token_ids = before.token_ids + output.token_ids
+                output = msgspec.structs.replace(output, token_ids=before.token_ids + output.token_ids)
             said[output.request_id] = output
     return said
 
@@ -125,6 +152,20 @@ def test_each_request_follows_its_own_grammar(core: EngineCore) -> None:
     }
     assert not core.constraints.in_use
     core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_what_is_sampled_behind_the_end_of_a_grammar_is_cut_off(eos: bool) -> None:
+    """Drafts go on behind it, and hold: there is no mask there. Also when the last of them ends the request."""
+    behind = [EOS if eos else 0, 0]
+    scheduler = make_core(drafter=ScriptedDrafter(23, 24, *behind))[0].scheduler
+    core = EngineCore(scheduler, LowestAllowed(), 1, Constraints(GrammarManager(GrammarLimits(compile_timeout=20.0))))
+    core.constraints.set_vocabulary(VOCABULARY)
+    core.add_request(ask("x", "xy", logprobs=0))
+    said = run(core)["x"]
+    assert (said.token_ids, said.finish_reason, said.is_complete) == ([23, 24], "stop", True)
+    core.scheduler.check_integrity()
+    core.shutdown()
 
 
 def test_a_grammar_that_does_not_compile_is_the_callers_mistake(core: EngineCore) -> None:
@@ -179,7 +220,7 @@ def test_others_pass_a_request_whose_grammar_is_compiling() -> None:
     assert not core.has_work()
     assert core.has_unfinished()
     woken = threading.Event()
-    core.constraints.when_ready(woken.set)
+    core.parked.on_news = woken.set
     (aborted,) = core.abort(["held"])
     assert (aborted.request_id, aborted.finish_reason) == ("held", "abort")
     pending[0].set_result(object())

@@ -11,6 +11,7 @@ import pytest
 from quire.engine.core import EngineCore
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
+from quire.sched.drafts import Drafter, Drafts
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import TokenShares
 from quire.sched.state import Shares
@@ -21,7 +22,7 @@ from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
 from quire.worker.executor import Executor
-from tests.fakes import FakeExecutor, FakeStep, FakeStepError, generate_alone
+from tests.fakes import FakeDrafter, FakeExecutor, FakeStep, FakeStepError, generate_alone
 
 MAX_LEN = 64
 
@@ -63,7 +64,10 @@ class Measured(TokenShares):
 
 
 def make_core(
-    steps_in_flight: int = 1, shares: Shares | None = None, clock: Callable[[], float] = time.monotonic
+    steps_in_flight: int = 1,
+    shares: Shares | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    drafter: Drafter | None = None,
 ) -> tuple[EngineCore, Device]:
     layout = plan_layout([LayerKV("full", None, 4)] * 2, 4)
     kv = KVCacheManager(layout, 65, True)
@@ -75,6 +79,7 @@ def make_core(
         max_model_len=MAX_LEN,
         kv=kv,
         shares=shares,
+        drafting=None if drafter is None else Drafts(drafter),
     )
     device = Device(FakeExecutor(layout, 65, 8))
     return EngineCore(scheduler, device, steps_in_flight, clock=clock), device
@@ -94,15 +99,16 @@ def run(core: EngineCore, device: Device) -> dict[str, EngineOutput]:
         for output in core.step().outputs:
             device.unread = 0
             before = joined.get(output.request_id)
-            output.token_ids = [*(before.token_ids if before else []), *output.token_ids]
-            joined[output.request_id] = output
+            token_ids = [*(before.token_ids if before else []), *output.token_ids]
+            joined[output.request_id] = msgspec.structs.replace(output, token_ids=token_ids)
         core.scheduler.check_integrity()
     return joined
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_plans_ahead_as_far_as_it_may_and_answers_the_same(depth: int) -> None:
-    core, device = make_core(depth)
+@pytest.mark.parametrize("right", [None, 0.0, 0.7, 1.0])
+def test_plans_ahead_as_far_as_it_may_and_answers_the_same(depth: int, right: float | None) -> None:
+    core, device = make_core(depth, drafter=None if right is None else FakeDrafter(right, 4, depth))
     requests = [request(str(i), 3 + 4 * i, 5 + i) for i in range(6)]
     for r in requests:
         assert core.add_request(r) == []
@@ -110,12 +116,14 @@ def test_plans_ahead_as_far_as_it_may_and_answers_the_same(depth: int) -> None:
     for r in requests:
         assert outputs[r.request_id].token_ids == generate_alone(r, MAX_LEN)[0]
     assert device.num_planned_ahead >= min(depth, 2)
+    assert (device.fake.num_accepted > 0) == bool(right)
     assert core.scheduler.stats().num_free_blocks == core.scheduler.stats().num_blocks
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_failing_step_ends_only_the_culprit(depth: int) -> None:
-    core, device = make_core(depth)
+@pytest.mark.parametrize("right", [None, 0.7])
+def test_a_failing_step_ends_only_the_culprit(depth: int, right: float | None) -> None:
+    core, device = make_core(depth, drafter=None if right is None else FakeDrafter(right, 4, depth))
     requests = [request(str(i)) for i in range(4)]
     for r in requests:
         core.add_request(r)

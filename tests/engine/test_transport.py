@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from quire.engine.transport import Receiver, Sender, UndecodableError, make_meeting
-from quire.types.messages import AbortRequests, ResetPrefixCache, ToEngine
+from quire.types.messages import AbortRequests, Command, ToEngine
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -56,7 +56,7 @@ def test_messages_arrive_equal_and_in_order(link: Link) -> None:
     messages = [
         engine_request(temperature=0.5, logit_bias={3: -1.5}, stop=("a", "b"), seed=2**64 - 1, logprobs=2),
         AbortRequests(["r", "unknown"]),
-        ResetPrefixCache(),
+        Command(1, "reset_prefix_cache"),
     ]
     for message in messages:
         link.sender.send(message)
@@ -75,14 +75,14 @@ def test_sending_never_blocks_however_slow_the_reader(link: Link) -> None:
 
 def test_a_stranger_is_not_heard(link: Link, caplog: pytest.LogCaptureFixture) -> None:
     receiver = link.receiver
-    for frame in (b"", b"short", bytes(16) + msgspec.msgpack.encode(ResetPrefixCache())):
+    for frame in (b"", b"short", bytes(16) + msgspec.msgpack.encode(Command(1, "reset_prefix_cache"))):
         with link.context.socket(zmq.PUSH) as stranger:
             stranger.connect(receiver.endpoint)
             stranger.send(frame)
             assert next_message(receiver) is None
     assert caplog.text.count("stranger") == 3
-    link.sender.send(ResetPrefixCache())
-    assert next_message(receiver) == ResetPrefixCache()
+    link.sender.send(Command(1, "reset_prefix_cache"))
+    assert next_message(receiver) == Command(1, "reset_prefix_cache")
 
 
 def test_a_message_of_the_wrong_shape_says_what_it_holds(link: Link) -> None:
@@ -90,12 +90,12 @@ def test_a_message_of_the_wrong_shape_says_what_it_holds(link: Link) -> None:
     wrong = engine_request()
     msgspec.structs.force_setattr(wrong.params, "top_k", 2.5)  # as no caller can make it; the wire checks again
     link.sender.send(wrong)
-    link.sender.send(ResetPrefixCache())
+    link.sender.send(Command(1, "reset_prefix_cache"))
     with pytest.raises(UndecodableError, match="top_k") as caught:
         next_message(receiver)
     assert isinstance(caught.value.content, dict)
     assert caught.value.content["request_id"] == "r"
-    assert next_message(receiver) == ResetPrefixCache()
+    assert next_message(receiver) == Command(1, "reset_prefix_cache")
 
 
 def test_two_meetings_share_nothing_and_the_folder_is_private() -> None:

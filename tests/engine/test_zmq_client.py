@@ -67,7 +67,7 @@ def test_sync_face_and_start_phases() -> None:
     for name in ("a", "b"):
         assert joined(outputs, name) == expected(name)
     assert client.stats.num_free_blocks == client.stats.num_blocks
-    client.reset_prefix_cache()
+    assert client.call("reset_prefix_cache") is None
     client.shutdown()
     client.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):

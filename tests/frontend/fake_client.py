@@ -15,7 +15,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.types.errors import EngineDeadError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, EngineOutputs
-from quire.types.request import EngineRequest
+from quire.types.request import EngineRequest, FinishReason
 from quire.types.sampling import SamplingParams
 from quire.types.step import TokenLogprobs
 from quire.types.structured import Vocabulary
@@ -74,7 +74,7 @@ class FakeClient(EngineClient):
         dies_at_step: int | None = None,
         errors: dict[str, str] | None = None,
     ) -> None:
-        self.info = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
+        self.info = EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
         self.added: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.num_steps = 0
@@ -121,11 +121,16 @@ class FakeClient(EngineClient):
     def has_unfinished(self) -> bool:
         return bool(self._running or self._said)
 
-    def reset_prefix_cache(self) -> None:
-        self.num_resets += 1
+    def call(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
+        if verb == "set_vocabulary":
+            assert isinstance(argument, Vocabulary)
+            self.vocabulary = argument
+        else:
+            assert verb == "reset_prefix_cache"
+            self.num_resets += 1
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
+        self.call(verb, argument)
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -134,28 +139,35 @@ class FakeClient(EngineClient):
         request = running.request
         params = request.params
         assert isinstance(params, SamplingParams)
-        output = EngineOutput(request.request_id, [])
-        if running.num_tokens == 0:
-            output.num_cached_tokens = 0
-            if params.prompt_logprobs is not None:
-                output.prompt_logprobs = [logprobs_of(t, params.prompt_logprobs) for t in request.token_ids[1:]]
-        if request.request_id in self._errors:
-            output.finish_reason, output.error = "error", self._errors[request.request_id]
-        while len(output.token_ids) < self._chunk and output.finish_reason is None:
+        tokens: list[int] = []
+        prompt_logprobs: list[TokenLogprobs] | None = None
+        first = running.num_tokens == 0
+        if first and params.prompt_logprobs is not None:
+            prompt_logprobs = [logprobs_of(token, params.prompt_logprobs) for token in request.token_ids[1:]]
+        reason: FinishReason | None = "error" if request.request_id in self._errors else None
+        stop_reason = None
+        while len(tokens) < self._chunk and reason is None:
             token = next(running.answer, EOS)
-            output.token_ids.append(token)
+            tokens.append(token)
             running.num_tokens += 1
             if token in request.eos_token_ids and not params.ignore_eos:
-                output.finish_reason = "stop"
+                reason = "stop"
             elif token in params.stop_token_ids:
-                output.finish_reason, output.stop_reason = "stop", token
+                reason, stop_reason = "stop", token
             elif running.num_tokens == request.max_tokens:
-                output.finish_reason = "length"
-        if params.logprobs is not None:
-            output.logprobs = [logprobs_of(token, params.logprobs) for token in output.token_ids]
-        if output.finish_reason is not None:
+                reason = "length"
+        if reason is not None:
             del self._running[request.request_id]
-        return output
+        return EngineOutput(
+            request.request_id,
+            tokens,
+            reason,
+            stop_reason,
+            None if params.logprobs is None else [logprobs_of(token, params.logprobs) for token in tokens],
+            prompt_logprobs,
+            0 if first else -1,
+            self._errors.get(request.request_id),
+        )
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:

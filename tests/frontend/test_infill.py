@@ -27,7 +27,7 @@ def tokenizer_with(marks: Marks, backend: tokenizers.Tokenizer | None = None) ->
 
 
 def fill_in(tokenizer: Tokenizer, prompt: dict[str, Any], params: SamplingParams | None = None) -> EngineRequest:
-    info = EngineInfo("fake", "Fake", tokenizer.vocab_size, 512, 16, 64, 8)
+    info = EngineInfo(tokenizer.vocab_size, 512, 16, 64, 8)
     return InputProcessor(tokenizer, info).process(prompt, params).children[0]
 
 

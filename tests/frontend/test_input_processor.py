@@ -12,7 +12,7 @@ from quire.types.messages import EngineInfo
 from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 
-INFO = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
+INFO = EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8)
 PROCESSOR = InputProcessor(TOKENIZER, INFO)
 WITHOUT_TOKENIZER = InputProcessor(None, INFO)
 

@@ -20,7 +20,7 @@ from quire.types.outputs import CompletionOutput, EngineOutput, RequestOutput
 from quire.types.sampling import OutputKind, SamplingParams
 from tests.frontend.fake_client import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, logprobs_of
 
-INPUTS = InputProcessor(TOKENIZER, EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
+INPUTS = InputProcessor(TOKENIZER, EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
 KINDS: list[OutputKind] = ["cumulative", "delta", "final_only"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.mailbox import merge_deltas
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.reading import CompletionReader, Reading
-from quire.parsers.base import OutputParser
+from quire.frontend.reading import Reading, make_reader
 from quire.parsers.events import assemble, joined
 from quire.parsers.format import Tool
 from quire.parsers.stream import make_parser
@@ -22,19 +22,16 @@ from quire.types.outputs import CompletionOutput, EngineOutput
 from quire.types.sampling import SamplingParams
 from tests.frontend.fake_client import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 
-INPUTS = InputProcessor(TOKENIZER, EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
+INPUTS = InputProcessor(TOKENIZER, EngineInfo(VOCAB_SIZE, MAX_MODEL_LEN, 16, 64, 8))
+READING = Reading(tool_format="hermes", reasoning_format="qwen3", prompt_text="", tools=(Tool("f"),))
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "\u2600"}}</tool_call>'
-
-
-def parser() -> OutputParser:
-    return make_parser("hermes", "qwen3", prompt_text="", tools=[Tool("f")])
 
 
 def read(said: bytes, sizes: list[int], one_call: bool = False, **params: Any) -> tuple[CompletionOutput, list[str]]:
     """The completion put together, and what the engine is told to abort; `sizes` are of steps, again and again."""
     processor = OutputProcessor(TOKENIZER)
     request = INPUTS.process("p", SamplingParams(**params), request_id="r")
-    processor.add(request, Reading(parser, one_call))
+    processor.add(request, dataclasses.replace(READING, one_call=one_call))
     outputs, aborts, at = [], [], 0
     for size in itertools.cycle(sizes):
         if not len(processor):
@@ -75,7 +72,7 @@ def test_steps_of_any_size_come_to_the_same(
     for name in ("text", "token_ids", "finish_reason", "stop_reason", "num_reasoning_tokens"):
         assert getattr(parts, name) == getattr(whole, name)
     if not one_call:
-        one_shot = parser()
+        one_shot = make_parser("hermes", "qwen3", prompt_text="", tools=READING.tools)
         assert joined(whole.events or []) == joined([*one_shot.feed(whole.text), *one_shot.finish()])
 
 
@@ -90,7 +87,8 @@ def test_the_first_call_ends_the_completion() -> None:
 
 def test_what_the_same_token_says_after_the_call_is_left_out() -> None:
     """Tokens of bytes cannot show it, so the parser is given more than one at a time."""
-    reader = CompletionReader(Reading(parser, one_call=True))
+    reader = make_reader(dataclasses.replace(READING, one_call=True))
+    assert reader is not None
     assert reader.add(f"{CALL} and more")
     reader.end_at_call()
     reader.finish("rest")
@@ -100,9 +98,14 @@ def test_what_the_same_token_says_after_the_call_is_left_out() -> None:
 
 def test_cumulative_outputs_hold_all_events() -> None:
     processor = OutputProcessor(TOKENIZER)
-    processor.add(INPUTS.process("p", SamplingParams(output_kind="cumulative"), request_id="r"), Reading(parser))
+    processor.add(INPUTS.process("p", SamplingParams(output_kind="cumulative"), request_id="r"), READING)
     events = []
     for text in (b"a", b"b"):
         (output,) = processor.process([EngineOutput("r", list(text))]).outputs
         events.append(output.outputs[0].events)
     assert events == [[TextDelta("a")], [TextDelta("a"), TextDelta("b")]]
+
+
+def test_a_completion_that_is_all_text_has_no_reader() -> None:
+    assert make_reader(None) is None
+    assert make_reader(dataclasses.replace(READING, reasoning_format=None, parse_tools=False)) is None

@@ -19,6 +19,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=Tr
 
 
 def test_the_same_bits_at_once_and_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention.triton_fixed import FixedTritonAttention
     from quire.kernels.triton.whole_attention import whole_attention
 
     taken: list[int] = []
@@ -27,7 +28,7 @@ def test_the_same_bits_at_once_and_in_chunks(tmp_path: Path, monkeypatch: pytest
         taken.append(query.shape[0])
         whole_attention(query, *rest)
 
-    monkeypatch.setattr("quire.attention.triton_fixed.whole_attention", spy)
+    monkeypatch.setattr(FixedTritonAttention, "attend_whole", staticmethod(spy))
     model = make_model(tmp_path, "qwen3", **{**SIZES, "max_position_embeddings": 4096})
     rng = random.Random(0)
     jobs = [Job(str(n), [rng.randrange(3, VOCAB) for _ in range(n)], PARAMS) for n in LENGTHS]

@@ -14,14 +14,3 @@ def test_columns_stay_parallel() -> None:
         (4, 1, 0, 8),
         (4, 1, 1, 9),
     ]
-
-
-def test_drop_tail_takes_only_the_rows_own_newest_entries() -> None:
-    deltas = BlockDeltas()
-    for row in (1, 2, 1, 1):
-        deltas.set_entries(row, 0, 0, [Block(row)])
-    deltas.drop_tail(1)
-    assert deltas.rows == [1, 2]
-    assert len(deltas.groups) == len(deltas.indices) == len(deltas.ids) == 2
-    deltas.drop_tail(1)
-    assert deltas.rows == [1, 2]

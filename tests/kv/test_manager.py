@@ -56,12 +56,12 @@ def test_a_hit_never_covers_the_whole_prompt() -> None:
     assert hit_length(kv, request([*range(4), *range(50, 60)])) == 4
 
 
-def test_other_salt_or_adapter_hits_nothing() -> None:
+def test_another_salt_hits_nothing() -> None:
     kv = make()
     run_once(kv, request(range(8), cache_salt="a"))
     assert hit_length(kv, request(range(9), cache_salt="a")) == 8
     assert hit_length(kv, request(range(9))) == 0
-    assert hit_length(kv, request(range(9), cache_salt="a", adapter_id=1)) == 0
+    assert hit_length(kv, request(range(9), cache_salt="b")) == 0
 
 
 def test_shared_blocks_are_counted_and_survive_one_owner() -> None:
@@ -141,6 +141,50 @@ def test_sliding_groups_give_back_what_fell_out_of_sight() -> None:
     assert all(ids(sequence))
     kv.check_integrity([sequence])
     assert kv.num_free_blocks == 39 - 5 - 3 - 3
+
+
+def test_blocks_that_leave_a_window_make_room_unless_others_hold_them() -> None:
+    kv = make([LayerKV("sliding", 4, 1)], num_blocks=1 + 5)
+    prompt = list(range(13))
+    first = start(kv, request(prompt))
+    kv.store(first, prompt, 12)
+    assert kv.num_free_blocks == 1
+    second = start(kv, request(prompt))  # shares block 2
+    assert kv.num_free_blocks == 0
+    deltas = BlockDeltas()
+    assert not kv.allocate(first, 4, 17, 0, deltas), "at 4 tokens, the window is 1..4"
+    assert (deltas.ids, [bool(block) for block in ids(first)]) == ([], [True] * 4), "nothing was given back in vain"
+    assert kv.allocate(first, 7, 17, 0, deltas)
+    assert [bool(block) for block in ids(first)] == [False, True, True, True, True]
+    assert not kv.allocate(first, 16, 25, 0, deltas), "blocks 1 and 3 would be free, and 2 new ones fit only if 2 was"
+    assert kv.allocate(first, 16, 21, 0, deltas)
+    kv.check_integrity([first, second])
+
+
+@given(st.integers(1, 9), st.integers(8, 24), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=20))
+def test_what_a_token_behind_the_certain_ones_sees_is_there(
+    window: int, num_blocks: int, steps: list[tuple[int, int]]
+) -> None:
+    """Whatever is planned ahead of the certain count, and however much of it is taken back."""
+    kv = make([LayerKV("full", None, 1), LayerKV("sliding", window, 1)], num_blocks=num_blocks)
+    sequence = start(kv, request(range(5)))
+    certain, table = 0, {}
+    for held, ahead in steps:
+        deltas = BlockDeltas()
+        end = min(certain + held, kv.capacity(sequence))
+        before = [list(blocks) for blocks in sequence.tables]
+        fits = kv.allocate(sequence, end, end + ahead, 0, deltas)
+        kv.check_integrity([sequence])
+        if not fits:
+            assert (sequence.tables, deltas.ids) == (before, [])
+            continue
+        certain = end
+        assert kv.capacity(sequence) >= certain + ahead
+        table |= dict(zip(zip(deltas.groups, deltas.indices, strict=True), deltas.ids, strict=True))
+        assert all(ids(sequence, 0))
+        assert all(ids(sequence, 1)[max(0, certain - window + 1) // 4 :])
+        for group, index in table:
+            assert ids(sequence, group)[index] == table[group, index], "the worker was told"
 
 
 def test_sliding_hit_needs_only_its_window_and_all_groups() -> None:

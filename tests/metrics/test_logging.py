@@ -134,7 +134,7 @@ def test_a_dead_engine_runs_nothing_and_a_new_one_counts_from_zero(
     log.on_request_end(ended("error"))
     clock.pass_by(10)
     assert caplog.messages[1].startswith("0 running, 0 waiting, KV 0.0 %;")
-    log.on_engine_start(EngineInfo("m", "M", 10, 10, 16, 100, 8))
+    log.on_engine_start(EngineInfo(10, 10, 16, 100, 8))
     log.on_stats(EngineStats(1, 0, 100, 50, 1, 100, 50))
     clock.pass_by(10)
     assert "prefix hits 50.0 %; 1 preempted" in caplog.messages[2]

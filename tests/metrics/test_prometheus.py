@@ -35,7 +35,7 @@ from tests.metrics.scrape import Scrape, scrape
 
 STEP_TIME = 0.25  # sums of it are exact
 QUEUE_TIME = 0.5
-INFO = EngineInfo("fake", "Fake", VOCAB_SIZE, MAX_LEN, 4, 65, 8)
+INFO = EngineInfo(VOCAB_SIZE, MAX_LEN, 4, 65, 8)
 
 
 class StatsClient(FakeClient):
@@ -52,8 +52,9 @@ class StatsClient(FakeClient):
         tokens = sum(len(output.token_ids) for output in outputs.outputs)
         self.num_tokens += tokens
         running = len(self._running)
-        stats = EngineStats(min(running, 4), max(0, running - 4), 64, 64 - running % 64, steps, 10 * steps, 3 * steps)
-        stats.step_tokens, stats.step_time = tokens, STEP_TIME if self.num_steps > steps else 0.0
+        step_time = STEP_TIME if self.num_steps > steps else 0.0
+        counts = (min(running, 4), max(0, running - 4), 64, 64 - running % 64, steps, 10 * steps, 3 * steps)
+        stats = EngineStats(*counts, tokens, step_time)
         return EngineOutputs(outputs.outputs, stats)
 
     def _step(self, running: Running) -> EngineOutput:
@@ -63,8 +64,8 @@ class StatsClient(FakeClient):
             self._errors[name] = "boom"
         output = super()._step(running)
         if first:
-            output.queue_time = QUEUE_TIME
-            output.num_cached_tokens = len(running.request.token_ids) // 2
+            cached = len(running.request.token_ids) // 2
+            return msgspec.structs.replace(output, queue_time=QUEUE_TIME, num_cached_tokens=cached)
         return output
 
 

@@ -17,6 +17,7 @@ from quire.models.decoder import DecoderLM
 from quire.models.kinds import MIXERS, MLPS
 from quire.models.registry import ARCHITECTURES, describe, generator_class
 from quire.types.errors import ModelError, UnknownNameError
+from quire.types.ledger import EngineSizes
 from quire.utils.registry import Registry
 from tests.models.harness import build, run_chunks
 from tests.models.zoo import SIZES
@@ -40,6 +41,7 @@ MLP = '''
 """An MLP without gates: two matrices and a ReLU."""
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.models.kinds import MLP
+from quire.types.ledger import LedgerLine
 
 class ReluMLP(MLP):
     def __init__(self, config, ctx, layer):
@@ -47,6 +49,9 @@ class ReluMLP(MLP):
         sizes = config.hidden_size, config.intermediate_size
         self.up = ColumnParallelLinear(*sizes, bias=False, target=ctx.target, group=ctx.group)
         self.down = RowParallelLinear(*sizes[::-1], bias=False, target=ctx.target, group=ctx.group)
+
+    def contributes(self, sizes):
+        yield LedgerLine("relu", sizes.max_num_batched_tokens * self.up.out_features * sizes.itemsize, "all tokens")
 
     def forward(self, hidden):
         return self.down(self.up(hidden).clamp(min=0))
@@ -129,6 +134,24 @@ def test_only_layers_that_keep_something_are_cached() -> None:
     description = describe(CONFIG)
     assert description.num_layers == 4
     assert len(description.layers) == len(make().attention_layers()) == 2
+
+
+def test_a_block_says_its_line_of_the_ledger() -> None:
+    """Once, although two layers have the block: they run one after the other."""
+    sizes = EngineSizes(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        block_size=16,
+        vocab_size=CONFIG["vocab_size"],
+        hidden_size=CONFIG["hidden_size"],
+        itemsize=2,
+        token_bytes=100.0,
+    )
+    lines = {line.name: line for line in make().contributes(sizes)}
+    assert lines["activations"].num_bytes == 3200
+    assert lines["relu"].num_bytes == 32 * CONFIG["intermediate_size"] * 2
+    assert len(lines) == 2
 
 
 def test_a_model_that_generates_nothing_is_registered_and_described_and_not_served() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.parsers.codec import Status
-from quire.parsers.json_scan import JsonScanner, escaped, to_json
+from quire.parsers.json_scan import JsonScanner, escaped, parse_object, to_json
 from tests.parsers.helpers import SEEDS, TEXTS, cuts, values
 
 SOUP = st.lists(
@@ -86,8 +86,25 @@ def test_an_escape_is_waited_for() -> None:
 @given(st.text(alphabet=st.characters()))
 def test_text_can_be_put_into_strings(text: str) -> None:
     inside = escaped(text)
-    assert json.loads(f'"{inside}"') == text
+    assert json.loads(f'"{inside}"') == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     inside.encode()  # also text that has no UTF-8 form
+
+
+@given(st.lists(st.sampled_from(["\\ud83d", "\\uDE00", "\\\\", "\\n", "ude00", "x", "\\u0041"]), max_size=8), SEEDS)
+def test_half_of_a_surrogate_pair_is_replaced_wherever_it_is_cut(parts: list[str], seed: int) -> None:
+    text = f'{{"a": "{"".join(parts)}"}}'
+    wanted = json.loads(text)["a"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    for pieces in cuts(text, seed, 4):
+        status, read, left = scan(pieces)
+        assert (status, left) == (Status.DONE, "")
+        assert json.loads(read) == {"a": wanted}
+    assert parse_object(text) == {"a": wanted}
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": NaN}', '{"a": tru', '{"a": ' + "[" * 5000])
+def test_what_is_no_object_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"it is of type list|it holds NaN|Expecting value|nested too deep"):
+        parse_object(text)
 
 
 def test_deep_nesting_is_no_danger() -> None:

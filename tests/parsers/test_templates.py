@@ -106,7 +106,7 @@ CASES = [
     Case("StepFun3.5-Flash", "step3p5", "step3p5"),
 ]
 
-# Proved by their templates otherwise, or not at all: docs/tools.md says so of each.
+# Proved by their templates otherwise, or not at all: docs/guides/tool-calling.md says so of each.
 PROVED_ELSEWHERE = {"harmony"}
 UNPROVED_TOOLS = {"llama4_pythonic", "granite"}
 UNPROVED_REASONING = {"granite"}

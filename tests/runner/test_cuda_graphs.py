@@ -87,6 +87,8 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
 
     class Noted(TritonAttention):
         long_context = 18
+        fused_queries, few_queries, min_shared_rows = 15, 2, shared_from
+        multiprocessors = staticmethod(lambda: 1)
 
         def captures(self, work: WorkPlan, num_tokens: int) -> bool:
             taken = super().captures(work, num_tokens)
@@ -96,10 +98,6 @@ def test_full_prompt_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, shared
             return taken
 
     capture_steps(monkeypatch, mixed=(4,))
-    monkeypatch.setattr("quire.attention.triton._FUSED_QUERIES", 15)
-    monkeypatch.setattr("quire.attention.triton.FEW_QUERIES", 2)
-    monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", shared_from)
-    monkeypatch.setattr("quire.attention.triton.multiprocessors", lambda: 1)
     monkeypatch.setattr(BACKENDS, "get", lambda name: Noted)
     assert tokens_of(folder, prompts, SHORT, **limits) == eager
     assert {bool(kind.whole) for kind in kinds} == {False, True}, "with and without a whole prompt"
@@ -115,9 +113,17 @@ def test_draws_with_keys_shared_evenly_or_a_program_each(
     params = SamplingParams(temperature=0.9, top_k=9, top_p=0.8, min_p=0.01, max_tokens=3, ignore_eos=True, seed=2)
     eager = tokens_of(folder, prompts, params)
     capture_steps(monkeypatch)
-    monkeypatch.setattr("quire.attention.triton.MIN_SHARED_ROWS", 1)
-    monkeypatch.setattr("quire.attention.triton._fills", lambda programs: True)
-    monkeypatch.setattr(TritonAttention, "decode_kind", lambda self, contexts, num_rows: DecodeKind(alike))
+
+    class Sharing(TritonAttention):
+        min_shared_rows = 1
+
+        def fills(self, programs: int) -> bool:
+            return True
+
+        def decode_kind(self, contexts: list[int] | None, num_rows: int) -> DecodeKind:
+            return DecodeKind(alike)
+
+    monkeypatch.setattr(BACKENDS, "get", lambda name: Sharing)
     assert tokens_of(folder, prompts, params) == eager
     assert Rerun.captured >= 2
 
@@ -153,8 +159,8 @@ def masked_steps(spy: Spy) -> int:
 
 def wait_for_grammars(core: EngineCore) -> None:
     ready = threading.Event()
-    core.constraints.when_ready(ready.set)
-    assert not core.constraints.is_holding or core.constraints.has_news or ready.wait(30)
+    core.parked.on_news = ready.set
+    assert not core.parked or core.parked.has_news or ready.wait(30)
 
 
 MASKED = [
@@ -200,8 +206,8 @@ def test_what_is_prepared_is_not_captured_again(folder: Path, monkeypatch: pytes
     Rerun.captured, prepared = 0, 0
     while core.prepare():
         prepared += 1
-    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; three more kinds of prompts.
-    assert prepared == Rerun.captured == 1 + 3 + 3
+    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; five more kinds of prompts.
+    assert prepared == Rerun.captured == 1 + 3 + 5
     driver.add("after", [7, 8, 9], GREEDY)
     answers = driver.finish()
     assert answers["before"].token_ids == answers["after"].token_ids == expected

@@ -20,7 +20,7 @@ from quire.runner.logits import LogitsHead
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler, SamplingKind
-from quire.runner.step import PlannedTokens, Step, StepShape
+from quire.runner.step import PlannedTokens, SamplePositions, Step, StepShape
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan
 
@@ -57,7 +57,7 @@ class NotingBackend(AttentionBackend):
 class NotingModel:
     """Keeps what it was given; the hidden state of a token is its index in the step."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, embeds: None) -> Tensor:
         self.input_ids, self.positions, self.batch = input_ids, positions, batch
         tokens = torch.arange(len(input_ids)) if batch.wanted is None else batch.wanted.tokens
         return tokens.float().unsqueeze(1)
@@ -151,7 +151,7 @@ def test_padding_goes_to_the_next_size(count: int) -> None:
 
 def test_lists_are_padded_each_with_its_own() -> None:
     inputs = StepInputs(4, 3, (2, 3), 9, CPU)
-    tokens = PlannedTokens(5, [0, 2], [7, 3], [1], [6], [4])
+    tokens = PlannedTokens(5, [0, 2], [7, 3], SamplePositions([1], [6], [4], [3]))
     inputs.load([5, 6], tokens, ([1], [1, 2, 3]))
     lists = inputs.lists
     assert lists.rows.tolist() == [5, 6, 9, 9]

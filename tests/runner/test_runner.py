@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
+from quire.types.errors import EngineError
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult
 from quire.worker.direct import DirectModel
@@ -132,13 +133,19 @@ def test_masks_of_a_step_that_failed_touch_no_other(
 
 def test_masks_made_in_the_workers_room(worker: Worker) -> None:
     step(worker, 0, {0: 5, 1: 5}, (start(0, PROMPT[:5]), start(1, PROMPT[:6])))
-    running = worker.execute(StepPlan(1, [1, 0], [1, 1], mask_slots={1: 1, 0: 0}))
+    running = worker.execute(StepPlan(1, [1, 0], [1, 1], mask_slots={1: 0, 0: 1}))
     room = worker.mask_room(2)
     room.fill(0)
     room.view(np.uint32)[0, 150 // 32] = 1 << 150 % 32
     room.view(np.uint32)[1, 31 // 32] = 1 << 31
     running.sample(room)
     assert running.result().token_ids == [[150], [31]]
+
+
+def test_drafts_are_refused(worker: Worker) -> None:
+    step(worker, 0, {0: 5}, (start(0, PROMPT[:5]),))
+    with pytest.raises(EngineError, match="step 1 has drafts to verify"):
+        worker.execute(StepPlan(1, [0], [2], draft_token_ids={0: [7]}))
 
 
 def test_results_hold_no_tensors(worker: Worker) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
+from quire.sched.drafts import Drafter, Drafts
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
 from quire.sched.step_times import StepTimes
@@ -54,6 +55,7 @@ class Driver:
         prefix_caching: bool = True,
         depth: int = 1,
         step_time: float = 0.0,
+        drafter: Drafter | None = None,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
@@ -66,6 +68,7 @@ class Driver:
             max_model_len=max_model_len,
             kv=self.kv,
             shares=make_shares(step_time, "balanced", StepTimes()),
+            drafting=None if drafter is None else Drafts(drafter),
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget
@@ -111,12 +114,13 @@ class Driver:
         except FakeStepError as error:
             self.in_flight.clear()
             if self.scheduler.is_retry(plan):
-                self._collect(self.scheduler.fail(plan, str(error)).outputs)
+                self._collect(self.scheduler.fail(plan, str(error)))
             else:
                 self.scheduler.recover(plan)
         else:
             seconds = 0.001 * (plan.step_id * 37 % 50)
-            self._collect(self.scheduler.update(plan, result, seconds).outputs)
+            self._collect(self.scheduler.update(plan, result, seconds))
+            assert self.scheduler.stats().step_tokens == sum(plan.num_tokens)
         self.scheduler.check_integrity()
 
     def step(self) -> None:

@@ -131,7 +131,7 @@ class Simulation:
         plan, end = self._in_flight.popleft()
         seconds, self.now = end - self.now, end
         outputs = self.scheduler.update(plan, StepResult(plan.step_id, [[7] for _ in plan.rows]), seconds)
-        for output in outputs.outputs:
+        for output in outputs:
             assert output.error is None, output.error
             self.lives[output.request_id].times += [self.now] * len(output.token_ids)
 

@@ -93,11 +93,11 @@ def test_prompt_logprobs_compute_the_whole_prompt_despite_the_cache() -> None:
 def test_row_start_carries_what_the_worker_needs() -> None:
     driver = Driver()
     params = SamplingParams(max_tokens=None, temperature=0.5)
-    driver.add(make_request("a", [4, 5], 2, params, seed=77, eos_token_ids=(9,), adapter_id=3))
+    driver.add(make_request("a", [4, 5], 2, params, seed=77, eos_token_ids=(9,)))
     driver.step()
     start = driver.plans[0].starts[0]
     assert (start.request_id, start.token_ids, start.num_prompt_tokens) == ("a", [4, 5], 2)
-    assert (start.params, start.seed, start.eos_token_ids, start.adapter_id) == (params, 77, (9,), 3)
+    assert (start.params, start.seed, start.eos_token_ids) == (params, 77, (9,))
     driver.step()
     assert start.token_ids == [4, 5], "a plan does not change after it is made"
 
@@ -118,3 +118,20 @@ def test_queue_time_runs_from_arrival_to_the_first_admission_only() -> None:
         clock += 1
     told = {name: [output.queue_time for output in driver.outputs[name]] for name in ("first", "second")}
     assert told == {"first": [0.5, None], "second": [2.5, None]}
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "field", "message"),
+    [
+        (0, 8, "token_ids", "empty prompt"),
+        (6, 8, "num_prompt_tokens", "num_prompt_tokens 6 but only 5 token_ids"),
+        (3, 2, "token_ids", "has ended: it has 2 outputs already"),
+    ],
+)
+def test_outputs_given_before_must_leave_a_prompt_and_room_for_more(
+    num_prompt_tokens: int, max_tokens: int, field: str, message: str
+) -> None:
+    driver = Driver()
+    with pytest.raises(RequestError, match=message) as caught:
+        driver.add(make_request("a", range(5), max_tokens, num_prompt_tokens=num_prompt_tokens))
+    assert caught.value.field == field

@@ -96,7 +96,7 @@ def test_fail_ends_a_step_without_retry() -> None:
     driver.add(make_request("b", [2], 2))
     driver.plan()
     driver.in_flight.clear()
-    outputs = driver.scheduler.fail(plan, "the device is on fire").outputs
+    outputs = driver.scheduler.fail(plan, "the device is on fire")
     driver.scheduler.check_integrity()
     assert [(output.request_id, output.finish_reason, output.error) for output in outputs] == [
         ("a", "error", "the device is on fire")

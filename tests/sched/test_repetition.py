@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.sched.repetition import RepetitionDetector
 from quire.types.sampling import RepetitionDetectionParams, SamplingParams
+from tests.fakes import ScriptedDrafter
 from tests.sched.driver import Driver, make_request
 from tests.sched.test_update import answer
 
@@ -63,10 +64,11 @@ def test_an_output_that_repeats_itself_ends(
     params: dict[str, object], tokens: list[int], ending: str, together: bool
 ) -> None:
     sampling = SamplingParams(max_tokens=None, repetition_detection=DETECT, **params)  # type: ignore[arg-type]
-    driver = Driver()
+    said = [*tokens, 9, 9][:8]
+    driver = Driver(drafter=ScriptedDrafter(*said[:-1]) if together else None)
     driver.scheduler.add_request(make_request("a", [1, 2, 1], 8, sampling))  # the prompt does not count
     if together:
-        output = answer(driver, [[*tokens, 9, 9]])[0]
+        output = answer(driver, [said])[0]
         assert output.token_ids == tokens
     else:
         outputs = [answer(driver, [[token]])[0] for token in tokens]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from quire.types.errors import EngineError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepResult
-from tests.fakes import VOCAB_SIZE, generate_alone
+from tests.fakes import VOCAB_SIZE, FakeDrafter, generate_alone
 from tests.sched.driver import Driver, make_request
 
 MAX_MODEL_LEN = 40
@@ -24,6 +25,11 @@ layouts = st.one_of(
     st.just([LayerKV("full", None, 1)] * 2),
     st.integers(1, 12).map(lambda window: [LayerKV("sliding", window, 1)]),
     st.integers(1, 12).map(lambda window: [LayerKV("full", None, 1), *[LayerKV("sliding", window, 1)] * 2]),
+)
+
+drafters = st.one_of(
+    st.none(),
+    st.builds(FakeDrafter, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 5), st.integers(0, 99)),
 )
 
 
@@ -44,6 +50,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         prefix_caching=draw(st.booleans()),
         depth=draw(st.integers(1, 3)),
         step_time=draw(st.sampled_from([0.0, 0.001, 0.02, 1.0])),
+        drafter=draw(drafters),
     )
 
 
@@ -59,15 +66,24 @@ def requests(draw: st.DrawFn, name: str) -> EngineRequest:
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         logprobs=draw(st.sampled_from([None, 1])),
     )
-    return make_request(
+    request = make_request(
         name,
         start + end,
         draw(st.integers(1, 24)),
         params,
         eos_token_ids=(5, 6, 7),
         priority=draw(st.integers(0, 2)),
-        adapter_id=draw(st.sampled_from([0, 0, 1])),
+        cache_salt=draw(st.sampled_from([None, None, "salt"])),
     )
+    return resumed(request, draw(st.sampled_from([0, 0, 1, 3, 9])))
+
+
+def resumed(request: EngineRequest, count: int) -> EngineRequest:
+    """The request as it is submitted again after its first outputs, `count` of them if it has more."""
+    outputs = generate_alone(request, MAX_MODEL_LEN)[0]
+    given = outputs[: min(count, len(outputs) - 1)]
+    token_ids = request.token_ids + given
+    return msgspec.structs.replace(request, token_ids=token_ids, num_prompt_tokens=len(request.token_ids))
 
 
 ACTIONS = ["plan"] * 5 + ["finish"] * 5 + ["add"] * 3 + ["preempt", "abort", "fail", "reset"]
@@ -81,6 +97,7 @@ def test_every_trace_gives_what_each_request_gives_alone(
     added: dict[str, EngineRequest] = {}
     poisoned = data.draw(st.sampled_from([frozenset(), frozenset(["1"])]))
     driver.executor.poisoned = poisoned
+    driver.executor.stalling = data.draw(st.sampled_from([0.0, 0.0, 0.3]))
     retried_in_vain = set()
     for action in trace:
         if action == "add" and len(added) < 8:
@@ -115,7 +132,8 @@ def test_every_trace_gives_what_each_request_gives_alone(
         assert name not in poisoned
         assert (output, reason, stop_reason) == expected
         given_out = [entry.token_ids[0] for one in driver.outputs[name] for entry in one.prompt_logprobs or []]
-        assert given_out == (request.token_ids[1:] if request.params.prompt_logprobs is not None else [])
+        wants = request.params.prompt_logprobs is not None and not request.num_given_outputs
+        assert given_out == (request.token_ids[1:] if wants else []), "those of a prompt come before its outputs"
         logprobs = [entry.token_ids[0] for one in driver.outputs[name] for entry in one.logprobs or []]
         assert logprobs == (output if request.params.logprobs is not None else [])
         assert driver.outputs[name][0].num_cached_tokens >= 0

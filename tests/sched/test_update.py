@@ -7,6 +7,7 @@ import pytest
 from quire.types.outputs import EngineOutput
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import StepResult, TokenLogprobs
+from tests.fakes import ScriptedDrafter
 from tests.sched.driver import Driver, make_request
 
 
@@ -17,7 +18,7 @@ def answer(driver: Driver, tokens: list[list[int]], **columns: object) -> list[E
     result = StepResult(plan.step_id, tokens)
     for name, column in columns.items():
         setattr(result, name, column)
-    outputs = driver.scheduler.update(plan, result).outputs
+    outputs = driver.scheduler.update(plan, result)
     driver.scheduler.check_integrity()
     return outputs
 
@@ -59,11 +60,13 @@ def test_the_context_length_ends_a_request() -> None:
 
 
 def test_several_tokens_are_cut_at_the_first_that_ends() -> None:
-    driver = Driver()
+    drafter = ScriptedDrafter(3, 5)
+    driver = Driver(drafter=drafter)
     driver.scheduler.add_request(make_request("a", [1], 9, sampling(stop_token_ids=(7,), logprobs=0)))
     logprobs = [TokenLogprobs([token], [0.0], 1) for token in (3, 4)]
     first = answer(driver, [[3, 4]], logprobs={0: logprobs})[0]
     assert (first.token_ids, first.finish_reason, first.logprobs) == ([3, 4], None, logprobs)
+    drafter.drafts = [5, 7]
     logprobs = [TokenLogprobs([token], [0.0], 1) for token in (5, 7, 8)]
     last = answer(driver, [[5, 7, 8]], logprobs={0: logprobs})[0]
     assert (last.token_ids, last.finish_reason, last.stop_reason) == ([5, 7], "stop", 7)
@@ -77,7 +80,7 @@ def test_tokens_past_a_stop_are_never_cached() -> None:
     plans = [driver.scheduler.schedule() for _ in range(3)]
     for plan, token in zip(plans, (7, 8, 8), strict=True):
         assert plan is not None
-        outputs = driver.scheduler.update(plan, StepResult(plan.step_id, [[token]])).outputs
+        outputs = driver.scheduler.update(plan, StepResult(plan.step_id, [[token]]))
         assert len(outputs) == (token == 7), "results after the end are dropped"
         driver.scheduler.check_integrity()
     assert not any(driver.kv._pool.cached), "[1, 7] was sampled, but 7 was computed by a step after the end"
@@ -94,10 +97,26 @@ def test_a_row_error_ends_only_that_request() -> None:
     assert driver.scheduler.num_running == 1
 
 
-def test_a_row_that_should_have_sampled_but_did_not_is_an_error() -> None:
+def test_a_row_that_gives_no_token_computes_its_last_one_again() -> None:
     driver = Driver()
-    driver.scheduler.add_request(make_request("a", [1], 2))
-    assert answer(driver, [[]])[0].error == "the step returned no token for it"
+    driver.scheduler.add_request(make_request("a", [1, 2, 3], 2))
+    assert answer(driver, [[]]) == []
+    assert answer(driver, [[5]])[0].token_ids == [5]
+    assert answer(driver, [[]]) == []
+    assert answer(driver, [[6]])[0].finish_reason == "length"
+
+
+def test_a_row_that_gives_more_tokens_than_it_samples_fails_alone() -> None:
+    driver = Driver()
+    driver.scheduler.add_request(make_request("a", [1], 3))
+    driver.scheduler.add_request(make_request("b", [1], 3))
+    bad, good = answer(driver, [[5, 6], [5]])
+    assert bad.error == "the step returned 2 tokens for it but had 0 drafts to verify"
+    assert good.finish_reason is None
+
+
+def test_a_pooling_row_without_a_result_is_an_error() -> None:
+    driver = Driver()
     driver.scheduler.add_request(make_request("p", [1], params=PoolingParams()))
     assert answer(driver, [[]])[0].error == "the step returned no pooled output for it"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,7 +70,7 @@ class FakeProvider:
 def long_client(answer: Any, **options: Any) -> FakeClient:
     """A fake engine whose context is as good as endless."""
     client = FakeClient(answer, **options)
-    client.info = EngineInfo("fake", "Fake", VOCAB_SIZE, LONG, 16, 64, 8)
+    client.info = EngineInfo(VOCAB_SIZE, LONG, 16, 64, 8)
     return client
 
 
@@ -89,6 +91,18 @@ def make_app(
         api_keys=api_keys,
         tool_servers=tool_servers,
     )
+
+
+TLS = ("ssl_certfile", "ssl_keyfile")
+
+
+def make_certificate(folder: Path) -> dict[str, str]:
+    """The settings of a server with a certificate of its own for 127.0.0.1; needs the openssl command."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
+    return dict(zip(TLS, (cert, key), strict=True))
 
 
 def http(app: FastAPI, **options: Any) -> httpx.AsyncClient:
@@ -150,7 +164,8 @@ def live_server(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     port = listener.getsockname()[1]
-    server = Server(uvicorn_config(app, ServerConfig(header_timeout=settings.get("header_timeout", 30.0))))
+    of_connections = {name: settings[name] for name in ("header_timeout", *TLS) if name in settings}
+    server = Server(uvicorn_config(app, ServerConfig(**of_connections)))
     loop = new_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(server, listener)), daemon=True)
     thread.start()

@@ -72,7 +72,7 @@ class ScriptedClient(FakeClient):
         assert tokenizer is not None
         self._tokenizer = tokenizer
         self._scripts = [scripts] if isinstance(scripts, str) or callable(scripts) else list(scripts)
-        self.info = EngineInfo("scripted", "Scripted", self._tokenizer.vocab_size, 1 << 20, 16, 1 << 16, 64)
+        self.info = EngineInfo(self._tokenizer.vocab_size, 1 << 20, 16, 1 << 16, 64)
 
     def _say(self, request: EngineRequest) -> Sequence[int]:
         script = self._scripts[0]

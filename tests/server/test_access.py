@@ -1,4 +1,4 @@
-"""Every route of the app states whether it needs the key and what it reads, and keeps to it."""
+"""Every route of the app states whether it needs the key, its rule for origins and what it reads, and keeps to it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def declared(routes: Iterable[Route]) -> dict[tuple[str, str], Route]:
 
 def test_every_route_states_its_access() -> None:
     found = declared(routes_of(complete_app().routes))
-    assert found.keys() - ROUTES.keys() == set(), "state key and body of these in quire/server/access.py"
+    assert found.keys() - ROUTES.keys() == set(), "state key, origin rule and body of these in quire/server/access.py"
     assert ROUTES.keys() - found.keys() == set(), "quire/server/access.py names routes that are gone"
 
 
@@ -87,6 +87,47 @@ def test_what_reads_a_body_is_declared_to_and_checks_it() -> None:
         assert has_body == ROUTES[key].body, key
         assert not has_body or isinstance(route, JsonRoute), f"{key} reads bodies of any content type"
     assert {path for (_, path), access in ROUTES.items() if access.body} == BODIES.keys()
+
+
+def test_every_route_has_an_origin_rule_that_its_method_and_body_can_keep() -> None:
+    for (method, path), access in ROUTES.items():
+        assert (access.origin == "json") == access.body, path
+        if access.origin == "reads":
+            assert method in ("GET", "HEAD") or path in PROBES, f"{method} {path} may change something"
+        if access.origin == "preflight":
+            assert method in ("DELETE", "PATCH", "PUT"), f"browsers send {method} without asking"
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_refused"),
+    [
+        ({}, False),
+        ({"origin": "http://quire"}, False),
+        ({"origin": "http://evil.example"}, True),
+        ({"origin": "null"}, True),
+        ({"origin": "http://[bad"}, True),
+        ({"origin": "http://evil.example", "content-type": "text/plain"}, True),
+        ({"origin": "http://friend.example", "content-type": "application/json"}, False),  # its browser has asked
+    ],
+)
+async def test_pages_of_other_origins_are_refused_where_the_route_says_so(
+    app: FastAPI, headers: dict[str, str], is_refused: bool
+) -> None:
+    own = [(method, path) for (method, path), access in ROUTES.items() if access.origin == "own"]
+    assert own
+    async with http(app, headers={"authorization": "Bearer first-key"} | headers) as session:
+        for method, path in own:
+            assert ((await session.request(method, path)).status_code == 403) == is_refused
+
+
+async def test_no_answer_is_shown_to_other_origins_and_none_may_ask(app: FastAPI) -> None:
+    async with http(app, headers={"authorization": "Bearer first-key", "origin": "http://evil.example"}) as session:
+        for method, path in ROUTES:
+            for answer in (
+                await session.request(method, path, json=BODIES.get(path)),
+                await session.options(path, headers={"access-control-request-method": method}),
+            ):
+                assert not [name for name in answer.headers if name.startswith("access-control-")], path
 
 
 @pytest.fixture(scope="module")

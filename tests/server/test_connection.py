@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from quire.server.connection import MAX_HEADERS
 from tests.frontend.fake_client import FakeClient
-from tests.server.helpers import live_server, long_client
+from tests.server.helpers import live_server, long_client, make_certificate
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -143,3 +146,24 @@ def test_a_client_that_is_gone_altogether_is_still_noticed(new_loop: NewLoop) ->
             connection.sendall(request(max_tokens=10**6, ignore_eos=True))
             server.wait_until(lambda: len(endless.added) == 1)
         server.wait_until(lambda: len(endless.aborted) == 1)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
+@pytest.mark.parametrize("says_goodbye", [False, True])
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_over_tls_a_half_closed_socket_is_a_closed_one(tmp_path: Path, says_goodbye: bool, new_loop: NewLoop) -> None:
+    """Python's TLS closes both directions together: the request ends at once, and nothing is left of it."""
+    certificate = make_certificate(tmp_path)
+    endless = long_client(lambda request: (65 for _ in range(10**7)))
+    trust = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    with live_server(endless, new_loop=new_loop, **certificate) as server:
+        connection = trust.wrap_socket(server.connect(), server_hostname="127.0.0.1")
+        with connection:
+            connection.sendall(request(max_tokens=10**6, ignore_eos=True))
+            server.wait_until(lambda: len(endless.added) == 1)
+            if says_goodbye:
+                connection.unwrap()  # sends close_notify and waits for the server's
+            else:
+                connection.shutdown(socket.SHUT_WR)
+                assert b"200 OK" not in received(connection)
+            server.wait_until(lambda: len(endless.aborted) == 1)

@@ -9,9 +9,11 @@ import pytest
 from quire.server.errors import (
     ClientDisconnectedError,
     UnknownModelError,
-    encode_error,
+    addressed,
     error_response,
-    status_of,
+    failure_of,
+    openai_error,
+    responses_code,
 )
 from quire.types.errors import (
     ContextLengthError,
@@ -23,6 +25,7 @@ from quire.types.errors import (
     RequestError,
     TokenizerError,
 )
+from quire.types.structured import GrammarError
 from tests.server.helpers import serving
 
 
@@ -41,16 +44,52 @@ from tests.server.helpers import serving
     ],
 )
 def test_statuses_and_bodies(error: QuireError, status: int, kind: str, param: str | None, code: str | None) -> None:
-    assert status_of(error) == status
-    body = json.loads(encode_error(error))
+    failure = failure_of(error)
+    assert failure.status == status
+    body = json.loads(openai_error(failure))
     assert body == {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
-    assert (
-        "retry-after" in error_response({"type": "http", "path": "/v1/completions", "headers": []}, error).headers
-    ) == (status == 503)
+    response = error_response({"type": "http", "path": "/v1/completions", "headers": []}, failure)
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_every_failure_has_its_code_in_the_responses_api() -> None:
+    errors = {
+        "invalid_prompt": RequestError("no"),
+        "context_length_exceeded": ContextLengthError(9, 8),
+        "server_error": QueueFullError("full"),
+    }
+    assert {responses_code(failure_of(error)): error for error in errors.values()} == errors
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_each_api_has_its_form(path: str) -> None:
+    response = error_response({"type": "http", "path": path, "headers": []}, failure_of(ContextLengthError(9, 8)))
+    error = json.loads(bytes(response.body))["error"]
+    if path == "/v1/messages":
+        assert error == {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 7 maximum"}
+    else:
+        assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "message"),
+    [
+        (GrammarError("structured_outputs.json: bad", "structured_outputs.json"), "text.format", "text.format: bad"),
+        (ContextLengthError(9, 8), "input", str(ContextLengthError(9, 8))),
+        (RequestError("top_p is 3", "top_p"), "top_p", "top_p is 3"),
+        (RequestError("no"), None, "no"),
+    ],
+)
+def test_an_error_names_fields_as_the_request_does(error: QuireError, field: str | None, message: str) -> None:
+    fields = {"structured_outputs": "text.format", "prompt": "input", "top_k": None}
+    with pytest.raises(RequestError) as caught, addressed(fields):
+        raise error
+    assert caught.value is error
+    assert (caught.value.field, str(caught.value)) == (field, message)
 
 
 def test_lone_surrogates_do_not_break_the_answer() -> None:
-    body = json.loads(encode_error(RequestError("bad \ud800", "field\udfff")))
+    body = json.loads(openai_error(failure_of(RequestError("bad \ud800", "field\udfff"))))
     assert body["error"]["message"] == "bad ?"
 
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 import stat
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from quire.server.logs import setup_server_logging
 from quire.types.errors import ConfigError, EngineError
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.frontend.fake_client import FakeClient, text_model
-from tests.server.helpers import MODEL, FakeHealth, long_client
+from tests.server.helpers import MODEL, FakeHealth, long_client, make_certificate
 from tests.server.waiting import WaitingClient
 
 
@@ -204,12 +203,8 @@ def test_a_dead_servers_unix_socket_is_replaced_and_a_file_is_not(tmp_path: Path
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 async def test_tls(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
     supervisor = FakeSupervisor(FakeClient("hello"))
-    settings = ServerConfig(port=0, ssl_certfile=str(cert), ssl_keyfile=str(key))
+    settings = ServerConfig(port=0, **make_certificate(tmp_path))
     async with running(supervisor, settings) as (client, task):
         assert client.base_url.scheme == "https"
         assert (await client.get("/version")).status_code == 200

@@ -16,9 +16,8 @@ class BusyClient(FakeClient):
     """Tells its load with every step."""
 
     def get_outputs(self) -> EngineOutputs:
-        outputs = super().get_outputs()
-        outputs.stats = EngineStats(num_running=2, num_waiting=3, num_blocks=8, num_free_blocks=6)
-        return outputs
+        stats = EngineStats(num_running=2, num_waiting=3, num_blocks=8, num_free_blocks=6)
+        return EngineOutputs(super().get_outputs().outputs, stats)
 
 
 FORMAT = "endpoint-load-metrics-format"

@@ -27,7 +27,7 @@ class WaitingClient(FakeClient):
 
     def __init__(self, answer: Answer | str = echo, seconds: float | None = None, **options: Any) -> None:
         super().__init__(answer, **options)
-        self.info = EngineInfo("waiting", "Waiting", VOCAB_SIZE, LONG, 16, 64, 8)
+        self.info = EngineInfo(VOCAB_SIZE, LONG, 16, 64, 8)
         self._seconds = seconds
         self._told = asyncio.Event()
         self._refusal: tuple[str, str] | None = None

@@ -10,7 +10,7 @@ import pytest
 from quire.structured.guidance import GuidanceBackend
 from quire.structured.sources import is_large, make_source
 from quire.types.structured import GrammarError, StructuredOutputsParams
-from tests.structured.words import EOS, NUM_WORDS, OTHER_EOS, TOOL, VOCABULARY, allowed, speak
+from tests.structured.words import EOS, NUM_WORDS, OTHER_EOS, TOOL, VOCABULARY, allowed, go_and_come_back, speak
 
 
 @pytest.mark.parametrize("pattern", [r"[a-c]{3}/\d+", "é+|😀", r"(foo|bar)\n?", r"\$\{x\}\"", "(?i)abc"])
@@ -68,6 +68,11 @@ def test_tokens_that_span_parts_are_allowed(backend: GuidanceBackend) -> None:
     masks = np.zeros((1, NUM_WORDS), dtype=np.int32)
     backend.fill([matcher], masks)
     assert allowed(masks) == [ord("a"), VOCABULARY.pieces.index(b"ab")]
+
+
+def test_what_is_tried_is_taken_back(backend: GuidanceBackend) -> None:
+    matcher = backend.compile(make_source(StructuredOutputsParams(regex="a(b|cd)?"))).matcher()
+    go_and_come_back(matcher, EOS)
 
 
 def test_matchers_of_one_grammar_are_apart(backend: GuidanceBackend) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from quire.structured.base import Backend, Grammar, Matcher, SchemaSupport
 from quire.structured.compiler import GrammarCompiler
-from quire.structured.manager import Compiled, GrammarManager
+from quire.structured.manager import GrammarManager
 from quire.structured.registry import BACKENDS
 from quire.structured.sources import make_source
 from quire.types.errors import UnknownNameError
 from quire.types.masks import Masks
+from quire.types.step import MaskedRow
 from quire.types.structured import GrammarError, GrammarLimits, GrammarSource, StructuredOutputsParams, Vocabulary
 from tests.structured.words import EOS, NUM_WORDS, OTHER_EOS, VOCABULARY, allowed
 
@@ -109,17 +110,15 @@ def manager() -> GrammarManager:
     manager.shutdown()
 
 
-def open_all(manager: GrammarManager, **patterns: str) -> list[Compiled]:
-    news = threading.Event()
-    manager.on_news = news.set
-    for name, pattern in patterns.items():
-        manager.open(name, make_source(StructuredOutputsParams(regex=pattern)), ignores_eos=name == "endless")
-    found: list[Compiled] = []
-    while len(found) < len(patterns):
-        assert news.wait(LIMIT)
-        news.clear()
-        found += manager.take_compiled()
-    return found
+def open_all(manager: GrammarManager, **patterns: str) -> None:
+    sources = {name: make_source(StructuredOutputsParams(regex=pattern)) for name, pattern in patterns.items()}
+    compiling = {name: manager.compile(source) for name, source in sources.items()}
+    for name, future in compiling.items():
+        manager.open(name, sources[name].kind, future.result(LIMIT), ignores_eos=name == "endless")
+
+
+def rows(*names: str) -> list[MaskedRow]:
+    return [MaskedRow(name) for name in names]
 
 
 def test_masks_follow_the_tokens(manager: GrammarManager) -> None:
@@ -127,7 +126,7 @@ def test_masks_follow_the_tokens(manager: GrammarManager) -> None:
     assert manager.in_use
     assert not manager.accept("b", [ord("1")]).is_complete
     manager.accept("endless", [ord("1")])
-    masks = manager.start_masks(["b", "gone", "a", "endless"]).result(LIMIT)
+    masks = manager.start_masks(rows("b", "gone", "a", "endless")).result(LIMIT)
     digits = [*range(48, 58)]
     spans = [token for token, piece in enumerate(VOCABULARY.pieces) if piece == b"12"]
     assert allowed(masks, 0) == [*digits, EOS, OTHER_EOS, *spans]
@@ -138,7 +137,7 @@ def test_masks_follow_the_tokens(manager: GrammarManager) -> None:
     astray = manager.accept("b", [ord("x")])
     assert "its grammar cannot go on" in (astray.error or "")
     assert astray.error_field is None, "a mask was wrong, which is not the caller's mistake"
-    assert np.array_equal(manager.start_masks(["b"]).result(LIMIT), np.full_like(masks[:1], -1))
+    assert np.array_equal(manager.start_masks(rows("b")).result(LIMIT), np.full_like(masks[:1], -1))
 
 
 def test_masks_are_made_in_the_room_that_is_given() -> None:
@@ -147,20 +146,35 @@ def test_masks_are_made_in_the_room_that_is_given() -> None:
     manager = GrammarManager(room=lambda count: room[:count])
     manager.set_vocabulary(VOCABULARY)
     open_all(manager, a="x", b="y")
-    masks = manager.start_masks(["gone", "b", "a"]).result(LIMIT)
+    masks = manager.start_masks(rows("gone", "b", "a")).result(LIMIT)
     assert np.shares_memory(masks, room)
     assert [allowed(masks, line) for line in (1, 2)] == [[ord("y")], [ord("x")]]
     assert (masks[0] == -1).all()
-    masks = manager.start_masks(["a", "b"]).result(LIMIT)
+    masks = manager.start_masks(rows("a", "b")).result(LIMIT)
     assert np.shares_memory(masks, room)
     assert [allowed(masks, line) for line in (0, 1)] == [[ord("x")], [ord("y")]]
     manager.shutdown()
 
 
 def test_a_closed_request_is_gone(manager: GrammarManager) -> None:
-    manager.open("a", make_source(StructuredOutputsParams(regex="x")))
-    manager.close("a")
-    assert open_all(manager, b="y") == [Compiled("b", None)]
+    manager.close("never known")
+    open_all(manager, b="y")
     manager.close("b")
     assert not manager.in_use
     assert manager.accept("b", [1, 2, 3]).error is None
+
+
+def test_drafts_have_masks_of_their_own_and_move_nothing(manager: GrammarManager) -> None:
+    """Up to one that the grammar forbids, or that completes it: what would be sampled behind it does not count."""
+    x, y, z = b"xyz"
+    open_all(manager, a="xy?z", b="x[yz]", c="yyy")
+    drafted = [MaskedRow("a", [x, y, z, x]), MaskedRow("b"), MaskedRow("gone", [x]), MaskedRow("c", [y, x, y])]
+    expected = [[x], [y, z], [z], None, None, [x], None, None, [y], [y], None, None]
+    for _ in range(2):
+        masks = manager.start_masks(drafted).result(LIMIT)
+        everything = list(range(len(VOCABULARY.pieces)))
+        assert [allowed(masks, line) for line in range(len(masks))] == [
+            everything if tokens is None else tokens for tokens in expected
+        ]
+    standing = manager.accept("a", [x, z, z, z])
+    assert (standing.is_complete, standing.num_tokens, standing.error) == (True, 2, None)

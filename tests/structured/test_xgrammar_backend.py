@@ -7,13 +7,15 @@ import re
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from quire.structured.base import Backend
 from quire.structured.registry import BACKENDS
 from quire.structured.sources import make_source
 from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
 from tests.structured.test_schema import ENFORCED, validator_of
-from tests.structured.words import VOCABULARY, speak
+from tests.structured.test_separate import OBJECTS, SCHEMAS, VALUES
+from tests.structured.words import EOS, VOCABULARY, go_and_come_back, speak
 
 LIMITS = GrammarLimits("xgrammar")
 pytestmark = pytest.mark.nightly
@@ -43,6 +45,15 @@ def test_schemas_are_enforced_or_refused(xgrammar: Backend) -> None:
     assert enforced >= 40
 
 
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_keywords_side_by_side_are_all_enforced(xgrammar: Backend, schema: dict[str, Any]) -> None:
+    grammar = xgrammar.compile(make_source(StructuredOutputsParams(json=schema), LIMITS))
+    for value in VALUES + OBJECTS:
+        matcher = grammar.matcher()
+        taken = matcher.accept(list(json.dumps(value).encode())) and (matcher.is_complete or matcher.accept([EOS]))
+        assert taken == Draft202012Validator(schema).is_valid(value), value
+
+
 def test_the_other_kinds(xgrammar: Backend) -> None:
     for seed in range(10):
         assert re.fullmatch("[a-c]{2,4}x?", said(xgrammar, seed, regex="[a-c]{2,4}x?") or "")
@@ -59,6 +70,10 @@ def test_an_output_ends_where_nothing_may_follow(xgrammar: Backend) -> None:
     assert seen == [False, False, True]
     assert not matcher.accept([ord("3")])
     assert matcher.error
+
+
+def test_what_is_tried_is_taken_back(xgrammar: Backend) -> None:
+    go_and_come_back(xgrammar.compile(make_source(StructuredOutputsParams(regex="a(b|cd)?"), LIMITS)).matcher(), EOS)
 
 
 def test_errors(xgrammar: Backend) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.structured.base import Backend
+from quire.structured.base import Backend, Matcher
 from quire.structured.sources import make_source
 from quire.types.structured import GrammarLimits, StructuredOutputsParams, Vocabulary
 
@@ -59,3 +59,22 @@ def speak(
         assert matcher.accept([token]), matcher.error
         said += VOCABULARY.pieces[token]
     return Said(said.decode("utf-8", "replace"), False)
+
+
+def go_and_come_back(matcher: Matcher, eos: int) -> None:
+    """Try tokens of the regex a(b|cd)? with a matcher at its beginning: also to its end, past it, and astray."""
+    a, b, c, d, z = b"abcdz"
+    for _ in range(2):
+        assert matcher.try_accept(a)
+        assert not matcher.try_accept(z)
+        assert matcher.try_accept(c)
+        assert matcher.try_accept(d)
+        assert matcher.is_complete
+        matcher.rollback(2)
+        assert not matcher.is_complete
+        assert matcher.try_accept(eos)
+        matcher.rollback(2)
+        assert not matcher.try_accept(b)
+    assert matcher.error is None
+    assert matcher.accept([a, b])
+    assert matcher.is_complete

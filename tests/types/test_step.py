@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from quire.types.messages import AbortRequests, EngineInfo, ResetPrefixCache, ToEngine
+from quire.types.messages import AbortRequests, Command, EngineInfo, FromEngine, Reply, ToEngine
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
-from quire.types.request import EngineRequest, MediaItem
+from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
 
@@ -21,6 +21,7 @@ PLAN = StepPlan(
     block_groups=[0],
     block_indices=[0],
     block_ids=[9],
+    draft_token_ids={0: [7, 7]},
     mask_slots={1: 0},
 )
 RESULT = StepResult(3, [[5], []], logprobs={0: [TokenLogprobs([5, 1], [-0.5, -1.0], 1)]}, errors={1: "NaN"})
@@ -28,7 +29,7 @@ REQUEST = EngineRequest(
     request_id="a",
     token_ids=[1, 2],
     params=PoolingParams(),
-    media=(MediaItem(b"h", 0, 1, "image"),),
+    num_prompt_tokens=1,
     seed=1 << 63,
     cache_salt="s",
 )
@@ -41,8 +42,10 @@ REQUEST = EngineRequest(
         (RESULT, StepResult),
         (REQUEST, ToEngine),
         (AbortRequests(["a"]), ToEngine),
-        (ResetPrefixCache(), ToEngine),
-        (EngineInfo("m", "A", 1, 2, 3, 4, 5), EngineInfo),
+        (Command(3, "verb", [1, "a", b"b"]), ToEngine),
+        (Reply(3, {"a": 1}), FromEngine),
+        (Reply(4, error="no"), FromEngine),
+        (EngineInfo(1, 2, 3, 4, 5), EngineInfo),
         (EngineOutputs([EngineOutput("a", [1], "stop", error="x")], EngineStats(1)), EngineOutputs),
     ],
     ids=lambda value: type(value).__name__,

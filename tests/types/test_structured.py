@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.types.errors import RequestError
-from quire.types.messages import ToEngine
+from quire.types.messages import Command, ToEngine
 from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarSource, StructuredOutputsParams, Vocabulary
 
@@ -57,4 +57,7 @@ def test_the_key_is_the_content() -> None:
 
 def test_a_vocabulary_reaches_the_engine() -> None:
     vocabulary = Vocabulary([b"a", b"\xff", b""], [2], [2])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(vocabulary), type=ToEngine) == vocabulary
+    sent = msgspec.msgpack.encode(Command(1, "set_vocabulary", vocabulary))
+    command = msgspec.msgpack.decode(sent, type=ToEngine)
+    assert isinstance(command, Command)
+    assert msgspec.convert(command.argument, Vocabulary) == vocabulary

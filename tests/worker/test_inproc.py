@@ -28,6 +28,7 @@ def make(execute: Any, asynchronous: bool = False) -> tuple[InProcExecutor, list
     calls: list[str] = []
     worker: Any = SimpleNamespace(
         execute=execute,
+        description=None,
         shutdown=lambda: calls.append("shutdown"),
         platform=SimpleNamespace(is_sticky=lambda error: isinstance(error, SystemError), asynchronous=asynchronous),
     )
@@ -97,7 +98,7 @@ def test_the_platform_knows_what_is_sticky() -> None:
 
 
 def make_preparing(prepare: Callable[[], bool]) -> InProcExecutor:
-    worker: Any = SimpleNamespace(prepare=prepare)
+    worker: Any = SimpleNamespace(prepare=prepare, description=None)
     return InProcExecutor(worker)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.kv.layout import LayerKV, plan_layout
 from quire.platform.base import DefaultMemory, MemorySupply
 from quire.types.errors import MemoryPlanError
+from quire.types.ledger import LedgerLine
 from quire.utils.units import parse_bytes
 from quire.worker.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_ledger
 
@@ -21,10 +22,8 @@ GEMMA = plan_layout([LayerKV("sliding", 32, 512)] * 5 + [LayerKV("full", None, 5
 
 def make_demand(**changes: object) -> MemoryDemand:
     values: dict[str, object] = {
-        "weights": 100 * MIB,
-        "weights_note": "25 M parameters in float32",
-        "rows": 1 * MIB,
-        "workspace": 9 * MIB,
+        "weights": LedgerLine("weights", 100 * MIB, "25 M parameters in float32"),
+        "parts": (LedgerLine("rows", MIB, "4 requests at once"), LedgerLine("activations", 9 * MIB, "steps")),
         "layout": LLAMA,
         "trained_len": 2048,
         "max_num_batched_tokens": 256,
@@ -42,7 +41,7 @@ def test_everything_fits() -> None:
     ledger = plan(make_demand(), 1000 * MIB)
     assert ledger.max_model_len == 2048
     assert ledger.max_model_len_reason == "what the model was trained for"
-    assert [entry.name for entry in ledger.entries] == ["weights", "KV blocks", "rows", "workspace"]
+    assert [entry.name for entry in ledger.entries] == ["weights", "KV blocks", "rows", "activations"]
     assert ledger.num_kv_blocks == 4 * (2048 // 16 + 1), "four requests of full length and no more"
     assert "100MiB  25 M parameters" in ledger.format()
     assert "of 1000MiB available (free memory)" in ledger.format()
@@ -105,7 +104,7 @@ def test_more_kv_memory_than_there_is() -> None:
         "weights          100MiB  25 M parameters in float32",
         "KV blocks        200MiB  3200 blocks, 51200 tokens",
         "rows               1MiB  4 requests at once",
-        "workspace          9MiB  steps of 256 tokens",
+        "activations        9MiB  steps",
         "total            310MiB  of 150.5MiB available (free memory)",
     ]
 
@@ -116,13 +115,15 @@ def test_too_long_a_context_for_the_memory() -> None:
 
 
 def test_memory_for_others_is_counted_and_named() -> None:
-    ledger = plan(make_demand(reserved=300 * MIB), 1000 * MIB)
-    assert ledger.entries[-1].name == "reserved"
-    assert ledger.entries[-1].num_bytes == 300 * MIB
+    others = (LedgerLine("reserved", 200 * MIB, ""), LedgerLine("spare engine process", 100 * MIB, ""))
+    ledger = plan(make_demand(others=others), 1000 * MIB)
+    assert ledger.entries[-2:] == others
+    rows = [line for line in ledger.format().splitlines() if "MiB  " in line]
+    assert len({line.index("MiB  ") for line in rows}) == 1, "a column"
     assert ledger.total <= 1000 * MIB
     expected = r"available 400MiB \(free memory\); lower --reserved-memory, and set --no-spare-engine if it serves"
     with pytest.raises(MemoryPlanError, match=expected):
-        plan(make_demand(reserved=300 * MIB), 400 * MIB)
+        plan(make_demand(others=others), 400 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,8 @@ def test_no_room_for_any_context(supply: int, fix: str) -> None:
 
 DEMANDS = st.builds(
     make_demand,
-    weights=st.integers(1, 100 * MIB),
-    rows=st.integers(0, MIB),
-    workspace=st.integers(0, 10 * MIB),
+    weights=st.builds(LedgerLine, st.just("weights"), st.integers(1, 100 * MIB), st.just("")),
+    parts=st.tuples(st.builds(LedgerLine, st.just("rows"), st.integers(0, 11 * MIB), st.just(""))),
     layout=st.sampled_from([LLAMA, GEMMA]),
     trained_len=st.integers(1, 5000),
     max_num_batched_tokens=st.integers(1, 300),

@@ -16,7 +16,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
-from quire.worker.planning import NO_GRAPHS, EnginePlan, plan_engine, plan_memory
+from quire.worker.planning import EnginePlan, plan_engine, plan_memory
 from quire.worker.worker import Worker, load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
@@ -53,6 +53,10 @@ def make_plan(folder: Path, config: dict[str, Any], **settings: Any) -> EnginePl
 
 def entry(plan: EnginePlan, name: str) -> int:
     return next(entry.num_bytes for entry in plan.ledger.entries if entry.name == name)
+
+
+def graphs(plan: EnginePlan) -> dict[str, int]:
+    return {entry.name: entry.num_bytes for entry in plan.ledger.entries if entry.name.startswith("CUDA graphs")}
 
 
 @pytest.mark.parametrize("config", [LLAMA, SLIDING], ids=["llama", "gemma3"])
@@ -115,9 +119,10 @@ def test_settings_shape_the_ledger(tmp_path: Path) -> None:
     ledger = plan.ledger
     assert (ledger.max_model_len, ledger.num_kv_blocks) == (100, (1 << 22) // ledger.layout.page_bytes)
     few, many = (make_plan(tmp_path, LLAMA, max_num_batched_tokens=n, max_num_seqs=8) for n in (8, 800))
-    assert entry(few, "workspace") < entry(many, "workspace")
+    assert entry(few, "activations") < entry(many, "activations")
     few, many = (make_plan(tmp_path, LLAMA, max_num_seqs=n) for n in (1, 100))
-    assert entry(few, "rows") < entry(many, "rows")
+    for name in ("rows", "block tables", "masks", "sampling"):
+        assert 100 * entry(few, name) == entry(many, name)
 
 
 def test_planning_reads_no_weights_and_takes_no_memory(tmp_path: Path) -> None:
@@ -254,13 +259,14 @@ def test_captured_steps_are_planned_for(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(CpuPlatform, "graph_sizes", (1, 2, 4, 8, 16))
     monkeypatch.setattr(CpuPlatform, "mixed_graph_sizes", (32, 256, 1024))
     plan = make_plan(tmp_path, LLAMA, **settings, **limits)
-    added = entry(plan, "workspace") - entry(without, "workspace")
+    added = plan.demand.fixed - without.demand.fixed
     assert added > 5 * 1000 * 3 * 4, "logits, what shapes them, and counts"
     few = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
     monkeypatch.setattr(CpuPlatform, "graph_sizes", ())
     few_without = make_plan(tmp_path, LLAMA, **settings, max_num_seqs=5, max_num_batched_tokens=256)
-    assert 0 < entry(few, "workspace") - entry(few_without, "workspace") < added
-    assert few_without.graphs == NO_GRAPHS
+    assert 0 < few.demand.fixed - few_without.demand.fixed < added
+    assert sum(graphs(plan).values()) == added
+    assert graphs(few_without) == {}
 
 
 @needs_triton
@@ -278,7 +284,10 @@ def test_what_was_measured_replaces_the_estimate(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(CpuPlatform, "peak_memory", lambda self, work, peak=peak: peak)
         measured[peak] = measure_workspace(plan, config, model)
     less, more = measured.values()
-    beside = [entry(plan, "workspace") - sum(plan.graphs) - peak for peak, plan in measured.items()]
-    assert beside[0] == beside[1]
-    assert more.graphs.forward - less.graphs.forward >= 1 << 28, "a captured step is as large as the measured one"
-    assert more.graphs.sample == less.graphs.sample > 0
+    cache = {peak - entry(plan, "step") for peak, plan in measured.items()}
+    assert len(cache) == 1, "blocks that the step was measured with"
+    assert {"activations", "attention"}.isdisjoint(line.name for line in less.ledger.entries)
+    assert entry(more, "sampling") == entry(less, "sampling") == entry(plan, "sampling")
+    forward = entry(more, "CUDA graphs") - entry(less, "CUDA graphs")
+    assert forward >= 1 << 28, "a captured step is as large as the measured one"
+    assert entry(more, "CUDA graphs, sampling") == entry(less, "CUDA graphs, sampling") > 0

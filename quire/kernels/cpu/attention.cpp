@@ -122,7 +122,7 @@ void unpack(const Cells<Format>& cells, const Keys& wanted, int64_t padded, floa
 }
 
 // Fetches what `unpack` will read of the tile to come, a few lines at each call: blocks lie anywhere in memory, each too
-// short for the processor to see what comes next. Many fetches at once gave nothing (docs/performance-cpu.md).
+// short for the processor to see what comes next. Many fetches at once gave nothing (benchmarks/notes/cpu.md).
 template <class Format>
 class Fetch {
    public:

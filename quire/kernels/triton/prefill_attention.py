@@ -23,6 +23,30 @@ _BESIDE = 16 << 10  # bytes, beside keys and values
 _FOLDED = 2  # programs that fold the queries of one
 
 
+@triton.jit
+def _find_queries(
+    place, tile_index_ptr, tile_offset_ptr, query_starts_ptr, PARTS: tl.constexpr, QUERIES: tl.constexpr
+):
+    """(row, first query, row's first token, row's queries) of part `place` of the tiles; padding has no queries."""
+    index = tl.load(tile_index_ptr + place // PARTS)
+    offset = tl.load(tile_offset_ptr + place // PARTS) + place % PARTS * QUERIES
+    row = tl.maximum(index, 0)  # -1 is padding of a captured step
+    query_start = tl.load(query_starts_ptr + row)
+    count = tl.load(query_starts_ptr + row + 1) - query_start
+    return row, tl.where(index < 0, 0, offset), query_start, tl.where(index < 0, 0, count)
+
+
+@triton.jit
+def _capped(scores, soft_cap):
+    return soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
+
+
+@triton.jit
+def _store_numbers(at, number_offset, highest, total, mask):
+    tl.store(at, highest, mask=mask)
+    tl.store(at + number_offset, total, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
 def _prefill_kernel(
     q_ptr,
@@ -57,27 +81,21 @@ def _prefill_kernel(
     # Later tiles see more keys: starting with them evens out the end of the launch.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     QUERIES: tl.constexpr = LINES // HEADS
-    index = tl.load(tile_index_ptr + place // (TILE // QUERIES))
-    if index < 0:  # padding of a captured step
-        return
-    offset = tl.load(tile_offset_ptr + place // (TILE // QUERIES)) + place % (TILE // QUERIES) * QUERIES
-    query_start = tl.load(query_starts_ptr + index)
-    count = tl.load(query_starts_ptr + index + 1) - query_start
+    index, offset, query_start, count = _find_queries(
+        place, tile_index_ptr, tile_offset_ptr, query_starts_ptr, TILE // QUERIES, QUERIES
+    )
     if offset >= count:
         return
     context = tl.load(contexts_ptr + index)
     row = tl.load(rows_ptr + index).to(tl.int64)
     first_position = context - count + offset
     lines = tl.arange(0, LINES)
-    queries = lines // HEADS
-    head = tl.program_id(1) * HEADS + lines % HEADS
+    queries, head = lines // HEADS, tl.program_id(1) * HEADS + lines % HEADS
     kv_head = tl.program_id(1) * HEADS // (NUM_HEADS // NUM_KV_HEADS)
     dims = tl.arange(0, DIM)
-    in_head = dims < HEAD_DIM
-    in_row = offset + queries < count
+    in_head, in_row = dims < HEAD_DIM, offset + queries < count
     positions = first_position + queries
-    token = (query_start + offset + queries).to(tl.int64)
-    line = token * NUM_HEADS + head
+    line = (query_start + offset + queries).to(tl.int64) * NUM_HEADS + head
     at = line[:, None] * HEAD_DIM + dims[None, :]
     q_mask = in_row[:, None] & in_head[None, :]
     q = tl.load(q_ptr + at, mask=q_mask, other=0.0)
@@ -107,8 +125,7 @@ def _prefill_kernel(
         k = tl.load(cache_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_CAP:
-            scores = scores * scale
-            scores = soft_cap - 2.0 * soft_cap / (tl.exp(scores * (2.0 / soft_cap)) + 1.0)
+            scores = _capped(scores * scale, soft_cap)
         if start + KEYS > first_position:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
         if WINDOW > 0:
@@ -125,8 +142,7 @@ def _prefill_kernel(
     if SPLITS > 0:
         part = line * SPLITS + tl.program_id(2)
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
-        tl.store(numbers_ptr + part, highest, mask=in_row)
-        tl.store(numbers_ptr + number_offset + part, total, mask=in_row)
+        _store_numbers(numbers_ptr + part, number_offset, highest, total, in_row)
     else:
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -150,12 +166,9 @@ def _fold_kernel(
 ):
     """Attention of some queries and one head, from what the programs that shared their keys found."""
     place, head = tl.program_id(0), tl.program_id(1)
-    index = tl.load(tile_index_ptr + place // (TILE // QUERIES))
-    if index < 0:
-        return
-    offset = tl.load(tile_offset_ptr + place // (TILE // QUERIES)) + place % (TILE // QUERIES) * QUERIES
-    query_start = tl.load(query_starts_ptr + index)
-    count = tl.load(query_starts_ptr + index + 1) - query_start
+    _, offset, query_start, count = _find_queries(
+        place, tile_index_ptr, tile_offset_ptr, query_starts_ptr, TILE // QUERIES, QUERIES
+    )
     if offset >= count:
         return
     queries, dims = tl.arange(0, QUERIES), tl.arange(0, DIM)

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from quire.layers.rope.parameters import RopeParameters, choice_by_length
 from quire.layers.rope.registry import ROPE_TYPES
 from quire.ops.base import Target
-from quire.ops.rope import GATHER_ROTATION
+from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.platform.host import HOST
+
+NUM_AXES = 3  # time, height and width
 
 
 class RotaryEmbedding(nn.Module):
@@ -37,3 +39,29 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of one step, for `apply_rope`; positions: [n]."""
         return self._gather(self.cos_sin, positions, self._dtype)
+
+
+class SectionedRotaryEmbedding(RotaryEmbedding):
+    """RoPE of tokens with a position on each of several axes: sections of the frequencies take turns at them."""
+
+    axes: Tensor  # [rotary_dim / 2] int64: the axis of each frequency
+
+    def __init__(self, rope: RopeParameters, max_model_len: int, target: Target) -> None:
+        super().__init__(rope, max_model_len, target)
+        device = torch.get_default_device()
+        with HOST:
+            axes = torch.arange(len(rope.sections)) % NUM_AXES
+            axes = axes.repeat_interleave(torch.tensor(rope.sections))
+        self.register_buffer("axes", axes.to(device), persistent=False)
+        self._gather_by_axis = GATHER_ROTATION_BY_AXIS.bind(target)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [NUM_AXES, n], or [n] for tokens whose positions are the same on all axes."""
+        if positions.dim() == 1:
+            return super().forward(positions)
+        return self._gather_by_axis(self.cos_sin, positions, self.axes, self._dtype)
+
+
+def rotary_embedding(rope: RopeParameters, max_model_len: int, target: Target) -> RotaryEmbedding:
+    kind = SectionedRotaryEmbedding if rope.sections else RotaryEmbedding
+    return kind(rope, max_model_len, target)

@@ -29,6 +29,7 @@ class RopeParameters:
     high_freq_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    sections: tuple[int, ...] = ()  # numbers of frequencies that follow one axis of the positions, in turn; none: one
 
     def required(self, key: str) -> Any:
         value = vars(self)[key]
@@ -58,6 +59,12 @@ def rope_parameters(config: Mapping[str, Any], head_dim: int, layer_type: str = 
     max_positions = int(config["max_position_embeddings"])
     partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    sections = tuple(map(int, given.get("mrope_section") or ()))
+    if sections and sum(sections) != int(head_dim * partial) // 2:
+        raise ModelError(
+            f"mrope_section is {list(sections)}, which is {sum(sections)} frequencies, but heads have"
+            f" {int(head_dim * partial) // 2}; correct the model config"
+        )
     return RopeParameters(
         rotary_dim=int(head_dim * partial),
         theta=float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA),
@@ -67,6 +74,7 @@ def rope_parameters(config: Mapping[str, Any], head_dim: int, layer_type: str = 
         **{key: given[key] for key in _OPTIONAL_KEYS if given.get(key) is not None},
         short_factor=_as_floats(given.get("short_factor")),
         long_factor=_as_floats(given.get("long_factor")),
+        sections=sections,
     )
 
 
@@ -122,7 +130,9 @@ def _of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, A
 def _rope_type(given: Mapping[str, Any]) -> str:
     rope_type = str(given.get("rope_type") or given.get("type") or "default")
     # Early Phi-3 configs called longrope "su" or "yarn"; only longrope has one factor per frequency.
-    return "longrope" if rope_type == "su" or given.get("short_factor") else rope_type
+    if rope_type == "su" or given.get("short_factor"):
+        return "longrope"
+    return "default" if rope_type == "mrope" else rope_type  # which is about sections, not frequencies
 
 
 def _as_floats(values: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -5,8 +5,6 @@ They lie in a permanent buffer and are loaded for one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.runner.sampling.mask_buffer import MaskBuffer
 from quire.types.masks import Masks
 
@@ -18,12 +16,11 @@ class GrammarMasks:
         self._buffer = buffer
         self._lined_up: dict[int, int] = {}  # row -> line, as the buffer was last told
 
-    def load(self, rows: Iterable[int], masks: Masks) -> None:
-        """Have masks ready for the next sampling, a line for each of the rows. Does not wait for the device."""
+    def load(self, lines: dict[int, int], masks: Masks) -> None:
+        """Have masks ready for the next sampling; `lines` are those of the rows. Does not wait for the device."""
         self._buffer.stage(masks)
-        lines = {row: line for line, row in enumerate(rows)}
         if lines != self._lined_up:
-            self._lined_up = lines
+            self._lined_up = dict(lines)
             self._buffer.line_up(KIND, lines)
 
     def copy(self, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.platform.transfer import Staging, refresh, upload, upload_array
+from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.masks import Masks
 
 
@@ -24,6 +25,11 @@ class MaskBuffer:
         self._lines = torch.from_numpy(self._host_lines).to(device)
         self._staging = Staging(self._masks[:max_rows])  # of the first kind
         self._room: Masks = self._staging.host.numpy()
+
+    @staticmethod
+    def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
+        num_bytes = sizes.max_num_seqs * mask_words(sizes.vocab_size) * 4
+        yield LedgerLine("masks", num_bytes, "which tokens a request may have, a bit each")
 
     @property
     def masks(self) -> Tensor:

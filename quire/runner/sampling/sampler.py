@@ -13,7 +13,7 @@ Eager and captured steps run this one list of ops; which of them a step needs is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,9 @@ from quire.runner.sampling.base import Feature, RowState
 from quire.runner.sampling.draw import DrawTable
 from quire.runner.sampling.grammar_masks import GrammarMasks
 from quire.runner.sampling.logprobs import Logprobs, pack_logprobs
-from quire.runner.sampling.mask_buffer import MaskBuffer
+from quire.runner.sampling.mask_buffer import MaskBuffer, mask_words
 from quire.runner.sampling.registry import FEATURES, MakeFeature
+from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
 
@@ -78,6 +79,23 @@ class Sampler:
         self._asked: dict[int, list[Feature]] = {}  # row -> features that it asks for; none: no entry
         self._sampled: set[int] = set()  # rows that are not greedy
         self._last: tuple[bool, list[int], SamplingKind] | None = None  # a steady batch is looked at once
+
+    @staticmethod
+    def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
+        """Logits, copies of them, the words of the random generator, and keys by which top logprobs are found."""
+        yield from MaskBuffer.contributes(sizes)
+        num_bytes = sizes.max_num_seqs * sizes.vocab_size * 4 * 8
+        yield LedgerLine("sampling", num_bytes, f"{sizes.max_num_seqs} rows of {sizes.vocab_size} logits")
+
+    @staticmethod
+    def captured_bytes(sizes: EngineSizes) -> int:
+        """What captured steps add where sampling is a part of them, and keep.
+
+        Logits, a copy that is shaped, counts for penalties, what draws and log-probabilities know
+        of parts of the vocabulary, tables of each row.
+        """
+        vocab, tables = sizes.vocab_size, mask_words(sizes.vocab_size) * 4 + (1 << 15)
+        return sizes.max_num_seqs * (vocab * (4 + 4 + 4) + vocab // 8 + tables)
 
     def add_request(self, row: int, start: RowStart) -> None:
         """Stage the parameters of a request that takes this row; one that pools is never sampled. Host only."""

@@ -24,9 +24,10 @@ from quire.server.conversation.request import (
     Tool,
     ToolChoice,
     check_tools,
+    text_of,
 )
-from quire.server.openai.structured import one_format
-from quire.server.openai.template import template_options
+from quire.server.conversation.template_fields import template_options
+from quire.server.generation.structured import one_format
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
@@ -66,7 +67,7 @@ def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
 
 
 def _messages_of(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """The template's messages for one of Anthropic's: results of tools are messages of their own."""
+    """One of Anthropic's messages as messages for the template: each tool result is a message of its own."""
     if message.role not in _ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:40]!r} but must be one of {', '.join(_ROLES)}", f"{where}.role"
@@ -86,9 +87,9 @@ def _user(blocks: Sequence[InputBlock], where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if block.type == "tool_result":
-            result = {"role": "tool", "tool_call_id": _field(block, "tool_use_id", place)}
+            result = {"role": "tool", "tool_call_id": text_of(block.others, "tool_use_id", place)}
             text = _result_text(block, place)
-            failed = (block.model_extra or {}).get("is_error") is True
+            failed = block.others.get("is_error") is True
             messages.append(result | {"content": f"Error: {text}" if failed else text})
         else:
             texts.append(_text(block, place))
@@ -104,14 +105,14 @@ def _assistant(blocks: Sequence[InputBlock], where: str) -> dict[str, Any]:
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if block.type == "thinking":
-            thinking.append(_field(block, "thinking", place))
+            thinking.append(text_of(block.others, "thinking", place))
         elif block.type == "tool_use":
-            arguments = (block.model_extra or {}).get("input")
+            arguments = block.others.get("input")
             if not isinstance(arguments, dict):
                 raise RequestError(f"{place}.input must be an object", f"{place}.input")
-            function = {"name": _field(block, "name", place), "arguments": arguments}
-            calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
-        elif block.type != "redacted_thinking":  # of which there is nothing to be read
+            function = {"name": text_of(block.others, "name", place), "arguments": arguments}
+            calls.append({"id": text_of(block.others, "id", place), "type": "function", "function": function})
+        elif block.type != "redacted_thinking":  # its content is encrypted
             texts.append(_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thinking:
@@ -122,7 +123,7 @@ def _assistant(blocks: Sequence[InputBlock], where: str) -> dict[str, Any]:
 
 
 def _result_text(block: InputBlock, where: str) -> str:
-    content = (block.model_extra or {}).get("content")
+    content = block.others.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
@@ -137,8 +138,8 @@ def _texts(blocks: Sequence[InputBlock], where: str) -> str:
 def _text(block: InputBlock, where: str) -> str:
     """The text of a block; a document may be one."""
     if block.type == "text":
-        return _field(block, "text", where)
-    source = (block.model_extra or {}).get("source")
+        return text_of(block.others, "text", where)
+    source = block.others.get("source")
     if block.type == "document" and isinstance(source, dict) and source.get("type") == "text":
         data = source.get("data")
         if isinstance(data, str):
@@ -147,13 +148,6 @@ def _text(block: InputBlock, where: str) -> str:
         f"{where} is of type {block.type[:40]!r}, which this server does not take here; send blocks of type 'text'",
         f"{where}.type",
     )
-
-
-def _field(block: InputBlock, name: str, where: str) -> str:
-    value = (block.model_extra or {}).get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
-    return value
 
 
 def _tool(tool: ToolDefinition, where: str) -> Tool:
@@ -171,7 +165,7 @@ def _tool(tool: ToolDefinition, where: str) -> Tool:
 
 
 def _tool_choice(body: PromptFields) -> tuple[ToolChoice, bool]:
-    """Who decides about calls, and whether there may be several."""
+    """The tool choice, and whether an answer may have several calls."""
     choice = body.tool_choice
     if choice is None:
         return AUTO, True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 from pydantic_core import from_json
 
+from quire.parsers.json_scan import parse_object, to_json
 from quire.server.anthropic.protocol import (
     BlockDeltaEvent,
     BlockStartEvent,
@@ -25,13 +25,14 @@ from quire.server.anthropic.protocol import (
 )
 from quire.server.conversation.answer import FinishReason
 from quire.server.conversation.blocks import Block, BlockDelta, BlockEvent, BlockStart
+from quire.server.generation.usage import UsageCounter
 
 # Clients hand a block of thinking back with its signature; here it is enough that there is one.
 SIGNATURE = "quire"
 
 
 def stream_events(event: BlockEvent, show_thinking: bool) -> list[StreamEvent]:
-    """What a client hears of one block event. Thinking that is not shown leaves an empty block with a signature."""
+    """The stream events for one block event. Thinking that is not shown leaves an empty block with a signature."""
     position = event.position
     if isinstance(event, BlockStart):
         return [BlockStartEvent(position, _empty(event))]
@@ -52,12 +53,13 @@ def content_block(block: Block, show_thinking: bool) -> ContentBlock:
         return TextBlock(block.text)
     if block.kind == "reasoning":
         return ThinkingBlock(block.text if show_thinking else "", SIGNATURE)
-    return ToolUseBlock(block.call_id, block.name, _arguments(block.text))
+    return ToolUseBlock(block.call_id, block.name, _input(block))
 
 
-def usage_of(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
+def usage_of(counter: UsageCounter) -> Usage:
     """Anthropic counts the tokens read from the cache apart from the others."""
-    return Usage(prompt_tokens - cached_tokens, output_tokens, cached_tokens)
+    cached = counter.cached_tokens
+    return Usage(counter.prompt_tokens - cached, counter.completion_tokens, cached)
 
 
 def stop_info(finish: FinishReason | None, stop: int | str | None, output_tokens: int, max_tokens: int) -> StopInfo:
@@ -79,10 +81,15 @@ def _empty(start: BlockStart) -> ContentBlock:
         return TextBlock("")
     if start.kind == "reasoning":
         return ThinkingBlock("", "")
-    return ToolUseBlock(start.call_id, start.name, {})
+    return ToolUseBlock(start.call_id, start.name, msgspec.Raw(b"{}"))
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """An answer that was cut short has only the beginning of its JSON; what is there is kept."""
-    value: dict[str, Any] = from_json(text or "{}", allow_partial=True)
-    return value
+def _input(block: Block) -> msgspec.Raw:
+    """The arguments as an object; of a call that was cut short, those that are there and can be read."""
+    text = block.text or "{}"
+    try:
+        text = to_json(parse_object(text) if block.complete else from_json(text, allow_partial=True))
+    except ValueError:
+        # Whole arguments are nested deeper than this process can read: the client gets them as they were written.
+        text = text if block.complete else "{}"
+    return msgspec.Raw(text.encode())

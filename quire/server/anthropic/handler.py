@@ -22,24 +22,24 @@ from quire.server.anthropic.protocol import (
     StopInfo,
     StreamEvent,
     TokenCount,
-    Usage,
 )
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.blocks import BlockReader, blocks_of
 from quire.server.conversation.prepare import num_tokens, prepare_conversation, render_conversation
-from quire.server.errors import anthropic_error, json_response
-from quire.server.middleware import arrival_time_of, request_id_of, trace_headers_of
-from quire.server.openai.fields import NO_EFFECT_ON_PROMPTS, check_extra_fields
-from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
-from quire.server.openai.sampling import engine_prompt
+from quire.server.errors import anthropic_error, failure_of, json_response
+from quire.server.generation.field_table import NO_EFFECT_ON_PROMPTS, check_extra_fields
+from quire.server.generation.request import Generation, conversation_generation, ids_of, origin_of
+from quire.server.generation.run import finished_outputs, run
+from quire.server.generation.usage import UsageCounter
+from quire.server.middleware import request_id_of
 from quire.server.sse import ACCEPTED, EventStream, named_event, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 
 ROUTE = "/v1/messages"
-# What clients of Anthropic's own service send and has no meaning here, or is only a hint.
+# Fields for Anthropic's own service that have no meaning here or are hints.
 HINTS = frozenset(
     {
         "betas",
@@ -60,34 +60,22 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
     check_fields(context, body)
     conversation = conversation_of(context, body)
     request_id = request_id_of(request.scope)
-    message_id, engine_id = response_ids("msg_", body, request)
+    ids = ids_of("msg_", body, request)
     prepared = await while_connected(
         request.receive, prepare_conversation(context, conversation, _params(context, body))
     )
-    generation = Generation(
-        response_id=message_id,
-        engine_id=engine_id,
-        model=model,
-        prompts=[engine_prompt(body, prepared.prompt)],
-        prompt_field="messages",
-        format_field=prepared.format_field,
-        params=prepared.params,
-        reading=prepared.reading,
-        is_streamed=bool(body.stream),
-        priority=body.priority or 0,
-        add_special_tokens=False,
-        trace_headers=trace_headers_of(request.scope),
-        arrival_time=arrival_time_of(request.scope),
+    generation = conversation_generation(
+        body, prepared, ids, origin_of(request), model=model, prompt_field="messages"
     )
     reader, answer = prepared.reader(), MessageAnswer(body, generation)
     if not body.stream:
         (output,) = await while_connected(request.receive, finished_outputs(context, generation))
-        return json_response(msgspec.json.encode(answer.message(output, reader.read(output)[0])))
+        return json_response(answer.message(output, reader.read(output)[0]))
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(run(context, generation)) as outputs:
             _, announcement = await anext(outputs)
-            answer.count_prompt(announcement)
+            answer.usage.add_prompt(announcement)
             yield ACCEPTED
             async for _, output in outputs:
                 data = b"".join(encoded(answer.events(output, piece)) for piece in reader.read(output))
@@ -95,7 +83,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
                     yield data
 
     def failed(error: QuireError) -> bytes:
-        return named_event("error", anthropic_error(error, request_id))
+        return named_event("error", anthropic_error(failure_of(error), request_id))
 
     return EventStream(
         events(),
@@ -107,7 +95,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 
 
 async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
-    """How long the prompt of a conversation is."""
+    """The number of prompt tokens of a conversation."""
     context.check_model(body.model)
     check_fields(context, body, NO_EFFECT_ON_PROMPTS)
     prompt = await render_conversation(context, conversation_of(context, body))
@@ -115,7 +103,7 @@ async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount
 
 
 def check_fields(context: ServerContext, body: PromptFields, no_effect: Collection[str] = ()) -> None:
-    """Refuse, of fields outside the model, those that would be misunderstood."""
+    """Refuse unknown fields that must not be ignored."""
     extra = body.model_extra or {}
     if extra.get("mcp_servers"):
         raise RequestError(
@@ -151,46 +139,36 @@ class MessageAnswer:
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._blocks = BlockReader()
         self._begun = False
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._output_tokens = 0
+        self.usage = UsageCounter()
 
     def message(self, output: RequestOutput, piece: ChoicePiece) -> Message:
         """The whole answer."""
-        self.count_prompt(output)
-        self._output_tokens += len(piece.token_ids)
+        self.usage.add(output)
         blocks = blocks_of([*self._blocks.read(piece.events), *self._blocks.finish()])
         content = [content_block(block, self._show_thinking) for block in blocks]
         stop = self._stop(piece)
-        message = Message(self._generation.response_id, self._generation.model, content, self._usage())
+        message = Message(self._generation.ids.response, self._generation.model, content, usage_of(self.usage))
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         return message
 
-    def count_prompt(self, output: RequestOutput) -> None:
-        """How much of a prompt was cached is not known before its first token."""
-        self._prompt_tokens, self._cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens or 0
-
     def begin(self) -> list[StreamEvent]:
         self._begun = True
-        start = Message(self._generation.response_id, self._generation.model, [], self._usage())
+        start = Message(self._generation.ids.response, self._generation.model, [], usage_of(self.usage))
         return [MessageStart(start), Ping()]
 
     def events(self, output: RequestOutput, piece: ChoicePiece) -> list[StreamEvent]:
-        """What a stream says of one output."""
-        self.count_prompt(output)
+        """The stream events for one output."""
+        self.usage.add_prompt(output)
         events = [] if self._begun else self.begin()
-        self._output_tokens += len(piece.token_ids)
+        self.usage.add(output)
         blocks = self._blocks.read(piece.events)
         if piece.finish_reason is not None:
             blocks += self._blocks.finish()
         for block in blocks:
             events += stream_events(block, self._show_thinking)
         if piece.finish_reason is not None:
-            events += [MessageDelta(self._stop(piece), self._usage()), MessageStop()]
+            events += [MessageDelta(self._stop(piece), usage_of(self.usage)), MessageStop()]
         return events
 
-    def _usage(self) -> Usage:
-        return usage_of(self._prompt_tokens, self._cached_tokens, self._output_tokens)
-
     def _stop(self, piece: ChoicePiece) -> StopInfo:
-        return stop_info(piece.finish_reason, piece.stop_reason, self._output_tokens, self._max_tokens)
+        return stop_info(piece.finish_reason, piece.stop_reason, self.usage.completion_tokens, self._max_tokens)

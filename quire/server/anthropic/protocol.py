@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.server.openai.sampling import GenerationFields, SmallInt
-from quire.server.openai.template import TemplateFields
+from quire.server.conversation.template_fields import TemplateFields
+from quire.server.generation.fields import GenerationFields, SmallInt
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -19,6 +19,11 @@ class InputBlock(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: str
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields besides `type`."""
+        return self.model_extra or {}
 
 
 class InputMessage(BaseModel):
@@ -96,7 +101,7 @@ class MessagesRequest(GenerationFields, PromptFields):
 
 
 class CountTokensRequest(PromptFields):
-    """The same conversation, to be counted and not answered."""
+    """A conversation whose prompt tokens are counted."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -117,7 +122,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
@@ -145,7 +150,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """Says nothing; keeps a connection alive."""
+    """Keeps the connection alive."""
 
 
 class BlockStartEvent(msgspec.Struct, tag_field="type", tag="content_block_start"):

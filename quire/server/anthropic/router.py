@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -27,6 +26,6 @@ def messages_router(context: ServerContext) -> APIRouter:
     )
     async def count(body: CountTokensRequest) -> Response:
         """How many tokens a conversation is, without answering it."""
-        return json_response(msgspec.json.encode(await count_tokens(context, body)))
+        return json_response(await count_tokens(context, body))
 
     return router

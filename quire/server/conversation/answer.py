@@ -28,8 +28,6 @@ class ChoicePiece:
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    num_reasoning_tokens: int
-    """Of all tokens of the choice so far, those of thinking."""
     schema_report: SchemaReport | None = None
     """With the finish reason, if the schema of the answer was not enforced as a whole."""
 
@@ -66,13 +64,12 @@ class ChoiceReader:
             output.logprobs,
             reason,
             output.stop_reason,
-            output.num_reasoning_tokens,
             None if self._schema_check is None else self._report(self._schema_check, events, reason),
         )
 
     def _report(self, check: SchemaCheck, events: list[Event], reason: FinishReason | None) -> SchemaReport | None:
         self._text += [event.text for event in events if isinstance(event, TextDelta)]
-        # Calls are an answer of another kind, and an answer that failed is none.
+        # An answer that consists of calls or has failed is not checked.
         return check.report("".join(self._text)) if self._text and reason in ("stop", "length") else None
 
     def _is_wanted(self, event: Event) -> bool:

@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, each opened once, filled, and closed: thinking, text, or a call.
+"""An answer as a sequence of blocks, each opened once, filled, and closed: thinking, text, or a call.
 
 What Responses calls output items and Messages content blocks. Knows events; the endpoints give blocks their JSON.
 """
@@ -35,7 +35,7 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockEnd:
-    """The block that was open is done. `complete` is false for one that the answer ended within."""
+    """The open block ends. `complete` is false if the answer ended within it."""
 
     position: int
     kind: BlockKind

@@ -15,7 +15,7 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-# For a model whose template says nothing of tools, Quire writes them into the prompt itself, in this form.
+# For a model whose template prints no tools, Quire writes them into the prompt itself, in this format.
 PLAIN_TOOL_FORMAT = "hermes"
 
 
@@ -59,7 +59,7 @@ def _chosen(setting: str, found: str | None) -> str | None:
 
 
 def _template(text: TextModel) -> ChatTemplate | None:
-    """One that is not valid is refused when it is to be rendered; completions need none."""
+    """The template, None if it is invalid: it is refused when a conversation is rendered; completions need none."""
     try:
         return text.own_template(with_tools=True)
     except TokenizerError as error:

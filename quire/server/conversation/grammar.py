@@ -15,10 +15,10 @@ from quire.parsers.registry import REASONING_FORMATS
 from quire.parsers.stream import reasoning_is_open
 from quire.server.conversation.formats import Formats
 from quire.server.conversation.request import Conversation, OutputFormat
+from quire.server.errors import addressed
 from quire.structured.guidance import to_lark
 from quire.structured.sources import make_source, relax_schema
-from quire.types.errors import RequestError
-from quire.types.structured import GrammarError, GrammarLimits, StructuredOutputsParams
+from quire.types.structured import GrammarLimits, StructuredOutputsParams
 
 # Strings, regular expressions and comments of a Lark grammar, which are left alone when a rule gets another name.
 _NOT_NAMES = re.compile(r"""("(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\bstart\b)""")
@@ -57,21 +57,19 @@ def grammar_of(
 def _enforceable(
     conversation: Conversation, tools: Sequence[Tool], held: Sequence[Tool], limits: GrammarLimits
 ) -> list[Tool]:
-    """The tools, those that are held to their schemas with one that a grammar can be made of.
+    """The tools; those whose calls must obey their schemas have schemas that can be enforced.
 
-    Of a strict tool that is all of its schema, or it is refused; of any other, all that can be enforced.
+    The schema of a strict tool is enforced as a whole or refused; of any other tool, what can be enforced.
     """
     where = {tool.name: f"{tool.where}.parameters" for tool in conversation.offered_tools}
     found = []
     for tool in tools:
         if tool in held and tool.parameters:
             params = StructuredOutputsParams(json=dict(tool.parameters))
-            try:
+            with addressed({"structured_outputs": where[tool.name]}):
                 if not tool.strict:
                     params, _ = relax_schema(params, limits)
                 source = make_source(params, limits)
-            except GrammarError as error:
-                raise renamed(error, where[tool.name]) from error
             tool = Tool(tool.name, json.loads(source.text), tool.strict, tuple(tool.parameters))
         found.append(tool)
     return found
@@ -90,19 +88,7 @@ def _may_think(formats: Formats, prompt: str) -> bool:
 
 def _rules_of(wanted: OutputFormat, limits: GrammarLimits) -> str:
     """A constraint as Lark rules that begin with one named `answer`."""
-    try:
+    with addressed({"structured_outputs": wanted.where}):
         text = to_lark(make_source(wanted.constraint, limits))
-    except GrammarError as error:
-        raise renamed(error, wanted.where) from error
     lines = [line for line in text.splitlines() if not line.startswith("%llguidance")]
     return _NOT_NAMES.sub(lambda found: "answer" if found[0] == "start" else found[0], "\n".join(lines)) + "\n"
-
-
-def renamed(error: RequestError, field: str) -> RequestError:
-    """The same complaint under the name that the request has for what is wrong."""
-    message = str(error)
-    if error.field:
-        message = message.replace(error.field, field, 1)
-    if isinstance(error, GrammarError):
-        return GrammarError(message, field, error.keyword, error.path)
-    return RequestError(message, field)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,11 +14,9 @@ import msgspec
 from quire.frontend.reading import Reading
 from quire.frontend.template_sandbox import BudgetError
 from quire.parsers import format as parser_format
-from quire.parsers.base import PlainParser
-from quire.parsers.stream import OutputParser, make_parser, needs_special_tokens, new_call_id
+from quire.parsers.stream import needs_special_tokens, new_call_id
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import AnswerReader, ChoiceReader
-from quire.server.conversation.formats import Formats
 from quire.server.conversation.grammar import grammar_of
 from quire.server.conversation.render import render
 from quire.server.conversation.request import Conversation
@@ -39,38 +38,17 @@ class PreparedConversation:
     """What the request calls the grammar in `params`, if there is one."""
     may_call: bool
     """Whether the answer may have calls."""
-    _formats: Formats
-    _tools: tuple[parser_format.Tool, ...]
-    _dropped_tokens: Collection[str]
-    _one_call: bool
-    _bare_calls: bool
+    reading: Reading
+    """How the engine's text becomes events."""
     _schema_check: SchemaCheck | None
-
-    @property
-    def reading(self) -> Reading | None:
-        """How the engine's text becomes events; None where all of it is text."""
-        return None if isinstance(self._parser(), PlainParser) else Reading(self._parser, self._one_call)
 
     def reader(self) -> AnswerReader:
         """Reads the outputs of one run of this conversation."""
         return AnswerReader(self._choice_reader)
 
     def _choice_reader(self) -> ChoiceReader:
-        return ChoiceReader(self._new_call_id, 1 if self._one_call else None, self._schema_check)
-
-    def _parser(self) -> OutputParser:
-        return make_parser(
-            self._formats.tool,
-            self._formats.reasoning,
-            prompt_text=self.prompt,
-            tools=self._tools,
-            parse_tools=self.may_call,
-            bare_calls=self._bare_calls,
-            special_tokens=self._dropped_tokens,
-        )
-
-    def _new_call_id(self, name: str, index: int) -> str:
-        return new_call_id(self._formats.tool, name, index)
+        new_id = partial(new_call_id, self.reading.tool_format)
+        return ChoiceReader(new_id, 1 if self.reading.one_call else None, self._schema_check)
 
 
 async def prepare_conversation(
@@ -133,12 +111,17 @@ def _prepare(
         params=params,
         format_field=None if grammar is None else grammar.where,
         may_call=may_call,
-        _formats=formats,
-        _tools=parsed,
-        _dropped_tokens=dropped,
-        _one_call=may_call and not conversation.parallel_tool_calls,
-        # An answer that is held to a format of its own may well look like a call.
-        _bare_calls=conversation.output_format is None,
+        reading=Reading(
+            tool_format=formats.tool,
+            reasoning_format=formats.reasoning,
+            prompt_text=prompt,
+            tools=parsed,
+            parse_tools=may_call,
+            # An answer that is held to a format of its own may well look like a call.
+            bare_calls=conversation.output_format is None,
+            special_tokens=dropped,
+            one_call=may_call and not conversation.parallel_tool_calls,
+        ),
         _schema_check=schema_check,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
 from quire.server.conversation.formats import PLAIN_TOOL_FORMAT, Formats
 from quire.server.conversation.plain import with_tools, without_tool_roles
@@ -13,7 +12,7 @@ from quire.types.errors import RequestError, TokenizerError
 
 
 def render(text: TextModel, formats: Formats, conversation: Conversation, *, may_wait: bool = True) -> str:
-    """The prompt. Takes as long as the template wants, within its budget; unless it `may_wait`, a BudgetError."""
+    """Render the prompt. Without `may_wait`, BudgetError if the template takes more than a few milliseconds."""
     options = conversation.template
     messages, tools = conversation.messages, conversation.offered_tools
     printed: list[dict[str, Any]] | None = [tool.as_function() for tool in tools] or None
@@ -40,7 +39,7 @@ def render(text: TextModel, formats: Formats, conversation: Conversation, *, may
 
 
 def template_variables(conversation: Conversation) -> dict[str, Any]:
-    """What the template reads besides messages and tools. What the client names itself wins."""
+    """The template's variables besides messages and tools. Those that the client gives win."""
     variables: dict[str, Any] = {}
     effort, thinking = conversation.reasoning_effort, conversation.thinking
     if effort is not None and effort != "none":
@@ -54,12 +53,3 @@ def template_variables(conversation: Conversation) -> dict[str, Any]:
     if options.documents is not None:
         variables["documents"] = options.documents
     return variables | dict(options.chat_template_kwargs)
-
-
-def check_template_option(settings: ServerConfig, chat_template: str | None) -> None:
-    """Refuse a template where requests may not bring one."""
-    if chat_template is not None and not settings.allow_request_chat_template:
-        raise RequestError(
-            "chat_template in a request is not allowed here; the server can allow it (--allow-request-chat-template)",
-            "chat_template",
-        )

@@ -38,7 +38,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Who decides about calls: the model (auto), nobody (none), or the client (required, or one by name)."""
+    """Whether the model may call tools (auto), may not (none), must (required), or must call the named one."""
 
     mode: ToolMode = "auto"
     name: str | None = None
@@ -56,7 +56,7 @@ class OutputFormat:
     constraint: StructuredOutputsParams
     where: str
     is_strict: bool = True
-    """Whether a schema is refused of which a part cannot be enforced; if not, that part is checked afterwards."""
+    """Whether a schema that cannot be enforced as a whole is refused; if not, the answer is checked afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +81,31 @@ class Conversation:
     """Whether an answer may have more than one call."""
     output_format: OutputFormat | None = None
     thinking: bool | None = None
-    """Ask a model that can do both to think first, or not to; None leaves it to the template."""
+    """Whether a model that can do both thinks first; None leaves it to the template."""
     reasoning_effort: str | None = None
     template: TemplateOptions = field(default_factory=TemplateOptions)
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model hears of: none where it may call none."""
+        """The tools that are shown to the model: none where it may call none."""
         return () if self.tool_choice.mode == "none" else self.tools
 
 
+def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A field of a part of the request that has to be text; `where` is what the request calls that part."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
+    return value
+
+
 def is_tool_name(name: str) -> bool:
-    """Whether every format can carry it."""
+    """Whether every tool format can write this name."""
     return _TOOL_NAME.fullmatch(name) is not None
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice, choice_field: str = "tool_choice") -> None:
-    """Refuse names that no format can carry, names that are given twice, and a choice that no tool fits."""
+    """Refuse names that not every format can write, duplicate names, and a choice of a tool that is not given."""
     seen: dict[str, Tool] = {}
     for tool in tools:
         if not is_tool_name(tool.name):

@@ -1,4 +1,4 @@
-"""Checks an answer against the parts of its schema that no grammar could hold it to, and says what came of it."""
+"""Checks an answer against its schema, where the grammar could not enforce all of it, and reports the result."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 
-from quire.server.conversation.grammar import renamed
 from quire.server.conversation.request import Conversation, OutputFormat
+from quire.server.errors import addressed
 from quire.structured.instance import InvalidError, NotCheckedError, Validator
 from quire.structured.registry import BACKENDS
 from quire.structured.sources import relax_schema
-from quire.types.structured import GrammarError, GrammarLimits
+from quire.types.structured import GrammarLimits
 
 
 class SchemaReport(msgspec.Struct, frozen=True):
-    """What a client hears about an answer whose schema was not enforced as a whole."""
+    """The result for an answer whose schema was not enforced as a whole."""
 
     not_enforced: list[str]
     """Keywords with their places in the schema."""
     valid: bool | None
-    """Whether the answer obeys the whole schema; None if that could not be told."""
+    """Whether the answer obeys the whole schema; None if it could not be checked."""
     error: str | None = None
     """What it breaks and where, or why it was not checked."""
 
@@ -57,10 +57,8 @@ def relax(conversation: Conversation, limits: GrammarLimits) -> tuple[Conversati
     wanted = conversation.output_format
     if wanted is None or wanted.is_strict or not isinstance(wanted.constraint.json, dict):
         return conversation, None
-    try:
+    with addressed({"structured_outputs": wanted.where}):
         relaxed, not_enforced = relax_schema(wanted.constraint, limits)
-    except GrammarError as error:
-        raise renamed(error, wanted.where) from error
     if not not_enforced:
         return conversation, None
     check = SchemaCheck(wanted.constraint.json, not_enforced, limits)

@@ -1,4 +1,4 @@
-"""POST /invocations: the one route that Amazon SageMaker calls; what a body asks for is told by its fields."""
+"""POST /invocations, the one route that Amazon SageMaker calls: chat or completion, by the fields of the body."""
 
 from __future__ import annotations
 

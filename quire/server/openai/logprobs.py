@@ -55,10 +55,10 @@ class LogprobsFormatter:
         self._as_token_ids = as_token_ids
 
     def chat(self, positions: Iterable[LogprobsAtPosition], num_top: int) -> ChatLogprobs:
-        """With the `num_top` likeliest tokens of each position; -1 for all."""
+        """With the top `num_top` logprobs of each position; -1 for all."""
         content = []
         for position in positions:
-            # The chosen token comes first, then the likeliest by rank; it may be one of them.
+            # The sampled token comes first, then the top logprobs by rank; it may be one of them.
             (chosen, chosen_logprob), *_ = position.items()
             ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
             shown = ranked if num_top < 0 else ranked[:num_top]

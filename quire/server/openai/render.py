@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.openai.generation import Generation, raise_named
-from quire.types.errors import RequestError
+from quire.server.errors import addressed
+from quire.server.generation.request import Generation
+from quire.server.generation.run import request_fields
 from quire.types.sampling import SamplingParams
 
 
@@ -22,18 +23,13 @@ class Rendered(msgspec.Struct):
 
 
 async def render(context: ServerContext, generation: Generation) -> list[Rendered]:
-    """Each prompt of a request as the engine would get it. Nothing is generated; what would be refused is."""
+    """Each prompt as the engine would get it, with the same checks; nothing is generated."""
     rendered = []
-    for prompt in generation.prompts:
-        try:
+    params, response_id = generation.params, generation.ids.response
+    with addressed(request_fields(generation)):
+        for prompt in generation.prompts:
             request = await context.provider.engine.prepare(
-                prompt, generation.params, add_special_tokens=generation.add_special_tokens
+                prompt, params, add_special_tokens=generation.add_special_tokens
             )
-        except RequestError as error:
-            raise_named(error, generation)
-        rendered.append(
-            Rendered(
-                generation.response_id, generation.model, request.prompt_token_ids, request.prompt, generation.params
-            )
-        )
+            rendered.append(Rendered(response_id, generation.model, request.prompt_token_ids, request.prompt, params))
     return rendered

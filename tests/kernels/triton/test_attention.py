@@ -80,15 +80,17 @@ def test_same_as_the_torch_backend(window: int | None, cap: float | None, norm: 
         assert_close(mine, theirs)
 
 
-def test_a_long_prompt_by_itself_and_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_by_itself_and_beside_others() -> None:
     """From some length on a whole prompt takes torch's fused attention; its last layer's keys must not linger."""
-    from quire.attention import triton
+    from quire.attention.triton import TritonAttention
 
-    monkeypatch.setattr(triton, "_FUSED_QUERIES", 20)
+    class Small(TritonAttention):
+        fused_queries = 20
+
     steps = Steps(AttentionSpec(2, 1, 32, 0.2), [26, 20, 2, 37], norm=True)
     plans = [([0], [25]), ([1, 2, 3, 0], [20, 1, 18, 26]), ([3, 2], [37, 2])]
     expected = run(TorchAttention(), steps, torch.device("cpu"), plans)
-    for mine, theirs in zip(run(triton.TritonAttention(), steps, DEVICE, plans), expected, strict=True):
+    for mine, theirs in zip(run(Small(), steps, DEVICE, plans), expected, strict=True):
         assert_close(mine, theirs, 1e-4)
 
 
@@ -144,10 +146,12 @@ def test_a_cache_of_more_than_two_billion_elements(tmp_path: Path) -> None:
     assert_close(out, expected)
 
 
-def test_a_machine_without_a_gpu_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.attention import triton
+def test_a_machine_without_a_gpu_is_refused_at_the_start() -> None:
+    from quire.attention.triton import TritonAttention
 
-    triton.TritonAttention().start()
-    monkeypatch.setattr(triton, "unavailable", lambda: "there is no GPU")
+    class Nowhere(TritonAttention):
+        unavailable = staticmethod(lambda: "there is no GPU")
+
+    TritonAttention().start()
     with pytest.raises(ConfigError, match=r"attention_backend is 'triton', but there is no GPU; leave --attention"):
-        triton.TritonAttention().start()
+        Nowhere().start()

@@ -83,7 +83,8 @@ def test_whatever_way_is_chosen_in_parts(rows: int, inner: int, outputs: int, pa
 
     x, weight, bias = make(rows, inner, outputs, HALF)
     weight = weight / inner**0.5
-    for given in (bias, None):
+    # The interpreter takes seconds for a large one.
+    for given in (bias, None) if outputs < 2000 else (bias if rows % 4 else None,):
         out = linear_split_k(x.to(DEVICE), weight.to(DEVICE), None if given is None else given.to(DEVICE))
         assert out.shape == (parts, rows, outputs)
         assert out.dtype == (HALF if parts == 1 else torch.float32)

@@ -28,7 +28,7 @@ def test_exactly_the_allowed_tokens_stay(data: st.DataObject, vocab_size: int) -
         state.place(row, make_row(temperature=0.0))
         sampler.add_request(row, start_of(row, make_row(temperature=0.0)))
     sampler.apply_staged_writes()
-    sampler.masks.load(masked, masks)
+    sampler.masks.load({row: line for line, row in enumerate(masked)}, masks)
     # The highest of the allowed tokens is chosen, so that each mask is seen at work.
     logits = torch.arange(vocab_size, dtype=torch.float32).repeat(len(sampling), 1)
     found = sample(sampler, logits, sampling, state, masked=True)

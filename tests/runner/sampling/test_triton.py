@@ -67,7 +67,8 @@ class Both:
         """`masked`: the tokens that a grammar allows to these rows. Returns the kind of sampling."""
         if masked:
             for sampler in self.samplers:
-                sampler.masks.load(masked, masks_of(list(masked.values()), self.logits.shape[1]))
+                lines = {row: line for line, row in enumerate(masked)}
+                sampler.masks.load(lines, masks_of(list(masked.values()), self.logits.shape[1]))
         kept = self.logits.clone()
         expected, found = (
             sample(sampler, self.logits, self.order, self.state, bool(masked)) for sampler in self.samplers

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from quire.server.anthropic.events import SIGNATURE, content_block, stop_info, stream_events, usage_of
-from quire.server.anthropic.protocol import Message, MessageDelta, MessageStart, MessageStop
+from quire.server.anthropic.events import SIGNATURE, content_block, stop_info, stream_events
+from quire.server.anthropic.protocol import Message, MessageDelta, MessageStart, MessageStop, Usage
 from quire.server.conversation.blocks import BlockReader, blocks_of
 from tests.server.answers import ANSWERS, Said, events_of, merged, unknown_fields
 
@@ -38,16 +38,16 @@ def build(answer: Sequence[Said], cuts: Sequence[int], show: bool) -> tuple[dict
         blocks += reader.read(told[begin : begin + size])
         begin += size
     blocks += reader.finish()
-    usage = usage_of(5, 2, 3)
+    usage = Usage(3, 3, 2)
     stop = stop_info("stop", None, 3, 10)
     content = [content_block(block, show) for block in blocks_of(blocks)]
     whole = Message("msg_1", "m", content, usage)
     whole.stop_reason, whole.stop_sequence = stop.stop_reason, stop.stop_sequence
     events = [MessageStart(Message("msg_1", "m", [], usage))]
     stream = [event for block in blocks for event in stream_events(block, show)]
-    return msgspec.to_builtins(whole), msgspec.to_builtins(
-        [*events, *stream, MessageDelta(stop, usage), MessageStop()]
-    )
+    both = [whole, [*events, *stream, MessageDelta(stop, usage), MessageStop()]]
+    as_sent: tuple[dict[str, Any], list[dict[str, Any]]] = tuple(json.loads(msgspec.json.encode(both)))
+    return as_sent
 
 
 @given(ANSWERS, ARGUMENTS, st.lists(st.integers(0, 4), max_size=6), st.booleans())

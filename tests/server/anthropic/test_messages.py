@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from quire.server.anthropic.events import usage_of
+from quire.server.generation.usage import UsageCounter
+from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.request import EngineRequest
 from tests.frontend.fake_client import TOKENIZER, FakeClient
 from tests.server.helpers import LONG, MODEL, http, live_server, long_client, serving
@@ -231,8 +233,11 @@ async def test_what_the_model_thought_and_whether_a_tool_failed_reach_the_templa
     assert "[tool]Error: no such city FOR t1" in prompt
 
 
-async def test_tokens_from_the_cache_are_counted_apart() -> None:
-    usage = usage_of(10, 4, 2)
+def test_tokens_from_the_cache_are_counted_apart() -> None:
+    counter = UsageCounter()
+    completion = CompletionOutput(0, "ab", [1, 2])
+    counter.add(RequestOutput("r", None, [0] * 10, [completion], True, num_cached_tokens=4))
+    usage = usage_of(counter)
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 2)
 
 

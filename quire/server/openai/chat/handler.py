@@ -15,7 +15,10 @@ from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.errors import json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
+from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.request import Generation, conversation_generation, ids_of, origin_of
+from quire.server.generation.run import finished_outputs, run
+from quire.server.generation.usage import UsageCounter
 from quire.server.openai.chat.deltas import delta_of, response_message
 from quire.server.openai.chat.messages import conversation_of, last_text
 from quire.server.openai.chat.protocol import (
@@ -26,11 +29,10 @@ from quire.server.openai.chat.protocol import (
     ChunkChoice,
     Delta,
 )
-from quire.server.openai.fields import check_extra_fields
-from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
-from quire.server.openai.logprobs import ChatLogprobs, LogprobsFormatter, prompt_logprobs
-from quire.server.openai.sampling import check_logprobs, check_stream_options, engine_prompt, sampling_params
-from quire.server.openai.usage import Usage, UsageCounter
+from quire.server.openai.logprobs import ChatLogprobs, prompt_logprobs
+from quire.server.openai.sampling import check_logprobs, check_stream_options, sampling_params
+from quire.server.openai.shown import Shown
+from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
@@ -39,21 +41,21 @@ ROUTE = "/v1/chat/completions"
 
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
-    generation, prepared = await prepare(context, body, request)
+    generation, prepared = await make_generation(context, body, request)
     answer = ChatAnswer(context, body, generation, prepared)
     if body.stream:
         return EventStream(answer.events())
     return json_response(await while_connected(request.receive, answer.body()))
 
 
-async def prepare(
+async def make_generation(
     context: ServerContext, body: ChatCompletionRequest, request: Request
 ) -> tuple[Generation, PreparedConversation]:
-    """Check everything that does not need the engine's word."""
+    """Check everything that can be checked without the engine."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
-    response_id, engine_id = response_ids("chatcmpl-", body, request)
+    ids = ids_of("chatcmpl-", body, request)
     engine = context.provider.engine
     params = sampling_params(
         body,
@@ -65,20 +67,14 @@ async def prepare(
     )
     conversation = conversation_of(context, body)
     prepared = await while_connected(request.receive, prepare_conversation(context, conversation, params))
-    generation = Generation(
-        response_id=response_id,
-        engine_id=engine_id,
+    generation = conversation_generation(
+        body,
+        prepared,
+        ids,
+        origin_of(request),
         model=model,
-        prompts=[engine_prompt(body, prepared.prompt)],
         prompt_field="messages",
-        format_field=prepared.format_field,
-        params=prepared.params,
-        reading=prepared.reading,
-        is_streamed=bool(body.stream),
-        priority=body.priority or 0,
         add_special_tokens=bool(body.add_special_tokens),
-        trace_headers=trace_headers_of(request.scope),
-        arrival_time=arrival_time_of(request.scope),
     )
     return generation, prepared
 
@@ -107,32 +103,26 @@ class ChatAnswer:
         self._usage = UsageCounter()
         self._prefix = last_text(body) if body.echo else ""
         self._include_reasoning = body.include_reasoning is not False
-        self._return_token_ids = bool(body.return_token_ids)
-        self._names_token_ids = body.names("return_token_ids")
-        self._names_prompt_logprobs = body.names("prompt_logprobs")
-        self._include_usage, self._continuous_usage = body.wants_usage()
         self._num_top = generation.params.logprobs or 0
-        self._formatter: LogprobsFormatter | None = None
-        if generation.params.logprobs is not None:
-            self._formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+        self._shown = Shown(context, body, with_logprobs=generation.params.logprobs is not None)
 
     async def body(self) -> bytes:
         (output,) = await finished_outputs(self._context, self._generation)
         self._usage.add(output)
         answer = ChatCompletion(
-            self._generation.response_id,
+            self._generation.ids.response,
             self._generation.created,
             self._generation.model,
             [self._choice(piece) for piece in self._reader.read(output)],
-            self._usage.usage(),
+            usage_of(self._usage),
         )
-        if self._names_prompt_logprobs:
+        if self._shown.names_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        answer.prompt_token_ids = self._shown(output.prompt_token_ids)
+        answer.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids)
         return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; each holds the chunks that one output came to."""
+        """Server-sent events, one for each output, with all its chunks."""
         begun: set[int] = set()
         async with aclosing(run(self._context, self._generation)) as outputs:
             await anext(outputs)
@@ -141,8 +131,8 @@ class ChatAnswer:
                 chunks = self._chunks(output, begun)
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
-        if self._include_usage:
-            yield event(msgspec.json.encode(self._chunk(None, self._usage.usage())))
+        if self._shown.with_usage:
+            yield event(msgspec.json.encode(self._chunk(None, usage_of(self._usage))))
 
     def _choice(self, piece: ChoicePiece) -> ChatChoice:
         return ChatChoice(
@@ -151,25 +141,15 @@ class ChatAnswer:
             self._logprobs(piece),
             piece.finish_reason,
             piece.stop_reason,
-            self._shown(piece.token_ids),
+            self._shown.token_ids(piece.token_ids),
             piece.schema_report or UNSET,
         )
 
-    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
-        """Token ids for a client that asked for them; null for one that named the field otherwise."""
-        if not self._names_token_ids:
-            return UNSET
-        return token_ids if self._return_token_ids else None
-
     def _chunks(self, output: RequestOutput, begun: set[int]) -> list[ChatCompletionChunk]:
         self._usage.add_prompt(output)
-        before: Usage | UnsetType | None = None if self._include_usage else UNSET
-        usage = before
-        if self._continuous_usage:
-            before = self._usage.usage()  # a choice's first chunk tells its role, and no token yet
+        before = self._shown.chunk_usage(self._usage)  # the first chunk of a choice has its role and no token
         self._usage.add(output)
-        if self._continuous_usage:
-            usage = self._usage.usage()
+        usage = self._shown.chunk_usage(self._usage)
         pieces = self._reader.read(output)
         new = [piece.index for piece in pieces if piece.index not in begun]
         begun.update(new)
@@ -184,26 +164,26 @@ class ChatAnswer:
         return chunks
 
     def _first_chunk(self, index: int, output: RequestOutput, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
-        """Whose answer begins. One that is only calls has no content, not an empty one."""
+        """The chunk with the role. Its content is null, not empty, if the answer may be calls alone."""
         content = self._prefix if self._prefix or not self._may_call else None
         first = self._chunk(self._chunk_choice(index, Delta("assistant", content)), usage)
-        first.prompt_token_ids = self._shown(output.prompt_token_ids)
+        first.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids)
         return first
 
     def _choices(self, piece: ChoicePiece) -> list[ChunkChoice]:
-        """What a piece says, a choice for each event; the first one has the piece's tokens with it."""
+        """A chunk choice for each event of a piece; the first one also has the piece's tokens."""
         deltas = [delta_of(said) for said in piece.events if self._is_shown(said)]
-        # A token may have nothing to say by itself, such as the first half of a character.
-        if not deltas and piece.token_ids and (self._formatter is not None or self._return_token_ids):
+        # A token may have no text of its own, such as the first half of a character.
+        if not deltas and piece.token_ids and self._shown.tokens:
             deltas = [Delta()]
         choices = [self._chunk_choice(piece.index, delta) for delta in deltas]
         if choices:
             choices[0].logprobs = self._logprobs(piece)
-            choices[0].token_ids = self._shown(piece.token_ids)
+            choices[0].token_ids = self._shown.token_ids(piece.token_ids)
         return choices
 
     def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
-        return ChunkChoice(index, delta, token_ids=self._shown(None))
+        return ChunkChoice(index, delta, token_ids=self._shown.token_ids(None))
 
     def _is_shown(self, said: Event) -> bool:
         return not isinstance(said, CallEnd) and (self._include_reasoning or not isinstance(said, ReasoningDelta))
@@ -211,15 +191,15 @@ class ChatAnswer:
     def _chunk(self, choice: ChunkChoice | None, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         generation = self._generation
         return ChatCompletionChunk(
-            generation.response_id,
+            generation.ids.response,
             generation.created,
             generation.model,
             [] if choice is None else [choice],
             usage,
-            self._shown(None),
+            self._shown.token_ids(None),
         )
 
     def _logprobs(self, piece: ChoicePiece) -> ChatLogprobs | None:
-        if self._formatter is None or piece.logprobs is None:
+        if self._shown.formatter is None or piece.logprobs is None:
             return None
-        return self._formatter.chat(piece.logprobs, self._num_top)
+        return self._shown.formatter.chat(piece.logprobs, self._num_top)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
 from quire.server.context import ServerContext
 from quire.server.conversation.request import (
     AUTO,
@@ -15,6 +14,7 @@ from quire.server.conversation.request import (
     ToolChoice,
     check_tools,
 )
+from quire.server.conversation.template_fields import template_options
 from quire.server.openai.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -23,7 +23,6 @@ from quire.server.openai.chat.protocol import (
     ToolDefinition,
 )
 from quire.server.openai.structured import output_format
-from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 
@@ -31,7 +30,7 @@ _TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 def conversation_of(context: ServerContext, body: ChatCompletionRequest) -> Conversation:
-    """What a chat request asks. Copies no schema: however large it is, this is quick."""
+    """The conversation of a chat request. Copies no schema, so that large ones cost nothing."""
     return dataclasses.replace(
         template_conversation(context, body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -71,7 +70,7 @@ def tool_of(tool: ToolDefinition, where: str) -> Tool:
 
 
 def tool_choice_of(value: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
-    """Who decides about calls, and the tools that may be called: `allowed_tools` leaves some of them."""
+    """The tool choice, and the tools that may be called: with `allowed_tools`, some of them."""
     if value is None:
         return AUTO, tools
     if isinstance(value, str):
@@ -157,7 +156,7 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        arguments = parse_object(function["arguments"] or "{}")
+    except ValueError as error:
         raise RequestError(f"{where} is not a JSON object: {error}; correct it", where) from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.answer import FinishReason
 from quire.server.conversation.schema_check import SchemaReport
+from quire.server.conversation.template_fields import TemplateFields
 from quire.server.openai.logprobs import ChatLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
-from quire.server.openai.template import TemplateFields
 from quire.server.openai.usage import Usage
 
 

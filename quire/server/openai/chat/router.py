@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
-from quire.server.openai.chat.handler import ROUTE, create_chat_completion, prepare
+from quire.server.openai.chat.handler import ROUTE, create_chat_completion, make_generation
 from quire.server.openai.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from quire.server.openai.render import Rendered, render
 from quire.server.openapi import answers
@@ -27,8 +26,8 @@ def chat_router(context: ServerContext) -> APIRouter:
     @router.post(f"{ROUTE}/render", response_class=Response, responses=answers(Rendered))
     async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
         """The prompt that a conversation becomes, as token ids, without answering it."""
-        generation, _ = await prepare(context, body, request)
+        generation, _ = await make_generation(context, body, request)
         (rendered,) = await while_connected(request.receive, render(context, generation))
-        return json_response(msgspec.json.encode(rendered))
+        return json_response(rendered)
 
     return router

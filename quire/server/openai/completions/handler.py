@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,14 +16,17 @@ from quire.frontend.mailbox import merge_deltas
 from quire.server.context import ServerContext
 from quire.server.conversation.request import OutputFormat
 from quire.server.errors import json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
+from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.fields import engine_prompt
+from quire.server.generation.request import Generation, ids_of, origin_of
+from quire.server.generation.run import finished_outputs, run
+from quire.server.generation.usage import UsageCounter
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from quire.server.openai.fields import check_extra_fields
-from quire.server.openai.generation import Generation, finished_outputs, response_ids, run
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
-from quire.server.openai.sampling import check_n, check_stream_options, engine_prompt, sampling_params
+from quire.server.openai.sampling import check_n, check_stream_options, sampling_params
+from quire.server.openai.shown import Shown
 from quire.server.openai.structured import output_format
-from quire.server.openai.usage import Usage, UsageCounter
+from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
 from quire.types.errors import RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
@@ -34,14 +37,14 @@ ROUTE = "/v1/completions"
 
 
 async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:
-    answer = CompletionAnswer(context, body, prepare(context, body, request))
+    answer = CompletionAnswer(context, body, make_generation(context, body, request))
     if body.stream:
         return EventStream(answer.events())
     return json_response(await while_connected(request.receive, answer.body()))
 
 
-def prepare(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
-    """Check everything that does not need the engine's word."""
+def make_generation(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
+    """Check everything that can be checked without the engine."""
     model = context.check_model(body.model)
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
@@ -49,12 +52,10 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
     if body.suffix and body.echo:
         raise RequestError("suffix is given with echo; leave one of them out", "suffix")
     prompts = prompts_of(body)
-    response_id, engine_id = response_ids("cmpl-", body, request)
     engine = context.provider.engine
     wanted = output_format(body.response_format, body.structured_outputs)
     return Generation(
-        response_id=response_id,
-        engine_id=engine_id,
+        ids=ids_of("cmpl-", body, request),
         model=model,
         prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
         prompt_field="prompt",
@@ -63,8 +64,7 @@ def prepare(context: ServerContext, body: CompletionRequest, request: Request) -
         is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
-        trace_headers=trace_headers_of(request.scope),
-        arrival_time=arrival_time_of(request.scope),
+        origin=origin_of(request),
     )
 
 
@@ -83,7 +83,7 @@ def _with_suffix(prompt: dict[str, Any], suffix: str | None) -> dict[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """One prompt or many, as many: a list of integers is one prompt."""
+    """The prompts as a list: a text or a list of integers is one prompt."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -97,7 +97,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 def _params(
     context: ServerContext, body: CompletionRequest, max_model_len: int, wanted: OutputFormat | None
 ) -> SamplingParams:
-    # The engine always makes a token; when none is wanted it is not shown.
+    # The engine always generates a token; with max_tokens 0 it is not shown.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     compares = body.best_of is not None and body.best_of > (body.n or 1)
     params = sampling_params(
@@ -140,15 +140,9 @@ class CompletionAnswer:
         self._n = generation.params.n if body.best_of is None else body.n or 1
         self._echo = bool(body.echo)
         self._no_tokens = body.max_tokens == 0
-        self._names_prompt_logprobs = body.names("prompt_logprobs")
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
-        self._return_token_ids = bool(body.return_token_ids)
-        self._names_token_ids = body.names("return_token_ids")
-        self._include_usage, self._continuous_usage = body.wants_usage()
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
-        self._formatter: LogprobsFormatter | None = None
-        if body.logprobs is not None:
-            self._formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None)
 
     async def body(self) -> bytes:
         outputs = await finished_outputs(self._context, self._generation)
@@ -158,16 +152,16 @@ class CompletionAnswer:
             for completion in best_of(output.outputs, self._n):
                 choice = self._choice(prompt_index, output, completion)
                 choice.finish_reason, choice.stop_reason = self._ending(completion)
-                if self._names_prompt_logprobs:
+                if self._shown.names_prompt_logprobs:
                     shown = output.prompt_logprobs if self._shows_prompt_logprobs else None
                     choice.prompt_logprobs = prompt_logprobs(shown)
                 choices.append(choice)
-        return msgspec.json.encode(self._completion(choices, self._usage.usage()))
+        return msgspec.json.encode(self._completion(choices, usage_of(self._usage)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; each holds the chunks that one output came to."""
+        """Server-sent events, one for each output, with all its chunks."""
         waiting: dict[int, list[RequestOutput]] = {}  # by prompt: outputs that came before its log-probabilities
-        needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._formatter else set()
+        needs_prompt = set(range(len(self._generation.prompts))) if self._echo and self._shown.formatter else set()
         async with aclosing(run(self._context, self._generation)) as outputs:
             await anext(outputs)
             yield ACCEPTED
@@ -182,23 +176,20 @@ class CompletionAnswer:
                 chunks = self._chunks(index, output)
                 if chunks:
                     yield b"".join([event(msgspec.json.encode(chunk)) for chunk in chunks])
-        if self._include_usage:
-            yield event(msgspec.json.encode(self._completion([], self._usage.usage())))
+        if self._shown.with_usage:
+            yield event(msgspec.json.encode(self._completion([], usage_of(self._usage))))
 
     def _chunks(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
         self._count(output)
-        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
-        if self._continuous_usage:
-            usage = self._usage.usage()
+        usage = self._shown.chunk_usage(self._usage)
         chunks = []
-        shows_tokens = self._formatter is not None or self._return_token_ids
         for completion in output.outputs:
             choice = self._choice(prompt_index, output, completion)
-            if choice.text or (completion.token_ids and shows_tokens):
+            if choice.text or (completion.token_ids and self._shown.tokens):
                 chunks.append(self._completion([choice], usage))
             if completion.finish_reason is not None:
                 last = CompletionChoice(choice.index, "", None, *self._ending(completion))
-                last.token_ids = last.prompt_token_ids = self._shown(None)
+                last.token_ids = last.prompt_token_ids = self._shown.token_ids(None)
                 chunks.append(self._completion([last], usage))
         return chunks
 
@@ -211,17 +202,11 @@ class CompletionAnswer:
         choice = CompletionChoice(index, "" if self._no_tokens else completion.text)
         if first and self._echo:
             choice.text = self._prompt_text(output) + choice.text
-        if self._formatter is not None:
-            choice.logprobs = self._logprobs(self._formatter, index, output, completion, first)
-        choice.token_ids = self._shown(token_ids)
-        choice.prompt_token_ids = self._shown(output.prompt_token_ids if first else None)
+        if self._shown.formatter is not None:
+            choice.logprobs = self._logprobs(self._shown.formatter, index, output, completion, first)
+        choice.token_ids = self._shown.token_ids(token_ids)
+        choice.prompt_token_ids = self._shown.token_ids(output.prompt_token_ids if first else None)
         return choice
-
-    def _shown(self, token_ids: list[int] | None) -> list[int] | UnsetType | None:
-        """Token ids for a client that asked for them; null for one that named the field otherwise."""
-        if not self._names_token_ids:
-            return UNSET
-        return token_ids if self._return_token_ids else None
 
     def _logprobs(
         self,
@@ -258,4 +243,4 @@ class CompletionAnswer:
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         generation = self._generation
-        return Completion(generation.response_id, generation.created, generation.model, choices, usage)
+        return Completion(generation.ids.response, generation.created, generation.model, choices, usage)

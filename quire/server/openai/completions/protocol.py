@@ -8,8 +8,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
+from quire.server.generation.fields import SmallInt, TokenIds
 from quire.server.openai.logprobs import CompletionLogprobs, PromptLogprob
-from quire.server.openai.sampling import SamplingFields, SmallInt, TokenIds
+from quire.server.openai.sampling import SamplingFields
 from quire.server.openai.usage import Usage
 from quire.types.request import FinishReason
 

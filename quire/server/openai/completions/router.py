@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
-from quire.server.openai.completions.handler import ROUTE, create_completion, prepare
+from quire.server.openai.completions.handler import ROUTE, create_completion, make_generation
 from quire.server.openai.completions.protocol import Completion, CompletionRequest
 from quire.server.openai.render import Rendered, render
 from quire.server.openapi import answers
@@ -27,7 +26,7 @@ def completions_router(context: ServerContext) -> APIRouter:
     @router.post(f"{ROUTE}/render", response_class=Response, responses=answers(list[Rendered]))
     async def render_prompts(body: CompletionRequest, request: Request) -> Response:
         """The token ids of each prompt, without going on with it."""
-        rendered = await while_connected(request.receive, render(context, prepare(context, body, request)))
-        return json_response(msgspec.json.encode(rendered))
+        rendered = await while_connected(request.receive, render(context, make_generation(context, body, request)))
+        return json_response(rendered)
 
     return router

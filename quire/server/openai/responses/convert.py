@@ -17,12 +17,13 @@ from quire.server.conversation.request import (
     Tool,
     ToolChoice,
     check_tools,
+    text_of,
 )
+from quire.server.conversation.template_fields import template_options
+from quire.server.generation.structured import one_format
 from quire.server.openai.responses.items import Item, flat_name, messages_of
 from quire.server.openai.responses.mcp import Listing
 from quire.server.openai.responses.protocol import Response, ResponsesRequest
-from quire.server.openai.structured import one_format
-from quire.server.openai.template import template_options
 from quire.server.openai.tool_choice import choice_of_word
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
@@ -60,7 +61,7 @@ def toolbox_of(
         if kind == "function":
             tools.append(_function(definition, None, where))
         elif kind == "namespace":
-            space = _name(definition, where)
+            space = text_of(definition, "name", where)
             for position, member in enumerate(_members(definition, where)):
                 tool = _function(member, space, f"{where}.tools[{position}]")
                 namespaces[tool.name] = (space, str(member["name"]))
@@ -81,7 +82,7 @@ def toolbox_of(
 
 
 def is_optional(definition: Mapping[str, Any]) -> bool:
-    """Whether a client can do without a hosted tool: it says so or asks for a search without access to the web."""
+    """Whether a hosted tool may be left out: it is marked optional, or is a search without access to the web."""
     return definition.get("optional") is True or definition.get("external_web_access") is False
 
 
@@ -102,7 +103,7 @@ def conversation_of(
 
 
 def tool_choice_of(value: str | dict[str, Any] | None, toolbox: Toolbox) -> tuple[ToolChoice, list[Tool]]:
-    """Who decides about calls, and which tools may be called."""
+    """The tool choice, and the tools that may be called."""
     tools = list(toolbox.tools)
     if value is None:
         return AUTO, tools
@@ -135,7 +136,7 @@ def _chosen(entry: Mapping[str, Any], toolbox: Toolbox, where: str) -> list[str]
     """The flat names of what a choice names: a function, a tool of a tool server, or all tools of one."""
     label = entry.get("server_label")
     if entry.get("type") != "mcp":
-        return [flat_name(_name(entry, where), entry.get("namespace"))]
+        return [flat_name(text_of(entry, "name", where), entry.get("namespace"))]
     own = entry.get("name")
     names = [flat for flat, (of, name) in toolbox.remote.items() if of == label and own in (None, name)]
     if not names:
@@ -151,7 +152,7 @@ def _only(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
 
 
 def response_of(body: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
-    """The response before anything has been said."""
+    """The response before its first output."""
     check_fields(body)
     return Response(
         id=response_id,
@@ -220,7 +221,7 @@ def _function(definition: Mapping[str, Any], namespace: str | None, where: str) 
     description = definition.get("description")
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"{where}.parameters must be a JSON schema", f"{where}.parameters")
-    name = flat_name(_name(definition, where), namespace)
+    name = flat_name(text_of(definition, "name", where), namespace)
     text = description if isinstance(description, str) else None
     return Tool(name, text, parameters, bool(definition.get("strict")), where)
 
@@ -232,10 +233,3 @@ def _members(definition: Mapping[str, Any], where: str) -> list[Mapping[str, Any
     ):
         raise RequestError(f"{where}.tools must be a list of functions", f"{where}.tools")
     return members
-
-
-def _name(definition: Mapping[str, Any], where: str) -> str:
-    name = definition.get("name")
-    if not isinstance(name, str):
-        raise RequestError(f"{where}.name is missing; give it", f"{where}.name")
-    return name

@@ -69,7 +69,7 @@ class ResponseEvents:
         return [*events, self.in_progress()]
 
     def in_progress(self) -> Event:
-        """May be said again while nothing else is to be said."""
+        """May be sent again as a keep-alive."""
         return self._event("response.in_progress", response=self._snapshot())
 
     def next_turn(self) -> None:
@@ -91,7 +91,7 @@ class ResponseEvents:
         return events
 
     def listing(self, label: str, tools: list[McpToolInfo]) -> list[Event]:
-        """The tools of a server, before the model's first word."""
+        """The tools of a server, before the model's output."""
         index = len(self.response.output)
         item = McpListToolsItem(self._item_id("mcpl", index), label, [])
         events = [self._add(item), self._part("mcp_list_tools.in_progress", index)]
@@ -111,7 +111,7 @@ class ResponseEvents:
         return any(isinstance(item, FunctionCallItem) for item in self.response.output[self._base :])
 
     def call_result(self, index: int, *, output: str | None = None, error: McpError | None = None) -> list[Event]:
-        """What came of a waiting call: its output, or why there is none."""
+        """The result of a waiting call: its output, or the error."""
         item = self.response.output[index]
         assert isinstance(item, McpCallItem)
         item.output, item.error = output, error
@@ -257,7 +257,7 @@ def decrypt(text: str) -> str:
 
 
 def _event_logprobs(logprobs: Sequence[ChatLogprob]) -> list[dict[str, Any]]:
-    """As events have them: without bytes, which only the whole text's have."""
+    """Logprobs in the form of events, which have no bytes."""
     return [
         {
             "token": entry.token,

@@ -15,8 +15,7 @@ from starlette.responses import Response as HttpResponse
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import num_tokens
 from quire.server.errors import NotFoundError, json_response
-from quire.server.middleware import arrival_time_of, trace_headers_of
-from quire.server.openai.generation import request_name, unique_id
+from quire.server.generation.request import ids_of, origin_of
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
 from quire.server.openai.responses.events import Event, ResponseEvents
@@ -34,7 +33,7 @@ from quire.utils.log import get_logger
 logger = get_logger(__name__)
 
 MOST_ITEMS = 100  # of a page of input items
-# Codex gives up after 300 seconds without an event, and does not count comments: every minute, say an event.
+# Codex gives up after 300 seconds without an event, and ignores comments: send an event every minute.
 LOOKS_PER_EVENT = 12
 
 
@@ -53,10 +52,10 @@ class Responses:
         if body.stream:
             return self._stream(plan)
         await while_connected(request.receive, self._finish(plan))
-        return json_response(msgspec.json.encode(plan.response))
+        return json_response(plan.response)
 
     async def count_tokens(self, body: ResponsesRequest, request: Request) -> InputTokens:
-        """How long the prompt of a response would be, however much the model takes."""
+        """The number of prompt tokens of a response, also beyond what the model takes."""
         plan = await while_connected(request.receive, self._prepare(body, request))
         return InputTokens(await num_tokens(self._context, plan.first.prepared.prompt))
 
@@ -101,9 +100,8 @@ class Responses:
         model = context.check_model(body.model)
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        # One that a client chose may come twice, and stored responses are found by it.
-        name, own = request_name(body, request)
-        response_id = f"resp_{name}" if own else unique_id(f"resp_{name}")
+        # An id that a client chose may come twice, and stored responses are found by it.
+        response_id = ids_of("resp_", body, request).engine
         response = response_of(body, response_id, int(time.time()), model)
         previous = self._previous(body.previous_response_id)
         items = [self._resolved(item, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
@@ -117,8 +115,7 @@ class Responses:
             toolbox=toolbox,
             params=params,
             items=[*previous, *items],
-            trace_headers=trace_headers_of(request.scope),
-            arrival_time=arrival_time_of(request.scope),
+            origin=origin_of(request),
         )
         max_tokens = max_tokens_of(context, body)
         reasoning = body.reasoning
@@ -141,7 +138,7 @@ class Responses:
         )
 
     def _resolved(self, item: Item, where: str) -> Item:
-        """The item itself, or what it refers to: an item that a stored response said."""
+        """The item itself, or the output item of a stored response that it refers to."""
         if item.get("type") != "item_reference":
             return item
         item_id = str(item.get("id"))
@@ -206,7 +203,7 @@ class Responses:
             self._fail(plan, error)
 
     def _fail(self, plan: Plan, error: QuireError) -> Event:
-        """End a response whose client has heard its beginning; its last event."""
+        """Fail a response whose stream has begun, and return its last event."""
         last = fail(plan, error)
         self._keep_if_done(plan)
         return last

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
+from quire.server.conversation.request import text_of
 from quire.server.openai.responses.events import CUT_SHORT, decrypt
 from quire.types.errors import RequestError
 
@@ -35,7 +35,7 @@ def items_of(value: str | Sequence[Item]) -> list[Item]:
 
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Messages in the templates' shape. What an assistant said, thought and called in a row is one message."""
+    """Messages in the templates' shape. Consecutive items of the assistant are one message."""
     builder = _Builder()
     if instructions:
         builder.messages.append({"role": "system", "content": instructions})
@@ -62,9 +62,9 @@ class _Builder:
             if not _is_cut_short(item):
                 self._call(item, where)
         elif kind == "function_call_output":
-            call_id = _text(item, "call_id", where)
+            call_id = text_of(item, "call_id", where)
             self._result(call_id, _output(item.get("output"), f"{where}.output"))
-        elif kind != "mcp_list_tools":  # which only tells the client what the server knows
+        elif kind != "mcp_list_tools":  # which is for the client only
             raise RequestError(
                 f"{where} is of type {str(kind)[:60]!r}, which this server does not take; send messages, function"
                 " calls, their outputs and reasoning",
@@ -90,7 +90,7 @@ class _Builder:
         text = _output(item.get("content"), f"{where}.content")
         if role == "assistant":
             message = self._assistant()
-            if "tool_calls" in message:  # it spoke again after calling
+            if "tool_calls" in message:  # text after calls is a new message
                 self.close()
                 message = self._assistant()
             message["content"] += text
@@ -99,11 +99,11 @@ class _Builder:
             self.messages.append({"role": _ROLES[role], "content": text})
 
     def _call(self, item: Item, where: str) -> None:
-        name = flat_name(_text(item, "name", where), item.get("namespace") or item.get("server_label"))
-        arguments = _text(item, "arguments", where)
+        name = flat_name(text_of(item, "name", where), item.get("namespace") or item.get("server_label"))
+        arguments = text_of(item, "arguments", where)
         try:
-            parsed = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            parsed = parse_object(arguments or "{}")
+        except ValueError as error:
             raise RequestError(
                 f"{where}.arguments is not a JSON object: {error}; correct it", f"{where}.arguments"
             ) from error
@@ -119,7 +119,7 @@ class _Builder:
 
 
 def _is_cut_short(item: Item) -> bool:
-    """Whether an answer of ours ended within this call, so that nobody ran it."""
+    """Whether an answer of this server ended within this call, so that it was not run."""
     if item.get("status") in ("in_progress", "incomplete"):
         return True
     return item.get("type") == "mcp_call" and _error_text(item) == CUT_SHORT
@@ -152,7 +152,7 @@ def _part(part: Any, where: str) -> str:
             f"{where} is of type {str(kind)[:60]!r}, and this server takes only text for now; send type 'input_text'",
             f"{where}.type",
         )
-    return _text(part, _TEXT_PARTS[kind], where)
+    return text_of(part, _TEXT_PARTS[kind], where)
 
 
 def _reasoning(item: Item) -> str:
@@ -164,10 +164,3 @@ def _reasoning(item: Item) -> str:
                 return text
     kept = item.get("encrypted_content")
     return decrypt(kept) if isinstance(kept, str) else ""
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be text; give it", f"{where}.{name}")
-    return value

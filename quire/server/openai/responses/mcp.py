@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from quire.parsers.json_scan import parse_object
 from quire.server.conversation.request import is_tool_name
 from quire.server.errors import ToolServerError
 from quire.server.openai.responses.events import Event, ResponseEvents
@@ -26,7 +25,7 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-# Where a server is and who may use it was decided by whoever started Quire.
+# The operator decides where a server is and who may use it.
 _OPERATORS = ("server_url", "connector_id", "authorization", "headers")
 TOO_MANY = "not called: the response has made as many calls as it may (max_tool_calls)"
 
@@ -122,7 +121,7 @@ def _listing(label: str, definition: Mapping[str, Any], tools: list[RemoteTool],
 async def run_calls(
     servers: ToolServers, events: ResponseEvents, calls: Sequence[tuple[int, McpCallItem]], most: int | None
 ) -> AsyncGenerator[list[Event], None]:
-    """Make the waiting calls, all at once but only `most`, and tell their results in their order."""
+    """Run at most `most` of the waiting calls concurrently, and yield the events of their results in order."""
     made = calls if most is None else calls[:most]
     tasks = [asyncio.create_task(_call(servers, item)) for _, item in made]
     try:
@@ -142,10 +141,11 @@ async def run_calls(
 
 async def _call(servers: ToolServers, item: McpCallItem) -> str | McpError:
     try:
-        arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
-        result = await servers.call(item.server_label, item.name, arguments)
-    except msgspec.DecodeError as error:
+        arguments = parse_object(item.arguments or "{}")
+    except ValueError as error:
         return McpProtocolError(f"the arguments are not a JSON object: {error}")
+    try:
+        result = await servers.call(item.server_label, item.name, arguments)
     except ToolServerError as error:
         return McpProtocolError(str(error))
     return McpExecutionError([{"type": "text", "text": result.text}]) if result.is_error else result.text

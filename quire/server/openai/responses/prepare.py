@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,17 @@ import msgspec
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import PreparedConversation, prepare_conversation
 from quire.server.conversation.request import AUTO, NONE
-from quire.server.openai.fields import check_extra_fields
-from quire.server.openai.generation import Generation
+from quire.server.generation.field_table import check_extra_fields
+from quire.server.generation.request import Generation, Ids, Origin, conversation_generation
 from quire.server.openai.responses.convert import Toolbox, conversation_of
 from quire.server.openai.responses.items import Item
 from quire.server.openai.responses.protocol import ResponsesRequest
 from quire.server.openai.responses.truncation import fitted
-from quire.server.openai.sampling import engine_prompt
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
 ROUTE = "/v1/responses"
-# What is understood and has no meaning here, or is only a hint.
+# Fields that have no meaning here or are hints.
 HINTS = frozenset({"prompt_cache_options", "client_metadata"})
 UNSUPPORTED = {
     "conversation": "send previous_response_id, or all items as input",
@@ -33,7 +32,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question to the engine, and how its answer is read."""
+    """One request to the engine, and how its answer is read."""
 
     generation: Generation
     prepared: PreparedConversation
@@ -50,13 +49,12 @@ class TurnMaker:
     toolbox: Toolbox
     params: SamplingParams
     items: Sequence[Item]
-    trace_headers: Mapping[str, str] | None
-    arrival_time: float
+    origin: Origin
 
     async def make(
         self, number: int, said: Sequence[Item], *, may_call: bool = True, max_tokens: int | None = None
     ) -> Turn:
-        """Turn `number`, after the items that were `said` in the turns before it."""
+        """Turn `number`; `said` are the output items of the turns before it."""
         context, body = self.context, self.body
         conversation = conversation_of(context, body, [*self.items, *said], self.toolbox)
         if number > 0:  # what the client asked to be called has been called
@@ -66,21 +64,8 @@ class TurnMaker:
             conversation = await fitted(context, conversation, max(1, room))
         params = self.params if max_tokens is None else msgspec.structs.replace(self.params, max_tokens=max_tokens)
         prepared = await prepare_conversation(context, conversation, params)
-        generation = Generation(
-            response_id=self.response_id,
-            engine_id=self.response_id if number == 0 else f"{self.response_id}-turn{number}",
-            model=self.model,
-            prompts=[engine_prompt(body, prepared.prompt)],
-            prompt_field="input",
-            format_field=prepared.format_field,
-            params=prepared.params,
-            reading=prepared.reading,
-            is_streamed=bool(body.stream),
-            priority=body.priority or 0,
-            add_special_tokens=False,
-            trace_headers=None if self.trace_headers is None else dict(self.trace_headers),
-            arrival_time=self.arrival_time,
-        )
+        ids = Ids(self.response_id, self.response_id if number == 0 else f"{self.response_id}-turn{number}")
+        generation = conversation_generation(body, prepared, ids, self.origin, model=self.model, prompt_field="input")
         return Turn(generation, prepared)
 
 
@@ -92,14 +77,14 @@ def params_of(context: ServerContext, body: ResponsesRequest) -> SamplingParams:
 
 
 def max_tokens_of(context: ServerContext, body: ResponsesRequest) -> int | None:
-    """Most tokens of all turns together."""
+    """The most output tokens of all turns together."""
     if body.max_output_tokens is None:
         return None
     return min(body.max_output_tokens, context.provider.engine.info.max_model_len)
 
 
 def check_fields(context: ServerContext, body: ResponsesRequest) -> None:
-    """Refuse what cannot be honoured: of fields outside the model, those that would be misunderstood."""
+    """Refuse unknown fields that must not be ignored."""
     extra = body.model_extra or {}
     for name, instead in UNSUPPORTED.items():
         if extra.get(name) is not None:

@@ -9,9 +9,9 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.schema_check import SchemaReport
+from quire.server.conversation.template_fields import TemplateFields
+from quire.server.generation.fields import GenerationFields, SmallInt
 from quire.server.openai.logprobs import ChatLogprob
-from quire.server.openai.sampling import GenerationFields, SmallInt
-from quire.server.openai.template import TemplateFields
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -192,7 +192,7 @@ class RawMessage(msgspec.Struct, tag_field="type", tag="raw_message_tokens"):
 
 
 class Response(msgspec.Struct, tag_field="object", tag="response", kw_only=True):
-    """The response; what the client asked for is told back in it."""
+    """The response. It repeats the settings of the request."""
 
     id: str
     created_at: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response as HttpResponse
 
@@ -33,22 +32,22 @@ def responses_router(context: ServerContext) -> APIRouter:
     @router.post(f"{ROUTE}/input_tokens", response_class=HttpResponse, responses=answers(InputTokens))
     async def input_tokens(body: ResponsesRequest, request: Request) -> HttpResponse:
         """How many tokens an input is, without answering it."""
-        return json_response(msgspec.json.encode(await service.count_tokens(body, request)))
+        return json_response(await service.count_tokens(body, request))
 
     @router.get(one, response_class=HttpResponse, responses=answers(Response))
     async def get(response_id: str) -> HttpResponse:
         """A response that was stored."""
-        return json_response(msgspec.json.encode(service.get(response_id)))
+        return json_response(service.get(response_id))
 
     @router.delete(one, response_class=HttpResponse, responses=answers(Deleted))
     async def delete(response_id: str) -> HttpResponse:
         """Forget a response."""
-        return json_response(msgspec.json.encode(service.delete(response_id)))
+        return json_response(service.delete(response_id))
 
     @router.post(f"{one}/cancel", response_class=HttpResponse, responses=answers(Response))
     async def cancel(response_id: str) -> HttpResponse:
         """Stop a response that runs in the background."""
-        return json_response(msgspec.json.encode(service.cancel(response_id)))
+        return json_response(service.cancel(response_id))
 
     @router.get(f"{one}/input_items", response_class=HttpResponse, responses=answers(ItemList))
     async def input_items(
@@ -58,6 +57,6 @@ def responses_router(context: ServerContext) -> APIRouter:
         after: str | None = None,
     ) -> HttpResponse:
         """What a response answered, page by page."""
-        return json_response(msgspec.json.encode(service.input_items(response_id, limit, order, after)))
+        return json_response(service.input_items(response_id, limit, order, after))
 
     return router

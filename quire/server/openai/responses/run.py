@@ -1,4 +1,4 @@
-"""One response from its first event to its last: asks the engine, calls tool servers, asks again, and tells all."""
+"""Runs one response: turns of the engine, with calls of tool servers between them, as one stream of events."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from msgspec import UNSET
 from quire.server.context import ServerContext
 from quire.server.conversation.answer import ChoicePiece, FinishReason
 from quire.server.conversation.blocks import BlockReader
-from quire.server.errors import request_error_code
-from quire.server.openai.generation import run
+from quire.server.errors import failure_of, responses_code
+from quire.server.generation.run import run
+from quire.server.generation.usage import UsageCounter
 from quire.server.openai.logprobs import ChatLogprob, LogprobsFormatter
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item
@@ -29,7 +30,7 @@ from quire.server.openai.responses.protocol import (
     ResponseError,
     ResponseUsage,
 )
-from quire.types.errors import QuireError, RequestError
+from quire.types.errors import QuireError
 from quire.types.outputs import RequestOutput
 
 
@@ -54,12 +55,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """What the turns so far have taken."""
+    """Tokens and calls of the turns so far."""
 
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
+    usage: UsageCounter = field(default_factory=UsageCounter)
     calls: int = 0
     finish: FinishReason | None = field(default=None)
     """Why the last turn ended."""
@@ -68,17 +66,14 @@ class Tally:
 def fail(plan: Plan, error: QuireError) -> Event:
     """End a response with an error; its last event."""
     plan.response.status = "failed"
-    code = "server_error"
-    if isinstance(error, RequestError):
-        code = request_error_code(error) or "invalid_prompt"
-    plan.response.error = ResponseError(code, str(error))
+    plan.response.error = ResponseError(responses_code(failure_of(error)), str(error))
     return plan.events.end()
 
 
 async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[list[Event], None]:
-    """The events of a response, as they come; the first time none, when the engine has the request.
+    """Yield lists of events as they come; the first list is empty, when the engine has the request.
 
-    There is turn after turn, as long as the model calls tool servers and nothing else.
+    Another turn follows as long as the model calls only tools of tool servers.
     """
     tally = Tally()
     turn, number = plan.first, 0
@@ -98,7 +93,7 @@ async def run_response(context: ServerContext, plan: Plan) -> AsyncGenerator[lis
                 yield events
         tally.calls += len(waiting)
         number += 1
-        tokens_left = None if plan.max_tokens is None else plan.max_tokens - tally.output_tokens
+        tokens_left = None if plan.max_tokens is None else plan.max_tokens - tally.usage.completion_tokens
         if plan.events.has_client_calls():
             break
         if tokens_left is not None and tokens_left <= 0:
@@ -125,15 +120,12 @@ async def _run_turn(
             events = [] if plan.events.has_begun else begin(plan)
             if raw is not None:
                 raw.add(output)
+            tally.usage.add(output)
             for piece in reader.read(output):
-                tally.output_tokens += len(piece.token_ids)
                 found = blocks.read(piece.events)
                 if piece.finish_reason is not None:
                     found += blocks.finish(cut_short=piece.finish_reason == "length")
                     tally.finish = piece.finish_reason
-                    tally.input_tokens += len(output.prompt_token_ids)
-                    tally.cached_tokens += output.num_cached_tokens or 0
-                    tally.reasoning_tokens += piece.num_reasoning_tokens
                     plan.response.schema_check = piece.schema_report or UNSET
                 events += plan.events.blocks(found, _logprobs(plan, turn, piece))
             if events:
@@ -162,7 +154,7 @@ class RawTurn:
 
 
 def begin(plan: Plan) -> list[Event]:
-    """What is known before the first token."""
+    """The events that are known before the first token."""
     events = plan.events.begin()
     for listing in plan.maker.toolbox.listings:
         events += plan.events.listing(listing.label, listing.infos())
@@ -172,12 +164,13 @@ def begin(plan: Plan) -> list[Event]:
 
 def _finish(response: Response, tally: Tally) -> None:
     response.completed_at = int(time.time())
+    usage = tally.usage
     response.usage = ResponseUsage(
-        tally.input_tokens,
-        InputTokensDetails(tally.cached_tokens),
-        tally.output_tokens,
-        OutputTokensDetails(tally.reasoning_tokens),
-        tally.input_tokens + tally.output_tokens,
+        usage.prompt_tokens,
+        InputTokensDetails(usage.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(usage.reasoning_tokens),
+        usage.prompt_tokens + usage.completion_tokens,
     )
     if tally.finish == "length":
         response.status = "incomplete"

@@ -42,7 +42,7 @@ class ResponseStore(ABC):
 
 
 class MemoryStore(ResponseStore):
-    """Keeps up to so many responses and bytes; the one that was used longest ago goes first."""
+    """Keeps at most `max_responses` and `max_bytes`; the least recently used response goes first."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses

@@ -13,7 +13,7 @@ from quire.server.conversation.request import Conversation
 
 
 async def fitted(context: ServerContext, conversation: Conversation, room: int) -> Conversation:
-    """The conversation without as many of its oldest messages as it takes for its prompt to have `room` tokens.
+    """Leave out the oldest messages until the prompt has at most `room` tokens.
 
     System messages and the last message stay, and no result stays without its call. The engine refuses what is too
     long even then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,7 +133,8 @@ class RankedClient(FakeClient):
     def _step(self, running: Running) -> EngineOutput:
         output = super()._step(running)
         if output.logprobs is not None:
-            output.logprobs = [TokenLogprobs([token], [-float(token % 32)], 1) for token in output.token_ids]
+            logprobs = [TokenLogprobs([token], [-float(token % 32)], 1) for token in output.token_ids]
+            return msgspec.structs.replace(output, logprobs=logprobs)
         return output
 
 

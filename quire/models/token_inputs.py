@@ -1,0 +1,49 @@
+"""TokenInputs: what a model reads about the tokens of a step besides their ids. Knows rows, never media.
+
+Cache slots and causal order follow a token's index in its sequence. Its rotation follows a position that may be
+another one, or one on each of several axes, and its embedding may come from elsewhere than the model's table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.types.step import RowStart
+
+
+class TokenInputs:
+    """The plain case, which costs nothing: rotations follow the index, embeddings come from the table.
+
+    rows [r] int64 and query_starts [r + 1] int32 say whose tokens they are, as in an AttentionBatch; index [n] int64
+    is each token's place in its sequence, 0 for padding.
+    """
+
+    captures: bool = True
+    """Whether the methods below call nothing but ops that have kernels, so that steps can be captured."""
+
+    def add_request(self, start: RowStart) -> None:
+        """A request takes a row."""
+        return None
+
+    def remove_request(self, row: int) -> None:
+        """Forget the row; one that is not there does no harm."""
+        return None
+
+    def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
+        """[n] or, for RoPE in sections, [axes, n] int64; all below max_model_len. No sync."""
+        return index
+
+    def embeds(self, input_ids: Tensor, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor | None:
+        """[n, hidden] in place of the (scaled) rows of the model's table; None: all come from there. No sync."""
+        return None
+
+
+PLAIN_INPUTS = TokenInputs()
+
+
+def rows_of_tokens(rows: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
+    """[num_tokens] int64: the row of each token; of padding, the last one."""
+    tokens = torch.arange(num_tokens, device=rows.device, dtype=query_starts.dtype)
+    line = torch.searchsorted(query_starts[1:], tokens, right=True).clamp_(max=rows.shape[0] - 1)
+    return rows[line]

@@ -1,0 +1,43 @@
+"""Token counts of a request, added up while outputs come in; each API puts them into its own form."""
+
+from __future__ import annotations
+
+from quire.types.outputs import RequestOutput
+
+
+class UsageCounter:
+    """Counts over all prompts, completions and turns of one HTTP request."""
+
+    __slots__ = ("_cached", "_prompts", "_reasoning", "completion_tokens")
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
+        self._reasoning: dict[tuple[str, int], int] = {}
+        self.completion_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt tokens, those of cached prefixes; known with a prompt's first output token."""
+        return sum(self._cached.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self._reasoning.values())
+
+    def add_prompt(self, output: RequestOutput) -> None:
+        """Take in the prompt of a delta, and nothing that was generated."""
+        self._prompts[output.request_id] = len(output.prompt_token_ids)
+        self._cached[output.request_id] = output.num_cached_tokens or 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in a delta, or a whole output."""
+        self.add_prompt(output)
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+            if completion.num_reasoning_tokens:
+                self._reasoning[output.request_id, completion.index] = completion.num_reasoning_tokens

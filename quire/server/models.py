@@ -1,0 +1,46 @@
+"""GET /v1/models: the names under which the one model is served, in the shape that the client's API has for them."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.server.anthropic.models import model_info, model_page
+from quire.server.context import ServerContext
+from quire.server.errors import is_anthropic, json_response
+from quire.server.openapi import answers
+
+
+class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
+    id: str
+    created: int
+    max_model_len: int | None
+    owned_by: str = "quire"
+
+
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
+    data: list[ModelCard]
+
+
+def models_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    def card(name: str) -> ModelCard:
+        return ModelCard(name, context.created, context.max_model_len())
+
+    @router.get("/v1/models", response_class=Response, responses=answers(ModelList))
+    async def list_models(request: Request) -> Response:
+        """The model, once for each of its names."""
+        if is_anthropic(request.scope):
+            return json_response(model_page(context))
+        return json_response(ModelList([card(name) for name in context.model_names]))
+
+    @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
+    async def get_model(model_id: str, request: Request) -> Response:
+        """The model of this name."""
+        name = context.check_model(model_id)
+        found = model_info(context, name) if is_anthropic(request.scope) else card(name)
+        return json_response(found)
+
+    return router

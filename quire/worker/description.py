@@ -1,0 +1,17 @@
+"""WorkerDescription: what an engine has to know of the worker behind an executor, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.resolve import ResolvedConfig
+from quire.worker.ledger import MemoryLedger
+
+
+@dataclass(frozen=True)
+class WorkerDescription:
+    vocab_size: int
+    settings: ResolvedConfig
+    ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context
+    step_times: tuple[float, float, float, float]  # of a middling model on this device, see Platform
+    step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them

@@ -1,0 +1,27 @@
+"""Token counts over prompts, completions and turns."""
+
+from __future__ import annotations
+
+from quire.server.generation.usage import UsageCounter
+from quire.server.openai.usage import usage_of
+from quire.types.outputs import CompletionOutput, RequestOutput
+
+
+def output(
+    request_id: str, index: int, num_tokens: int, *, cached: int | None = None, thoughts: int = 0
+) -> RequestOutput:
+    completion = CompletionOutput(index, "", [1] * num_tokens, num_reasoning_tokens=thoughts)
+    return RequestOutput(request_id, None, [0] * 10, [completion], False, num_cached_tokens=cached)
+
+
+def test_a_prompt_counts_once_and_its_completions_add_up() -> None:
+    counter = UsageCounter()
+    counter.add_prompt(output("a", 0, 5))
+    assert (counter.prompt_tokens, counter.completion_tokens) == (10, 0)
+    for told in (output("a", 0, 2, cached=4, thoughts=1), output("a", 0, 3, cached=4, thoughts=3), output("a", 1, 1)):
+        counter.add(told)
+    counter.add(output("b", 0, 7, cached=8, thoughts=2))  # another prompt, or the next turn
+    usage = usage_of(counter)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (20, 13, 33)
+    assert usage.prompt_tokens_details.cached_tokens == 0 + 8
+    assert usage.completion_tokens_details.reasoning_tokens == 3 + 2

@@ -1,0 +1,49 @@
+"""tools/line_budget.py counts each package once, and holds the core to its budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import check, line_budget
+from tools.line_budget import CORE_LINES, lines_of, main
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / "quire" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_groups(tmp_path: Path) -> None:
+    write(tmp_path, "sched/a.py", '"""What."""\n\nx = 1  # and why\n')
+    write(tmp_path, "kernels/cpu/a.cpp", "int a;\n\n\nint b;\n")
+    write(tmp_path, "server/deep/er/a.py", "x = 1\n")
+    write(tmp_path, "loader/a.py", "x = 1\n\n")
+    write(tmp_path, "loader/a.json", "{}\n")
+    write(tmp_path, "__init__.py", "x = 1\n")
+    expected = {"core": (2, 3), "kernels": (2, 4), "surfaces": (1, 1), "others": (2, 3)}
+    assert lines_of(tmp_path) == expected
+    write(tmp_path, "elsewhere/a.py", "x = 1\n")
+    assert lines_of(tmp_path) == {**expected, "core": (3, 4)}, "a new package is core until it is named"
+
+
+def test_the_core_has_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "kv/a.py", "x = 1\n\n" * CORE_LINES)
+    write(tmp_path, "cli/a.py", "x = 1\n" * 3 * CORE_LINES)
+    assert main([str(tmp_path)]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "core       13,500 lines (27,000 with blank ones), budget 13,500"
+    write(tmp_path, "kv/b.py", "x = 1\n")
+    assert main([str(tmp_path)]) == 1
+    assert "the core has 13,501 lines, at most 13,500" in capsys.readouterr().out
+
+
+def test_the_one_check_command_prints_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    (mine,) = (one for one in check.CHECKS if one.name == "line budget")
+    check.report([check.run(mine)])
+    out = capsys.readouterr().out
+    assert out.startswith("core ")
+    assert all(f"\n{group} " in out for group in line_budget.GROUPS)
+    assert "line budget  pass" in out

@@ -1,0 +1,106 @@
+"""What ten plans take, to the byte: parts may say it in other words, and may not say less or more by accident."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.platform.base import MemorySupply
+from quire.platform.cpu import CpuPlatform
+from quire.worker.planning import plan_engine
+from quire.worker.worker import load_model, measure_workspace
+from tests.kernels.cpu.isa import needs_library
+from tests.kernels.triton.paged import needs_triton
+from tests.worker.test_planning import LLAMA, SLIDING, write_config
+
+WIDE_HEAD = {**LLAMA, "vocab_size": 32_000, "tie_word_embeddings": False}
+LONG = {**LLAMA, "max_position_embeddings": 40_000, "num_key_value_heads": 4}
+NATIVE = {"attention_backend": "cpu_native"}
+TORCH = {"attention_backend": "torch_ref"}
+TRITON = {"attention_backend": "triton", "dtype": "float32"}
+FIXED = {"attention_backend": "triton_fixed", "dtype": "bfloat16"}
+GRAPHS = {
+    "graph_sizes": (1, 2, 4, 8, 16),
+    "mixed_graph_sizes": (32, 256, 1024),
+    "deterministic_backend": "triton_fixed",
+}
+MEASURED = {**GRAPHS, "peak": 1 << 28}
+SUPPLY = MemorySupply(3 << 30, "free memory", "free some memory")
+
+PLANS = [
+    pytest.param(LLAMA, NATIVE, {}, (12_813_568, 2112), id="native", marks=needs_library),
+    pytest.param(
+        LLAMA,
+        {**NATIVE, "kv_cache_dtype": "int8", "max_num_seqs": 7},
+        {},
+        (10_854_592, 231),
+        id="native int8",
+        marks=needs_library,
+    ),
+    pytest.param(
+        SLIDING, {**NATIVE, "block_size": 32}, {}, (7_623_680, 3136), id="native sliding", marks=needs_library
+    ),
+    pytest.param(LLAMA, TORCH, {}, (279_117_056, 2112), id="torch"),
+    pytest.param(
+        WIDE_HEAD,
+        {**TORCH, "dtype": "bfloat16", "max_num_batched_tokens": 4096},
+        {},
+        (372_326_016, 2112),
+        id="torch wide",
+    ),
+    pytest.param(
+        LONG,
+        {**TORCH, "reserved_memory": 300 << 20, "max_model_len": 33_000},
+        {},
+        (604_704_000, 13_308),
+        id="torch long",
+    ),
+    pytest.param(LLAMA, TRITON, GRAPHS, (32_414_784, 2112), id="graphs", marks=needs_triton),
+    pytest.param(
+        SLIDING, {**FIXED, "max_num_seqs": 5}, GRAPHS, (4_962_449, 485), id="graphs fixed", marks=needs_triton
+    ),
+    pytest.param(
+        LLAMA,
+        {**TRITON, "max_num_seqs": 5, "max_num_batched_tokens": 64},
+        MEASURED,
+        (1_479_910_961, 165),
+        id="measured",
+        marks=needs_triton,
+    ),
+    pytest.param(
+        WIDE_HEAD,
+        {**FIXED, "kv_cache_memory": 1 << 24},
+        MEASURED,
+        (973_126_272, 1365),
+        id="measured fixed",
+        marks=needs_triton,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "settings", "platform", "expected"), PLANS)
+def test_totals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    platform: dict[str, Any],
+    expected: tuple[int, int],
+) -> None:
+    """(all that is taken besides KV blocks, number of KV blocks)"""
+    monkeypatch.setattr(CpuPlatform, "available_memory", lambda self, utilization=1.0: SUPPLY)
+    monkeypatch.setattr("quire.platform.cpu.machine_memory", lambda: 64 << 30)
+    for name, value in platform.items():
+        if name != "peak":
+            monkeypatch.setattr(CpuPlatform, name, value)
+    given = {"load_format": "dummy", "num_threads": 2, **settings}
+    config = EngineConfig.from_flat(model=write_config(tmp_path, **model), **given)
+    plan = plan_engine(config)
+    if "peak" in platform:
+        monkeypatch.setattr(CpuPlatform, "peak_memory", lambda self, work: platform["peak"])
+        plan = measure_workspace(plan, config, load_model(plan, config))
+    assert plan.ledger.supply == SUPPLY
+    assert (plan.ledger.total - plan.ledger.kv_bytes, plan.ledger.num_kv_blocks) == expected
