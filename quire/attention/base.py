@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # a query sees itself and the window-1 tokens before it
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
+    norms_rotated: bool = False  # whether heads are normed after the rotation
 
     @property
     def group_size(self) -> int:
@@ -35,7 +38,7 @@ class AttentionSpec:
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm of each query and key head, before the rotation."""
+    """RMS norm of each query and key head, before the rotation unless the layer's spec says after it."""
 
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor  # [head_dim]
@@ -124,6 +127,12 @@ class AttentionBackend(ABC):
     def refuses(cls, dtype: torch.dtype) -> str | None:
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
+
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        """What a layer asks for and this backend does not do; None if it does all."""
+        if spec.sinks is not None:
+            return "attention sinks"
+        return "norms after the rotation" if spec.norms_rotated else None
 
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""

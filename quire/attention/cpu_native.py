@@ -62,6 +62,9 @@ class NativeAttention(AttentionBackend):
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
 
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        return None
+
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:
@@ -138,6 +141,7 @@ class NativeAttention(AttentionBackend):
             KV_TYPES[cache.dtype],
             eps,
             offset,
+            int(spec.norms_rotated),
         )
         return Written(q)
 
@@ -166,5 +170,6 @@ class NativeAttention(AttentionBackend):
             KV_TYPES[cache.dtype],
             spec.scale,
             spec.soft_cap or 0.0,
+            None if spec.sinks is None else spec.sinks.data_ptr(),
         )
         return out

@@ -58,6 +58,9 @@ class TorchAttention(AttentionBackend):
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}
 
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        return None
+
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:
@@ -90,7 +93,7 @@ class TorchAttention(AttentionBackend):
     ) -> Written:
         assert isinstance(metadata, TorchMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
-        query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation)
+        query, key, value = split_qkv(qkv, spec.num_heads, spec.num_kv_heads, *norm, rotation, spec.norms_rotated)
         flat = cache.view(2, spec.num_kv_heads, -1, spec.head_dim)
         slots, num_tokens = metadata.slots, metadata.slots.shape[0]
         flat[0].index_copy_(1, slots, key[:num_tokens].transpose(0, 1))
@@ -209,7 +212,8 @@ def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_
     if spec.soft_cap is not None:
         scores = soft_cap(scores.contiguous(), spec.soft_cap)
     scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(unit.mask, -torch.inf)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().view(heads * rows, query_rows, num_keys)
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_().view(heads * rows, query_rows, num_keys)
     if query_rows < min_rows:
         weights = torch.nn.functional.pad(weights, (0, 0, 0, min_rows - query_rows))
     total = weights.new_zeros(*weights.shape[:2])
@@ -218,6 +222,9 @@ def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_
         tile = weights[:, :, start : start + KEY_TILE].contiguous()
         total += tile.sum(-1)
         out.baddbmm_(tile, values[:, start : start + KEY_TILE])
+    if spec.sinks is not None:
+        sinks = spec.sinks.view(heads, 1, 1, group, 1).sub(highest).exp_().view(heads * rows, query_rows)
+        total[:, :query_rows] += sinks
     out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, dim)
     return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * dim)
 

@@ -22,6 +22,7 @@ from quire.ops.fp8 import QuantizedActivations
 from quire.types.errors import ModelError
 
 Activation = Callable[[Tensor], Passed]
+MATMUL_ACTIVATIONS = ("clamped_swiglu",)  # those that are only ever computed with a matmul
 
 
 class GatedOps(NamedTuple):
@@ -55,6 +56,11 @@ def gated_matmul(gate_up: Linear, name: str, target: Target, accepted: Forms = P
     activation = gated_activation(name, target, accepted)
     fused = None if Form.E4M3_PER_TOKEN in accepted else gate_up.method.gated(_ops(name).in_matmul)
     return fused or (lambda hidden: activation(gate_up(hidden)))
+
+
+def activation_in_matmul(name: str) -> str:
+    """What matmuls with an activation after them call it; see ops/gated_linear.py."""
+    return name if name in MATMUL_ACTIVATIONS else _ops(name).in_matmul
 
 
 def _ops(name: str) -> GatedOps:

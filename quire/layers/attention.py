@@ -10,10 +10,14 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.scheme import Weight, as_tensor
+from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.split_k import PartialSums
+from quire.parallel.groups import ParallelGroup
 from quire.types.cache import KVForm, LayerKV
+from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,21 @@ class ForwardBatch:
 
     attention: list[AttentionMetadata]  # one per KV group
     wanted: WantedTokens | None = None  # None: all of them
+
+
+class AttentionSinks(WeightedLayer):
+    """For each head the score of a key that has no value; see AttentionSpec."""
+
+    def __init__(self, num_heads: int, group: ParallelGroup) -> None:
+        super().__init__()
+        self._num_heads, self._slice = num_heads, group.slice_of(num_heads, "attention heads")
+        self.weight = empty_parameter(self._slice[1], dtype=torch.float32)
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        return {None: (self._num_heads,)}
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        self.weight.data.copy_(as_tensor(weight).narrow(0, *self._slice))
 
 
 def keeps_heads(num_kv_heads: int, head_dim: int, sliding_window: int | None) -> LayerKV:
@@ -88,6 +107,14 @@ class Attention(CachedLayer):
     @property
     def keeps(self) -> LayerKV:
         return keeps_heads(self.spec.num_kv_heads, self.spec.head_dim, self.spec.sliding_window)
+
+    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
+        lacking = backend.lacks(self.spec)
+        if lacking is not None:
+            raise ConfigError(
+                f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu"
+            )
+        super().bind(backend, cache, group)
 
     def cache_shape(
         self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec
 from quire.layers.quant.registry import choose_method
-from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme
+from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
@@ -90,13 +90,17 @@ class Linear(WeightedLayer, Stage):
         source_row = target_row = 0
         for index, part in enumerate(self._pieces):
             if piece is None or piece == part.name:
-                rows = part_of(weight, 0, source_row + part.start, part.size)
+                rows = self._arranged(index, part_of(weight, 0, source_row + part.start, part.size))
                 if parameter == "weight":
                     self.method.load(index, part_of(rows, 1, self.in_start, self.in_features))
                 else:
                     self.method.load_bias(target_row, as_tensor(rows))
                 source_row += part.full_size
             target_row += part.size
+
+    def _arranged(self, index: int, rows: Weight) -> Weight:
+        """A piece's rows in the order in which they are kept."""
+        return rows
 
     def finish(self) -> None:
         self.method.finish()
@@ -141,7 +145,8 @@ class MergedColumnParallelLinear(Linear):
 class QKVParallelLinear(Linear):
     """Query, key and value projections at once, split by heads.
 
-    With more ranks than KV heads each KV head is held by several ranks.
+    With more ranks than KV heads each KV head is held by several ranks. `interleaved`: in a checkpoint, features of a
+    query or key head that are rotated together lie side by side; they are kept half a head apart.
     """
 
     def __init__(
@@ -154,6 +159,7 @@ class QKVParallelLinear(Linear):
         bias: bool,
         target: Target,
         group: ParallelGroup,
+        interleaved: bool = False,
     ) -> None:
         first_head, self.num_heads = group.slice_of(num_heads, "attention heads")
         if group.size > num_kv_heads:
@@ -166,6 +172,13 @@ class QKVParallelLinear(Linear):
         key_value = (num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         pieces = (Piece("q_proj", *query), Piece("k_proj", *key_value), Piece("v_proj", *key_value))
         super().__init__(in_features, pieces, bias=bias, target=target)
+        self._interleaved_dim = head_dim if interleaved else None
+
+    def _arranged(self, index: int, rows: Weight) -> Weight:
+        if self._interleaved_dim is None or index == 2:
+            return rows
+        order = torch.arange(rows.shape[0]).view(-1, self._interleaved_dim // 2, 2).transpose(1, 2).flatten()
+        return rows_of(rows, order)
 
 
 class RowParallelLinear(Linear):

@@ -1,14 +1,14 @@
-"""RMS normalization as a layer."""
+"""Normalization as a layer."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.fusion import PLAIN, Form, Forms, Passed, Stage, whole
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
-from quire.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM, RMS_NORM_FP8
+from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.split_k import ADD_RMS_NORM_SPLIT_K, PartialSums
 from quire.parallel.groups import ParallelGroup
 
@@ -67,6 +67,30 @@ class RMSNorm(WeightedLayer, ResidualMerge):
             return QuantizedActivations(values, scale, hidden.dtype), hidden
         values, scale, total = self._add_norm_quantized(hidden, residual, *kind)
         return QuantizedActivations(values, scale, hidden.dtype), total
+
+
+class LayerNorm(WeightedLayer, ResidualMerge):
+    """(x - mean) / deviation * weight + bias over the last dimension."""
+
+    def __init__(self, width: int, *, eps: float, target: Target) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight, self.bias = (empty_parameter(width, dtype=target.dtype) for _ in range(2))
+        self._norm, self._add_norm = LAYER_NORM.bind(target), ADD_LAYER_NORM.bind(target)
+
+    @property
+    def accepts(self) -> Forms:
+        return PLAIN
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x, self.weight, self.bias, self.eps)
+
+    def merge(self, hidden: Passed, residual: Tensor | None) -> tuple[Passed, Tensor]:
+        """(the norm of residual + hidden, residual + hidden); before the first layer there is no residual."""
+        hidden = whole(hidden)
+        if residual is None:
+            return self(hidden), hidden
+        return self._add_norm(hidden, residual, self.weight, self.bias, self.eps)
 
 
 class ParallelRMSNorm(RMSNorm):

@@ -152,6 +152,12 @@ class Scheme:
         quantized = self.block is not None or self.packing is not None or self.scales is not None
         return not quantized and self.element.startswith(("F", "BF"))
 
+    @property
+    def has_single_rows(self) -> bool:
+        """Whether each row has words and scales of its own."""
+        packings = (self.packing, None if self.zeros is None else self.zeros.packing)
+        return (self.scales is None or self.scales.rows == 1) and not any(p and p.axis == 0 for p in packings)
+
     def splits(self, axis: int, *places: int) -> bool:
         """Whether the matrix can be cut there without cutting a block, a word or a group that shares a scale."""
         units = [self.block.values if self.block is not None and axis == 1 else 1]
@@ -321,6 +327,24 @@ def part_of(weight: Weight, axis: int, start: int, size: int) -> Weight:
     if size == weight.shape[axis]:
         return weight
     return weight.part(axis, start, size) if isinstance(weight, StoredMatrix) else weight.narrow(axis, start, size)
+
+
+def matrix_of(weight: Weight, index: int) -> Weight:
+    """One matrix of a three-dimensional weight."""
+    return weight.matrix(index) if isinstance(weight, StoredMatrix) else weight[index]
+
+
+def rows_of(weight: Weight, rows: Tensor) -> Weight:
+    """A copy of some rows of a matrix, or elements of a vector, in its scheme if no two rows share anything in it."""
+    if isinstance(weight, Tensor):
+        return weight[rows.to(weight.device)]
+    if not weight.scheme.has_single_rows:
+        return weight.tensor()[rows]
+    tensors = {
+        role: tensor[rows] if role in ("weight", "scales", "zeros") else tensor
+        for role, tensor in weight.tensors.items()
+    }
+    return StoredMatrix(weight.scheme, (len(rows), weight.shape[1]), tensors)
 
 
 def part_scheme(scheme: Scheme, axis: int, start: int, size: int, full_size: int) -> Scheme:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -35,7 +35,8 @@ class WeightMap:
     """Checkpoint names to parameters. Anything it does not name keeps its own name."""
 
     rename: dict[str, str] = field(default_factory=dict)
-    """Whole dotted segments (one or a run of them) of a checkpoint's name, and what they are called here."""
+    """Whole dotted segments (one or a run of them) of a checkpoint's name, and what they are called here. Both sides
+    of an entry may end in $: it is for the end of names alone."""
     stack: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """A merged layer, and the checkpoint layers it is made of; {i} stands for any number ("{i}.gate_proj")."""
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -88,13 +89,21 @@ def _numbered(pattern: str) -> re.Pattern[str]:
 
 
 def _replace_segments(name: str, old: str, new: str) -> str:
-    return re.sub(rf"(?<![^.]){re.escape(old)}(?![^.])", new, name)
+    end = r"\Z" if old.endswith("$") else r"(?![^.])"
+    return re.sub(rf"(?<![^.]){re.escape(old.removesuffix('$'))}{end}", new.removesuffix("$"), name)
 
 
 class MappedModule(nn.Module):
     """A module tree that a checkpoint can be loaded into."""
 
     weight_map: WeightMap
+
+
+class Filling(NamedTuple):
+    """What a checkpoint tensor fills: the shapes that it may have, and the pieces that are there afterwards."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[str | None, ...]
 
 
 class WeightedLayer(nn.Module):
@@ -112,6 +121,13 @@ class WeightedLayer(nn.Module):
         """The shape of a checkpoint tensor that holds all pieces at once: one after the other along dimension 0."""
         shapes = list(self.pieces(parameter).values())
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        """What a tensor for `piece` fills, None being the whole; None if there is no such piece."""
+        pieces = self.pieces(parameter)
+        if piece is None:
+            return Filling((self.whole_shape(parameter),), tuple(pieces))
+        return Filling((pieces[piece],), (piece,)) if piece in pieces else None
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         """Choose how the weights are kept, and take their storage; called once, before `load`.

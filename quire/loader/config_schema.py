@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=-1, lt=MAX_TOKENS)]  # -1: none, as some files say
 HeadDim = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e30)]
+Whole = Annotated[int, Meta(ge=0)]
 Part = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 
@@ -71,10 +72,10 @@ class ConfigSchema(msgspec.Struct):
     rope_scaling: LayeredRopeSchema | None = None
     rope_parameters: LayeredRopeSchema | None = None
     layer_types: list[str] | None = None
-    sliding_window: Count | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None  # 0: none, as transformers writes it
     sliding_window_pattern: Count | None = None
     use_sliding_window: bool | None = None
-    max_window_layers: Annotated[int, Meta(ge=0)] | None = None
+    max_window_layers: Whole | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count | None = None
     query_pre_attn_scalar: Positive | None = None
@@ -84,4 +85,35 @@ class ConfigSchema(msgspec.Struct):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    n_routed_experts: Count | None = None
+    moe_num_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    moe_k: Count | None = None
+    moe_topk: Count | list[Count] | None = None
+    moe_intermediate_size: Count | None = None
+    shared_expert_intermediate_size: Count | None = None
+    n_shared_experts: Whole | None = None
+    moe_num_shared_experts: Whole | None = None
+    first_k_dense_replace: Whole | None = None
+    decoder_sparse_step: Count | None = None
+    mlp_only_layers: list[int] | None = None
+    moe_layer_start_index: Whole | None = None
+    moe_layer_end_index: int | None = None
+    moe_layer_interval: Count | None = None
+    moe_norm_min: Positive | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: Positive | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    router_jitter_noise: Annotated[float, Meta(ge=0.0)] | None = None
+    swiglu_alpha: Positive | None = None
+    swiglu_limit: Positive | None = None
+    rotary_dim: Count | None = None
+    use_qk_norm: bool | None = None
+    qkv_bias: bool | None = None
+    use_bias: bool | None = None
+    lm_head_bias: bool | None = None
+    clip_qkv: Positive | None = None
     quantization_config: QuantizationSchema | None = None

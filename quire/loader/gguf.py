@@ -50,13 +50,12 @@ class GgufCheckpoint(Checkpoint):
         tensor, scheme = self._find(name), self._infos[name].quantized
         if scheme is None:
             return self.get(name)
-        rows, columns = tensor.shape
-        blocks = torch.from_numpy(self.file.data(tensor)).view(rows, -1)
+        blocks = torch.from_numpy(self.file.data(tensor)).view(*tensor.shape[:-1], -1)
         heads = self._interleaved_heads(name)
         if heads:
             pairs = blocks.view(heads, -1, 2, blocks.shape[1])
             blocks = pairs.transpose(1, 2).reshape(blocks.shape)
-        return StoredMatrix(scheme, (rows, columns), {"weight": blocks})
+        return StoredMatrix(scheme, tensor.shape, {"weight": blocks})
 
     def release(self, name: str) -> None:
         self.file.release(self._find(name))
@@ -103,5 +102,5 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _block_scheme(tensor: GgufTensor) -> Scheme | None:
-    """The scheme of a block-quantized matrix; None for what is handed out as a tensor."""
-    return SCHEMES.get(tensor.type) if len(tensor.shape) == 2 else None
+    """The scheme of a block-quantized matrix, or of those of all experts; None for what is handed out as a tensor."""
+    return SCHEMES.get(tensor.type) if len(tensor.shape) in (2, 3) else None

@@ -264,6 +264,97 @@ def _granite(keys: GgufKeys, config: dict[str, Any]) -> None:
     }
 
 
+def _experts(keys: GgufKeys, config: dict[str, Any]) -> None:
+    config |= {
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", config["intermediate_size"]),
+    }
+
+
+def _experts_alone(keys: GgufKeys, config: dict[str, Any]) -> None:
+    """Of models without dense layers, whose config calls the width of an expert intermediate_size."""
+    _experts(keys, config)
+    config["intermediate_size"] = config["moe_intermediate_size"]
+
+
+def _llama(keys: GgufKeys, config: dict[str, Any]) -> None:
+    if keys.get("expert_count"):
+        _experts_alone(keys, config)
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+
+
+def _qwen2_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    width = keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
+    config |= {"norm_topk_prob": False, "shared_expert_intermediate_size": width}
+    config["qkv_bias"] = config["attention_bias"]
+
+
+def _qwen3_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    config["norm_topk_prob"] = True
+
+
+def _granite_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _granite(keys, config)
+    _experts_alone(keys, config)
+    if keys.get("expert_shared_feed_forward_length"):
+        raise CheckpointError(
+            f"{keys.file.path}: {keys.architecture}.expert_shared_feed_forward_length is set; Granite models with a "
+            f"shared expert are not supported"
+        )
+
+
+def _gpt_oss(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts_alone(keys, config)
+    config |= {
+        "sliding_window": keys.count("attention.sliding_window", 128),
+        "layer_types": _layer_types(keys, config["num_hidden_layers"], 2),
+    }
+
+
+def _deepseek_experts(keys: GgufKeys, config: dict[str, Any]) -> None:
+    """Experts by the keys of DeepSeek-V3, which others took over."""
+    _experts(keys, config)
+    nextn = keys.get("nextn_predict_layers")
+    config |= {
+        "num_hidden_layers": config["num_hidden_layers"] - (nextn if isinstance(nextn, int) else 0),
+        "n_routed_experts": config["num_local_experts"],
+        "n_shared_experts": int(keys.number("expert_shared_count", 0)),
+        "first_k_dense_replace": int(keys.number("leading_dense_block_count", 0)),
+        "norm_topk_prob": bool(keys.get("expert_weights_norm")),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": keys.count("expert_group_count", 1),
+        "topk_group": keys.count("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
+        "sliding_window": None,
+    }
+
+
+def _phi_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts_alone(keys, config)
+    _phi3(keys, config)
+    config["lm_head_bias"] = "output.bias" in keys.file.tensors
+
+
+def _ernie_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts(keys, config)
+    config |= {
+        "moe_num_experts": config["num_local_experts"],
+        "moe_k": config["num_experts_per_tok"],
+        "moe_num_shared_experts": int(keys.number("expert_shared_count", 0)),
+        "moe_layer_start_index": int(keys.number("leading_dense_block_count", 0)),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", 1),
+        "use_bias": config["attention_bias"],
+    }
+
+
+def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _experts_alone(keys, config)
+    config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
+
+
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -271,6 +362,18 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "olmo2": _olmo2,
     "smollm3": _smollm3,
     "granite": _granite,
+    "granitemoe": _granite_moe,
+    "llama": _llama,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+    "olmoe": _experts_alone,
+    "gpt-oss": _gpt_oss,
+    "minimax-m2": _experts_alone,
+    "phimoe": _phi_moe,
+    "ernie4_5-moe": _ernie_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "dots1": _deepseek_experts,
+    "glm4moe": _deepseek_experts,
 }
 
 

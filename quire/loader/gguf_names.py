@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 class GgufArchitecture:
     hf_architecture: str  # for config["architectures"]
     model_type: str  # Hugging Face's name of the config
-    layer_names: dict[str, str] = field(default_factory=dict)  # GGUF name in a block -> HF name in a layer
+    layer_names: dict[str, str] = field(default_factory=dict)
+    """GGUF name in a block -> HF name in a layer. One that ends in $ is that of a tensor, without weight or bias."""
     # The converter reorders each head's q and k rows from rotate-half to interleaved pairs.
     interleaved_qk: bool = False
     # The converter adds 1 to norm weights, because HF's module computes x * (1 + weight).
@@ -39,9 +40,49 @@ _POST_NORMS = {
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
+# Each of the three has the matrices of all experts.
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.all.gate_proj",
+    "ffn_up_exps": "mlp.experts.all.up_proj",
+    "ffn_down_exps": "mlp.experts.all.down_proj",
+}
+_CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias$"}
+_NEXT_TOKENS = {
+    f"nextn.{name}": f"nextn.{name}"
+    for name in ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+}
+
+
+def _shared(name: str) -> dict[str, str]:
+    return {f"ffn_{kind}_shexp": f"mlp.{name}.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
 _LLAMA = _ATTENTION | _GATED_MLP | _PRE_NORMS
 _GEMMA = (
     _ATTENTION | _GATED_MLP | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS
+)
+_LATE_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_GPT_OSS = _ATTENTION | _EXPERTS | _LATE_NORMS | {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}
+_GLM4_MOE = (
+    _ATTENTION
+    | _GATED_MLP
+    | _LATE_NORMS
+    | _QK_NORMS
+    | _EXPERTS
+    | _CHOICE_BIAS
+    | _NEXT_TOKENS
+    | _shared("shared_experts")
+)
+_HUNYUAN_MOE = (
+    _LLAMA
+    | _EXPERTS
+    | _shared("shared_mlp")
+    | {
+        "ffn_gate_inp": "mlp.gate.wg",
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    }
 )
 _PHI3 = _PRE_NORMS | {
     "attn_qkv": "self_attn.qkv_proj",
@@ -50,9 +91,9 @@ _PHI3 = _PRE_NORMS | {
     "ffn_down": "mlp.down_proj",
 }
 
-# Mistral and SmolLM2 models are written as "llama".
+# Mistral, Mixtral and SmolLM2 models are written as "llama".
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", "llama", _LLAMA, interleaved_qk=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", _LLAMA | _EXPERTS, interleaved_qk=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", _GEMMA, norms_plus_one=True),
@@ -61,16 +102,41 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", _ATTENTION | _GATED_MLP | _POST_NORMS | _QK_NORMS),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, interleaved_qk=True),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", _LLAMA, interleaved_qk=True),
+    "granitemoe": GgufArchitecture("GraniteMoeForCausalLM", "granitemoe", _LLAMA | _EXPERTS, interleaved_qk=True),
+    "qwen2moe": GgufArchitecture(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        _LLAMA | _EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+    ),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", _LLAMA | _QK_NORMS | _EXPERTS),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", _LLAMA | _QK_NORMS | _EXPERTS),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", _GPT_OSS),
+    "minimax-m2": GgufArchitecture(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        _LLAMA | _QK_NORMS | _EXPERTS | {"exp_probs_b": "mlp.e_score_correction_bias$"},
+    ),
+    "phimoe": GgufArchitecture("PhiMoEForCausalLM", "phimoe", _LLAMA | _EXPERTS | {"attn_qkv": "self_attn.qkv_proj"}),
+    "ernie4_5-moe": GgufArchitecture(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _LLAMA | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
+    ),
+    "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _HUNYUAN_MOE),
+    "dots1": GgufArchitecture(
+        "Dots1ForCausalLM", "dots1", _LLAMA | _QK_NORMS | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
+    ),
+    "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
 }
 
-_BLOCK_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<stem>\w+)\.(?P<kind>weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<stem>(nextn\.)?\w+)\.(?P<kind>weight|bias)")
 
 
 def hf_tensor_name(architecture: GgufArchitecture, gguf_name: str) -> str | None:
     """The Hugging Face name of a GGUF tensor; None if this architecture has no place for it."""
     if match := _BLOCK_NAME.fullmatch(gguf_name):
         stem = architecture.layer_names.get(match["stem"])
-        return None if stem is None else f"model.layers.{match['layer']}.{stem}.{match['kind']}"
+        if stem is None:
+            return None
+        return f"model.layers.{match['layer']}." + (stem[:-1] if stem.endswith("$") else f"{stem}.{match['kind']}")
     stem, _, kind = gguf_name.rpartition(".")
     if stem in _MODEL_NAMES and kind in ("weight", "bias"):
         return f"{_MODEL_NAMES[stem]}.{kind}"

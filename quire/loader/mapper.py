@@ -16,6 +16,7 @@ from quire.layers.scheme import F32, Scheme
 from quire.layers.weights import (
     NO_SCHEMES,
     Destination,
+    Filling,
     MappedModule,
     Schemes,
     WeightedLayer,
@@ -40,12 +41,14 @@ class LoadReport:
 class _Target:
     layer: WeightedLayer
     path: str  # of the layer
-    pieces: dict[str | None, tuple[int, ...]]  # checkpoint shape of each piece that must arrive
-    whole: tuple[int, ...]  # of a tensor that holds them all
+    parameter: str
 
-    def shape_of(self, piece: str | None) -> tuple[int, ...] | None:
-        """What a tensor for `piece` must look like; None if there is no such piece."""
-        return self.whole if piece is None else self.pieces.get(piece)
+    def pieces(self) -> list[str | None]:
+        """All that must arrive."""
+        return list(self.layer.pieces(self.parameter))
+
+    def filling(self, piece: str | None) -> Filling | None:
+        return self.layer.filling(self.parameter, piece)
 
 
 @dataclass
@@ -168,25 +171,25 @@ def count_parameters(model: MappedModule) -> int:
 
 def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
     plan, targets = _Plan(), _targets(model)
-    open_pieces = {path: dict.fromkeys(target.pieces) for path, target in targets.items()}
+    open_pieces = {path: dict.fromkeys(target.pieces()) for path, target in targets.items()}
     for name, info in tensors.items():
         destination = model.weight_map.resolve(name)
         if destination is None:
             plan.ignored.append(name)
             continue
         path = f"{destination.module}.{destination.parameter}"
-        expected = targets[path].shape_of(destination.piece) if path in targets else None
-        if expected is None:
+        filling = targets[path].filling(destination.piece) if path in targets else None
+        if filling is None:
             plan.unexpected.append(name)
             continue
-        wanted = [destination.piece] if destination.piece in targets[path].pieces else list(targets[path].pieces)
-        if any(piece not in open_pieces[path] for piece in wanted):
+        if any(piece not in open_pieces[path] for piece in filling.pieces):
             plan.duplicate.append(name)
             continue
-        for piece in wanted:
+        for piece in filling.pieces:
             del open_pieces[path][piece]
-        if info.shape != expected:
-            plan.misshapen.append(f"{name} (expected {list(expected)}, found {list(info.shape)})")
+        if info.shape not in filling.shapes:
+            expected = " or ".join(str(list(shape)) for shape in filling.shapes)
+            plan.misshapen.append(f"{name} (expected {expected}, found {list(info.shape)})")
         plan.writes[name] = (targets[path], destination)
     for path, pieces in open_pieces.items():
         module, _, parameter = path.rpartition(".")
@@ -197,7 +200,7 @@ def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
 def _targets(model: MappedModule) -> dict[str, _Target]:
     """Every weight by its path. Shared layers appear once, under their first path."""
     return {
-        f"{path}.{name}": _Target(layer, path, layer.pieces(name), layer.whole_shape(name))
+        f"{path}.{name}": _Target(layer, path, name)
         for path, layer in weighted_layers(model)
         for name in layer.weight_names()
     }

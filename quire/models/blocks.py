@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation, gated_matmul
-from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
+from quire.layers.attention import Attention, AttentionSinks, ForwardBatch, WantedTokens, keeps_heads
 from quire.layers.fusion import Forms, Passed, Stage
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import ParallelRMSNorm, ResidualMerge, RMSNorm
+from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS, MLP, MLPS, Mixer
@@ -38,6 +38,7 @@ class AttentionBlock(Mixer):
             bias=config.qkv_bias,
             target=ctx.target,
             group=ctx.group,
+            interleaved=config.interleaved_rope,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
@@ -47,6 +48,7 @@ class AttentionBlock(Mixer):
             group=ctx.group,
         )
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sinks = AttentionSinks(config.num_heads, ctx.group) if config.attention_sinks else None
         self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, num_heads, num_kv_heads)
         self.attention = Attention(
             AttentionSpec(
@@ -56,6 +58,8 @@ class AttentionBlock(Mixer):
                 scale=config.attention_scale,
                 sliding_window=config.sliding_windows[layer],
                 soft_cap=config.attention_soft_cap,
+                sinks=None if self.sinks is None else self.sinks.weight,
+                norms_rotated=config.qk_norm == "head_rotated",
             ),
             layer,
             ctx.target,
@@ -133,7 +137,12 @@ class FullWidthQKNorm(NoQKNorm):
         return torch.cat((self.q(q), self.k(k), v), dim=-1), None
 
 
-QK_NORMS: dict[str, type[NoQKNorm]] = {"none": NoQKNorm, "head": PerHeadQKNorm, "full": FullWidthQKNorm}
+QK_NORMS: dict[str, type[NoQKNorm]] = {
+    "none": NoQKNorm,
+    "head": PerHeadQKNorm,
+    "head_rotated": PerHeadQKNorm,
+    "full": FullWidthQKNorm,
+}
 
 
 class GatedMLP(MLP):
@@ -170,6 +179,15 @@ class GatedMLP(MLP):
         return out
 
 
+def make_norm(config: DecoderConfig, ctx: BuildContext) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream."""
+    if config.layer_norms:
+        return LayerNorm(config.hidden_size, eps=config.norm_eps, target=ctx.target)
+    return RMSNorm(
+        config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
+    )
+
+
 class DecoderLayer(Stage):
     """Mixer and MLP on a residual stream. A norm that an architecture does not have is the identity."""
 
@@ -178,10 +196,8 @@ class DecoderLayer(Stage):
         self.self_attn = MIXERS.get(config.mixers[layer])(config, ctx, layer)
         self.mlp = MLPS.get(config.mlps[layer])(config, ctx, layer)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(
-                config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
-            )
+        def norm() -> RMSNorm | LayerNorm:
+            return make_norm(config, ctx)
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
         self.attn_norm = norm() if pre else ResidualMerge()

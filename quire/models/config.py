@@ -7,10 +7,44 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.layers.experts import Layout
 from quire.layers.rope.parameters import RopeParameters, context_length, rope_parameters
+from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
 HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The MLPs of kind "experts"."""
+
+    num_experts: int
+    width: int  # of one expert
+    routing: Routing
+    router_bias: bool = False
+    choice_bias: bool = False  # a bias on scores that only the choice of experts sees
+    bias: bool = False  # of the experts' own matrices
+    activation: str | None = None  # a name in quire/layers/activation.py; None: that of dense MLPs
+    shared_width: int | None = None  # of an expert that all tokens go to, beside their own
+    shared_gate: bool = False  # whether each token weighs what that one gives
+    layout: Layout = "rows"  # of checkpoint tensors that hold all experts
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        size, rest = divmod(self.num_experts, routing.num_groups)
+        limits = routing.top_groups < routing.num_groups
+        if rest or not 0 < routing.top_groups <= routing.num_groups or (limits and size < 2):
+            raise ModelError(
+                f"{self.num_experts} experts cannot be in {routing.num_groups} groups of one size of which "
+                f"{routing.top_groups} are used; correct n_group and topk_group"
+            )
+        usable = size * routing.top_groups
+        if not 0 < routing.top_k <= usable:
+            raise ModelError(
+                f"{routing.top_k} experts for each token cannot be chosen of {usable}; correct num_experts_per_tok "
+                "(moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, moe_num_experts) or n_group"
+            )
 
 
 @dataclass(frozen=True)
@@ -33,14 +67,20 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # over each head, or over all heads together
+    head_bias: bool = False
+    qk_norm: Literal["none", "head", "head_rotated", "full"] = "none"
+    """Over each head, the same after the rotation, or over all heads together."""
+    interleaved_rope: bool = False  # pairs that are rotated together lie side by side, not half a head apart
+    layer_norms: bool = False  # norms of the residual stream subtract the mean and have a bias
     norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized
     norm_weight_offset: float = 0.0
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # each head has a score of its own that takes a share of the weight
     embedding_scale: float | None = None
     residual_multiplier: float | None = None
     logit_divisor: float | None = None
     logit_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None  # of the layers whose MLP is of this kind
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +109,10 @@ class ConfigReader(Mapping[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._values.get(key, default)
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first key that the config has, for what configs call by several names."""
+        return self[next((key for key in keys if key in self), keys[0])]
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key, False))
@@ -131,7 +175,7 @@ def read_config(
         **flags,
     }
     types = ["full_attention"] * num_layers
-    if is_sliding is not None and read.get("sliding_window") is not None:
+    if is_sliding is not None and read.get("sliding_window"):
         types = read.layer_types(is_sliding)
         window = int(read["sliding_window"])
         fields["sliding_windows"] = tuple(window if kind == "sliding_attention" else None for kind in types)

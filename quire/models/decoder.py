@@ -12,22 +12,27 @@ from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
-from quire.layers.norm import RMSNorm, merge_residual
+from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
-from quire.models.blocks import DecoderLayer
+from quire.models.blocks import DecoderLayer, make_norm
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS
 from quire.ops.scale import SCALE, rounded
 
-STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+STACKED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj", "{i}.gate_proj", "{i}.up_proj", "all.gate_proj", "all.up_proj"),
+    "down_proj": ("{i}.down_proj", "all.down_proj"),
+}
 QK_NORM_NAMES = {"q_norm": "qk_norm.q", "k_norm": "qk_norm.k"}
 PRE_NORM_WEIGHTS = WeightMap(
     rename={"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm", **QK_NORM_NAMES},
     stack=STACKED,
 )
+EXPERT_WEIGHTS = PRE_NORM_WEIGHTS.renaming(("mlp.gate", "mlp.router"), ("e_score_correction_bias", "choice_bias"))
 PRE_POST_NORM_WEIGHTS = WeightMap(
     rename={
         "input_layernorm": "attn_norm",
@@ -50,9 +55,7 @@ class Decoder(Stage):
         self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
         self._scale = SCALE.bind(ctx.target)
         self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, target=ctx.target, weight_offset=config.norm_weight_offset
-        )
+        self.norm = make_norm(config, ctx)
         tables: dict[RopeParameters | None, int] = {None: -1}
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
@@ -121,7 +124,7 @@ class DecoderLM(CausalLM):
             self.weight_map = self.weight_map.ignoring("lm_head.weight")
         else:
             projection = HeadProjection(
-                config.hidden_size, config.vocab_size, bias=False, target=ctx.target, group=ctx.group
+                config.hidden_size, config.vocab_size, bias=config.head_bias, target=ctx.target, group=ctx.group
             )
             self.weight_map = self.weight_map.renaming(("lm_head", "lm_head.projection"))
         self.lm_head = LMHead(

@@ -46,4 +46,6 @@ class MLP(Stage):
 
 
 MIXERS: Registry[type[Mixer]] = Registry("mixer", "quire.models", {"attention": "blocks:AttentionBlock"})
-MLPS: Registry[type[MLP]] = Registry("MLP", "quire.models", {"gated": "blocks:GatedMLP"})
+MLPS: Registry[type[MLP]] = Registry(
+    "MLP", "quire.models", {"gated": "blocks:GatedMLP", "experts": "experts:ExpertsMLP"}
+)

@@ -17,6 +17,7 @@ GatedQuantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
+_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # of gpt-oss
 _STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
 
 
@@ -32,6 +33,14 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     inner = (gate * gate).mul_(_GELU_CUBIC).add_(1.0).mul_(gate).mul_(_GELU_SCALE)
     return torch.div(gate, inner.exp_().add_(1.0), out=inner).mul_(up).to(gate_up.dtype)
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up is within [-7, 7]; float32 inside."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    denominator = (gate * -_SWIGLU_ALPHA).exp_().add_(1.0)
+    return torch.div(gate, denominator, out=denominator).mul_(up.add_(1.0)).to(gate_up.dtype)
 
 
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from quire.ops.activation import Gated, gelu_tanh_and_mul, silu_and_mul
+from quire.ops.activation import Gated, clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
 from quire.ops.base import Implementation, Op
 from quire.ops.linear import generate_transposed_inputs, linear_transposed
 
-ACTIVATIONS: dict[str, Gated] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+ACTIVATIONS: dict[str, Gated] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+    "clamped_swiglu": clamped_swiglu,
+}
 GatedProduct = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
 
 

@@ -32,6 +32,20 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, weight_offset), total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, computed in float32. x: [n, width]."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    inverse = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * inverse).mul_(weight.float()).add_(bias.float()).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm of x + residual, x + residual); both [n, width]."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The norm of x [n, width] quantized row by row: (values, scale [n])."""
     return quantize_rows(rms_norm(x, weight, eps, weight_offset))
@@ -57,6 +71,18 @@ def generate_add_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float
     return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, eps, float(seed % 2)
 
 
+def generate_layer_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    x, weight, eps = generate_inputs(seed)
+    return x, weight, torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 2)), eps
+
+
+def generate_add_layer_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    x, weight, bias, eps = generate_layer_inputs(seed)
+    return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, bias, eps
+
+
+LAYER_NORM = Op("layer_norm", layer_norm, generate_layer_inputs, 1e-5, (native("layer_norm"),))
+ADD_LAYER_NORM = Op("add_layer_norm", add_layer_norm, generate_add_layer_inputs, 1e-5, (native("add_layer_norm"),))
 RMS_NORM = Op(
     "rms_norm",
     rms_norm,

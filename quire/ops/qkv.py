@@ -18,6 +18,7 @@ def split_qkv(
     eps: float,
     weight_offset: float,
     rotation: tuple[Tensor, Tensor] | None,
+    norms_rotated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q [n, num_heads, dim], k, v [n, num_kv_heads, dim]) of qkv [n, (num_heads + 2 * num_kv_heads) * dim].
 
@@ -25,6 +26,8 @@ def split_qkv(
     """
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if rotation is not None and norms_rotated:
+        qk, rotation = apply_rope(qk, *rotation), None
     if q_weight is not None and k_weight is not None:
         q = rms_norm(qk[:, :num_heads], q_weight, eps, weight_offset)
         qk = torch.cat((q, rms_norm(qk[:, num_heads:], k_weight, eps, weight_offset)), dim=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec, HeadNorm, make_batch
 from quire.attention.cpu_native import KV_TYPES, NativeAttention
 from quire.ops.qkv import split_qkv
-from tests.attention.test_torch_ref import SPECS, Sequences, dense
+from tests.attention.test_torch_ref import SINKS, SPECS, Sequences, dense
 from tests.kernels.cpu.isa import INSTRUCTION_SETS, each_instruction_set, examples, needs_library, using
 
 pytestmark = needs_library
@@ -34,7 +34,7 @@ def native(spec: AttentionSpec, lengths: list[int], dtype: torch.dtype = torch.f
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [*SPECS, ODD, WIDE], ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, ODD, WIDE, SINKS], ids=str)
 def test_matches_dense_attention(spec: AttentionSpec, dtype: torch.dtype) -> None:
     sequences = native(spec, [1, 17, 300, 128], dtype)
     with using(threads=2):
@@ -56,7 +56,7 @@ def test_a_smaller_cache_costs_little_accuracy(dtype: torch.dtype, error: float)
 
 
 @examples(40)
-@given(data=st.data(), spec=st.sampled_from([*SPECS, ODD, WIDE]), dtype=st.sampled_from(DTYPES))
+@given(data=st.data(), spec=st.sampled_from([*SPECS, ODD, WIDE, SINKS]), dtype=st.sampled_from(DTYPES))
 def test_any_schedule_gives_the_same_bits(data: st.DataObject, spec: AttentionSpec, dtype: torch.dtype) -> None:
     isa = data.draw(st.sampled_from(INSTRUCTION_SETS))
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
@@ -75,7 +75,7 @@ def test_any_schedule_gives_the_same_bits(data: st.DataObject, spec: AttentionSp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[5], ODD], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[5], ODD, SINKS], ids=str)
 def test_long_decodes_shared_by_threads_give_the_same_bits(spec: AttentionSpec, dtype: torch.dtype) -> None:
     results = []
     for threads, last in ((1, 1), (4, 1), (1, 4)):

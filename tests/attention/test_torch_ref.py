@@ -26,7 +26,10 @@ def dense(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = distance < 0
     if spec.sliding_window is not None:
         hidden |= distance >= spec.sliding_window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if spec.sinks is not None:  # one more key for all queries, without a value
+        scores = torch.cat([scores, spec.sinks.double().view(-1, 1, 1).expand(-1, n, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :n]
     return torch.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
 
 
@@ -98,8 +101,10 @@ SPECS = [
     AttentionSpec(8, 2, 256, 0.05, sliding_window=7, soft_cap=20.0),
 ]
 
+SINKS = AttentionSpec(4, 2, 32, 0.2, sliding_window=24, sinks=torch.tensor([-1.0, 0.5, 3.0, 120.0]))
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+
+@pytest.mark.parametrize("spec", [*SPECS, SINKS], ids=str)
 def test_matches_dense_attention(spec: AttentionSpec) -> None:
     sequences = Sequences(spec, [1, 17, 300, 128])
     sequences.step({2: 150, 1: 17, 0: 1})

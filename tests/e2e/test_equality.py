@@ -24,6 +24,14 @@ MODELS = {
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
+    "experts": {  # beside a shared one, whose result a gate weighs
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
 }
 
 

@@ -68,7 +68,9 @@ ENGINE_FACTORS = {
     "faults": [False, True],
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "quantized": ["", "w4a16"],  # a scheme of the checkpoint
+    "experts": [False, True],
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 MAX_LEN = 160
 
 
@@ -92,19 +94,25 @@ class FaultyExecutor(Executor):
         self._inner.shutdown()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model(tmp_path_factory.mktemp("structured") / "model", "llama")
-    write_tokenizer(folder)
-    return folder
+Models = dict[tuple[str, bool], Path]  # by the scheme of its weights, and whether its MLPs are experts
 
 
 @pytest.fixture(scope="module")
-def models(model: Path) -> dict[str, Path]:
-    """The same model by how its weights are stored."""
-    folder = model.parent / "w4a16"
-    assert main(["quantize", str(model), "--scheme", "w4a16", "--out", str(folder)]) == 0
-    return {"": model, "w4a16": folder}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("structured")
+    dense = make_model(folder / "dense", "llama")
+    experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
+    found = {("", False): dense, ("", True): experts}
+    for has_experts, path in ((False, dense), (True, experts)):
+        write_tokenizer(path)
+        found["w4a16", has_experts] = written = folder / f"{path.name}-w4a16"
+        assert main(["quantize", str(path), "--scheme", "w4a16", "--out", str(written)]) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Path:
+    return models["", False]
 
 
 def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, EngineCore]:
@@ -154,21 +162,21 @@ ENGINES = sorted({tuple(row[name] for name in ENGINE_FACTORS) for row in ROWS})
 
 
 @pytest.fixture(scope="module")
-def alone(plain: LLM, models: dict[str, Path]) -> list[object]:
-    """What each row must give: run one after another in the plain engine."""
-    found: list[object] = []
-    quantized, _ = start(models["w4a16"], way="eager", **PLAIN)
-    with quantized:
-        for index, row in enumerate(ROWS):
-            llm, params = quantized if row["quantized"] else plain, params_of(row, index)
-            found.append(content(llm.generate(prompt_of(index), params, use_tqdm=False)[0]))
-    return found
+def alone(models: Models) -> list[object]:
+    """What each row must give: run one after another in a plain engine of its model."""
+    found: dict[int, object] = {}
+    for key, model in models.items():
+        with start(model, way="eager", **PLAIN)[0] as llm:
+            for index, row in enumerate(ROWS):
+                if (row["quantized"], row["experts"]) == key:
+                    found[index] = content(llm.generate(prompt_of(index), params_of(row, index), use_tqdm=False)[0])
+    return [found[index] for index in range(len(ROWS))]
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
-def test_any_three_features_together(models: dict[str, Path], alone: list[object], engine: tuple[Any, ...]) -> None:
+def test_any_three_features_together(models: Models, alone: list[object], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
-    memory, model = settings.pop("memory"), models[settings.pop("quantized")]
+    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("experts")]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
         blocks = sum(layout.blocks_for(MAX_LEN, 64)) + 3

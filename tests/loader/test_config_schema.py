@@ -14,6 +14,7 @@ from quire.loader.hub import ModelSource
 from quire.loader.model_config import load_config
 from quire.models.registry import ARCHITECTURES, describe
 from quire.types.errors import CheckpointError, ModelError
+from tests.models.zoo import EXPERT_KEYS
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -27,6 +28,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1e6,
     "sliding_window": 16,
     "use_sliding_window": True,
+    **EXPERT_KEYS,
 }
 ODD: list[Any] = [
     *(0, -1, 1, 3, 1.5, 10**9, 10**18, 1e300, float("nan"), float("inf"), True, None, "", "x", "12"),

@@ -17,6 +17,7 @@ from quire.loader.mapper import LISTED, count_parameters, load_weights, planned_
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import ARCHITECTURES, model_class
 from quire.types.errors import WeightMismatchError
+from tests.models.zoo import EXPERT_KEYS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -169,7 +170,7 @@ def test_a_tensor_that_breaks_its_announcement_is_refused() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_parameter_of_every_architecture_has_a_checkpoint_name(architecture: str) -> None:
     """`checkpoint_name` inverts `resolve`, so errors can name what a user would look for."""
-    model = build(architectures=[architecture], sliding_window=8, head_dim=4)
+    model = build(architectures=[architecture], sliding_window=8, head_dim=4, **EXPERT_KEYS)
     for path, module in model.named_modules():
         if isinstance(module, WeightedLayer):
             for parameter in module.weight_names():

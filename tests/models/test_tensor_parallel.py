@@ -18,7 +18,7 @@ from quire.parallel.collectives import Collectives
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 from tests.models.harness import FolderCheckpoint, PagedSequence, load
-from tests.models.zoo import ARCHITECTURES, SIZES
+from tests.models.zoo import ARCHITECTURES, MIXTURES, SIZES
 
 TOKENS = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -68,6 +68,9 @@ CASES = [
         "phi3": (2,),
         "olmo2": (2,),
         "granite": (4,),
+        "qwen2-moe": (2,),
+        "gpt-oss": (2,),
+        "ernie-moe": (2,),
     }.items()
     for size in sizes
 ]
@@ -75,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_split_models_give_the_same_logits(name: str, size: int, tmp_path: Path) -> None:
-    next(tiny for tiny in ARCHITECTURES if tiny.name == name).make(tmp_path)
+    next(tiny for tiny in (*ARCHITECTURES, *MIXTURES) if tiny.name == name).make(tmp_path)
     expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
     for logits in logits_of_ranks(tmp_path, size):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -26,6 +26,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 WINDOW = {"sliding_window": 8}
+# What configs of mixtures of experts call things.
+EXPERT_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -43,8 +49,11 @@ class Tiny:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
+                if "norm" in name or name.endswith(("bias", "sinks")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.3)
         model.save_pretrained(folder)
         return model
 
@@ -111,6 +120,50 @@ ARCHITECTURES = [
             "tie_word_embeddings": True,
         },
     ),
+]
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+ROUTED_EXPERTS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+}
+ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "tie_word_embeddings": False}
+PHI_MOE = {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}
+MIXTURES = [
+    Tiny("qwen3-moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    Tiny("qwen3-moe-dense", "Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    Tiny("qwen2-moe", "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    Tiny("mixtral", "MixtralConfig", {**LOCAL_EXPERTS, **WINDOW}),
+    Tiny("olmoe", "OlmoeConfig", {**EXPERTS, "intermediate_size": 24}),
+    Tiny(
+        "granite-moe",
+        "GraniteMoeConfig",
+        {
+            **LOCAL_EXPERTS,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Tiny("gpt-oss", "GptOssConfig", {**LOCAL_EXPERTS, **WINDOW, "head_dim": 16}),
+    Tiny("minimax-m2", "MiniMaxM2Config", {**LOCAL_EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    Tiny("phi-moe", "PhimoeConfig", {**LOCAL_EXPERTS, "num_experts_per_tok": 2, **PHI_MOE}),
+    Tiny("ernie-moe", "Ernie4_5_MoeConfig", {**ERNIE, "use_bias": True}),
+    Tiny("ernie-moe-tied", "Ernie4_5_MoeConfig", {**ERNIE, "tie_word_embeddings": True, "moe_layer_interval": 2}),
+    Tiny(
+        "hunyuan-moe", "HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "attention_bias": True}
+    ),
+    Tiny("dots1", "Dots1Config", {**ROUTED_EXPERTS, **WINDOW, "max_window_layers": 2}),
+    Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
 ]
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

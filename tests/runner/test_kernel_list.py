@@ -18,6 +18,7 @@ from tests.runner.engines import run_eagerly, runner_of, spy_on, worker_of
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
 
 SLIDING: dict[str, Any] = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7},
@@ -51,6 +52,8 @@ def answers(core: EngineCore, **params: Any) -> dict[str, object]:
         ("gemma2", {}, True),
         ("granite", {}, True),
         ("olmo2", {}, False),
+        ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}, True),
+        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 16}, True),
     ],
 )
 def test_tokens_and_logprobs_are_those_of_eager_steps(

@@ -22,6 +22,7 @@ struct Shape {
     float* out;               // [tokens, heads, dim]
     int64_t num_rows, table_stride, heads, kv_heads, dim, window;
     float scale, soft_cap;
+    const float* sinks;  // [heads] scores of keys without values, or null
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + 15) / 16 * 16; }
@@ -214,7 +215,9 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
     for (int64_t i = 0; i < unit.num_tokens * group; ++i) {
         const int64_t token = unit.first_token + i / group, head = unit.kv_head * group + i % group;
         float* out = shape.out + (token * shape.heads + head) * shape.dim;
-        const Vec total = set(state.total[i]);
+        // A score beside those of the keys: it takes a share of the weight and adds nothing.
+        const float sink = shape.sinks ? std::exp2(shape.sinks[head] * LOG2_E - state.highest[i]) : 0.0f;
+        const Vec total = set(state.total[i] + sink);
         const float* sums = state.sums + i * padded;
         map(shape.dim, [&](int64_t d, int n) { put(out + d, div(get(sums + d, n), total), n); });
     }
@@ -308,10 +311,10 @@ void run_split(const Shape& shape, const Cells<Format>& cells, const Unit* units
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int kv_type, float scale,
-               float soft_cap) {
+               float soft_cap, const float* sinks) {
     if (num_rows == 0) return;
     const Shape shape{q,        tables,       rows,  contexts, starts, out,   num_rows,
-                      table_stride, heads, kv_heads, dim,    window, scale, soft_cap};
+                      table_stride, heads, kv_heads, dim,    window, scale, soft_cap, sinks};
     Unit* units = (Unit*)scratch(3, sizeof(Unit) * (starts[num_rows] - starts[0]) * kv_heads);
     const int64_t count = make_units(shape, units);
     int64_t most_rows = 0, tiles = 0;

@@ -1,4 +1,5 @@
 // The small kernels between products: norms, gated activations, and what picks rows.
+#include "gate.h"
 #include "norm.h"
 
 namespace quire {
@@ -38,19 +39,27 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
     });
 }
 
-// x [rows, 2 * width] holds gate and then up; out = act(gate) * up
-void gated(const float* x, float* out, int64_t rows, int64_t width, int gelu) {
-    const Vec one = set(1.0f), cubic = set(0.044715f), factor = set(gelu ? -1.5957691216f : -1.0f);
+void add_layer_norm(const float* x, const float* residual, const float* weight, const float* bias, float* out,
+                    float* total, int64_t rows, int64_t width, float eps) {
     parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            const float *gate = x + r * 2 * width, *up = gate + width;
-            map(width, [&](int64_t i, int n) {
-                const Vec g = get(gate + i, n);
-                Vec inner = mul(g, factor);
-                if (gelu) inner = mul(inner, fma(mul(g, g), cubic, one));
-                put(out + r * width + i, mul(div(g, add(exp(inner), one)), get(up + i, n)), n);
-            });
+            const float* source = x + r * width;
+            if (residual) {
+                float* merged = total + r * width;
+                map(width, [&](int64_t i, int n) {
+                    put(merged + i, add(get(residual + r * width + i, n), get(source + i, n)), n);
+                });
+                source = merged;
+            }
+            layer_norm_row(source, weight, bias, eps, width, out + r * width);
         }
+    });
+}
+
+// x [rows, 2 * width] holds gate and then up; out = act(gate) * up
+void gated(const float* x, float* out, int64_t rows, int64_t width, int activation) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) gate_row(x + r * 2 * width, out + r * width, width, activation);
     });
 }
 

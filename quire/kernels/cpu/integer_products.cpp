@@ -4,8 +4,8 @@
 // at most. A group's products are summed as integers, which is exact, and the groups' sums in floats from the first to
 // the last, whatever the number of rows and wherever a row stands in them: results never depend on the batch, nor on the
 // instruction set. Of a row that is not finite, all results are NaN.
+#include "grouped.h"
 #include "integers.h"
-#include "plan.h"
 
 namespace quire {
 namespace QUIRE_NS {
@@ -376,15 +376,81 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
     });
 }
 
+int64_t most_passed(const Plan& plan) {
+    for (int64_t s = 0; s < plan.num_segments; ++s)
+        if (LAYOUTS[plan.segments[s].format].bits == 8) return MOST_PASSED_8;
+    return MOST_PASSED_4;
+}
+
+// Rows of several experts, sorted: x [rows, inner] -> out [rows, outputs].
+void grouped_rows(const Grouping& rows, const float* x, float* out) {
+    const int64_t inner = rows.buckets[0].plan->inner, outputs = rows.buckets[0].plan->outputs;
+    const auto passes = [](const Bucket& bucket) { return bucket.count <= most_passed(*bucket.plan); };
+    const auto tiles = [&](const Bucket& bucket) { return !passes(bucket) && bucket.count <= CHUNK_ROWS; };
+    int64_t words = 0;
+    for (int64_t b = 0; b < rows.num_buckets; ++b) {
+        Bucket& bucket = rows.buckets[b];
+        bucket.codes = words;
+        const Rows blocks(bucket.count, inner);
+        if (passes(bucket)) words += bucket.count * Passes(1, inner).row_words;
+        if (tiles(bucket)) words += blocks.at(blocks.tiles() * blocks.depth, 0);
+    }
+    int32_t* codes = (int32_t*)scratch(7, words * sizeof(int32_t));
+    parallel(rows.num_buckets, 1 + LEAST_ENCODED / (inner * ceil_div(rows.rows, rows.num_buckets)),
+             [&](int64_t begin, int64_t end) {
+                 for (int64_t b = begin; b < end; ++b) {
+                     const Bucket& bucket = rows.buckets[b];
+                     const float* from = x + bucket.start * inner;
+                     const Passes few(bucket.count, inner);
+                     const Rows many(bucket.count, inner);
+                     for (int64_t i = 0; passes(bucket) && i < few.count; ++i)
+                         Table<Encode, 1>::of(few.size(i))(from + few.start(i) * inner, inner, inner,
+                                                           codes + bucket.codes + few.at(i));
+                     for (int64_t i = 0; tiles(bucket) && i < many.count; ++i)
+                         for (int64_t k = 0; k < inner; k += many.depth)
+                             Table<Encode, 1>::of(many.size(i))(from + many.start(i) * inner + k, inner, many.deep(k),
+                                                                codes + bucket.codes + many.at(k, i));
+                 }
+             });
+    share_buckets(rows, PANEL * DIRECT_PANELS, passes,
+                  [&](const Bucket& bucket, const Segment& segment, int64_t from, int64_t to, int64_t column) {
+                      kernels_of(segment).direct(codes + bucket.codes, bucket.count, inner, segment, from * DIRECT_PANELS,
+                                                 least(to * DIRECT_PANELS, ceil_div(segment.outputs, PANEL)),
+                                                 out + bucket.start * outputs + column, outputs,
+                                                 bucket.plan->bias_at(column));
+                  });
+    share_buckets(rows, TILE_WIDTH, tiles,
+                  [&](const Bucket& bucket, const Segment& segment, int64_t from, int64_t to, int64_t column) {
+                      Rows part(bucket.count, inner);
+                      part.codes = codes + bucket.codes;
+                      for (int64_t tile = from; tile < to; ++tile)
+                          kernels_of(segment).tile(part, 0, part.count, segment, tile * TILE_PANELS,
+                                                   out + bucket.start * outputs + column, outputs,
+                                                   bucket.plan->bias_at(column));
+                  });
+    for (int64_t b = 0; b < rows.num_buckets; ++b) {
+        const Bucket& bucket = rows.buckets[b];
+        if (!passes(bucket) && !tiles(bucket))
+            integer_product(bucket.plan, x + bucket.start * inner, out + bucket.start * outputs, bucket.count);
+    }
+}
+
 }  // namespace
+
+void integer_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens, int64_t k,
+                             int64_t experts, int activation) {
+    run_gate_up(plans, x, ids, out, tokens, k, experts, activation, grouped_rows);
+}
+
+void integer_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
+                          int64_t tokens, int64_t k, int64_t experts) {
+    run_down(plans, a, ids, weights, out, tokens, k, experts, grouped_rows);
+}
 
 void integer_product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
-    int64_t most_passed = MOST_PASSED_4;
-    for (int64_t s = 0; s < plan.num_segments; ++s)
-        if (LAYOUTS[plan.segments[s].format].bits == 8) most_passed = MOST_PASSED_8;
     multiply_rows(
-        plan, x, out, rows, most_passed, MOST_ENCODED, [&](auto... part) { few_rows(plan, part...); },
+        plan, x, out, rows, most_passed(plan), MOST_ENCODED, [&](auto... part) { few_rows(plan, part...); },
         [&](auto... part) { many_rows(plan, part...); });
 }
 

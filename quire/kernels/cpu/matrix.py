@@ -247,7 +247,7 @@ class Product:
         numbers = [inner, self.outputs, 0 if bias is None else bias.data_ptr(), len(segments)]
         numbers += [number for segment in segments for number in segment]
         self._plan = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._address = ctypes.addressof(self._plan)
+        self.address = ctypes.addressof(self._plan)
         wanted = multiplies_integers() if activations == "auto" else activations == "int16"
         integers = wanted and all(matrix.format.startswith("code") for matrix in matrices)
         self.activations = "int16" if integers else "float32"
@@ -259,5 +259,5 @@ class Product:
         x = x.contiguous()
         rows = x.shape[0]
         out = empty(rows, self.outputs)
-        getattr(self._kernels, self._kernel)(self._address, x.data_ptr(), out.data_ptr(), rows)
+        getattr(self._kernels, self._kernel)(self.address, x.data_ptr(), out.data_ptr(), rows)
         return out

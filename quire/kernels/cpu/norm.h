@@ -25,6 +25,24 @@ static inline void scale_row(const float* x, const float* weight, float offset, 
     map(width, [&](int64_t i, int n) { put(out + i, mul(mul(get(x + i, n), scale), add(get(weight + i, n), shift)), n); });
 }
 
+// out = (x - mean) / deviation * weight + bias
+static inline void layer_norm_row(const float* x, const float* weight, const float* bias, float eps, int64_t width,
+                                  float* out) {
+    Sum16 sums;
+    int part = 0;
+    map(width, [&](int64_t i, int n) {
+        sums.part[part] = add(get(x + i, n), sums.part[part]);
+        part = (part + 1) % Sum16::PARTS;
+    });
+    const Vec mean = set(sums.total() / (float)width);
+    map(width, [&](int64_t i, int n) { put(out + i, sub(get(x + i, n), mean), n); });
+    const float squares = square_sum(width, [&](int64_t i, int n) { return get(out + i, n); });
+    const Vec scale = set(1.0f / std::sqrt(squares / (float)width + eps));
+    map(width, [&](int64_t i, int n) {
+        put(out + i, add(mul(mul(get(out + i, n), scale), get(weight + i, n)), get(bias + i, n)), n);
+    });
+}
+
 static inline void norm_row(const float* x, const float* weight, float offset, float eps, int64_t width, float* out) {
     const float squares = square_sum(width, [&](int64_t i, int n) { return get(x + i, n); });
     scale_row(x, weight, offset, eps, width, squares, out);

@@ -59,6 +59,32 @@ def add_rms_norm(
     return out, total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _layer_norm(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _layer_norm(x, residual.contiguous(), weight, bias, eps)
+
+
+def _layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    out, total = empty(*x.shape), x if residual is None else empty(*x.shape)
+    bound().add_layer_norm(
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        None if residual is None else total.data_ptr(),
+        *x.shape,
+        eps,
+    )
+    return out, total
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, 0)
 

@@ -1,7 +1,7 @@
 // Products of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
 // first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the
 // batch.
-#include "plan.h"
+#include "grouped.h"
 
 namespace quire {
 namespace QUIRE_NS {
@@ -278,7 +278,46 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
     });
 }
 
+// Rows of several experts, sorted: x [rows, inner] -> out [rows, outputs].
+void grouped_rows(const Grouping& rows, const float* x, float* out) {
+    const int64_t inner = rows.buckets[0].plan->inner, outputs = rows.buckets[0].plan->outputs;
+    constexpr int64_t MOST_AT_ONCE = (LEAST_PACKED - 1) * TILE_ROWS;  // rows of an expert that are not packed
+    share_buckets(
+        rows, PANEL * DIRECT_PANELS, [](const Bucket& bucket) { return bucket.count <= MOST_DIRECT_ROWS; },
+        [&](const Bucket& bucket, const Segment& segment, int64_t from, int64_t to, int64_t column) {
+            AllKernels::table[segment.format].direct(
+                x + bucket.start * inner, bucket.count, inner, segment, from * DIRECT_PANELS,
+                least(to * DIRECT_PANELS, ceil_div(segment.outputs, PANEL)), out + bucket.start * outputs + column,
+                outputs, bucket.plan->bias_at(column));
+        });
+    share_buckets(
+        rows, TILE_WIDTH,
+        [](const Bucket& bucket) { return bucket.count > MOST_DIRECT_ROWS && bucket.count <= MOST_AT_ONCE; },
+        [&](const Bucket& bucket, const Segment& segment, int64_t from, int64_t to, int64_t column) {
+            const Rows part(x + bucket.start * inner, bucket.count, inner);
+            for (int64_t tile = from; tile < to; ++tile)
+                AllKernels::table[segment.format].tile(part, 0, part.count, segment, tile * TILE_PANELS,
+                                                       out + bucket.start * outputs + column, outputs,
+                                                       bucket.plan->bias_at(column));
+        });
+    for (int64_t b = 0; b < rows.num_buckets; ++b) {
+        const Bucket& bucket = rows.buckets[b];
+        if (bucket.count > MOST_DIRECT_ROWS && bucket.count > MOST_AT_ONCE)
+            product(bucket.plan, x + bucket.start * inner, out + bucket.start * outputs, bucket.count);
+    }
+}
+
 }  // namespace
+
+void grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens, int64_t k,
+                     int64_t experts, int activation) {
+    run_gate_up(plans, x, ids, out, tokens, k, experts, activation, grouped_rows);
+}
+
+void grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
+                  int64_t tokens, int64_t k, int64_t experts) {
+    run_down(plans, a, ids, weights, out, tokens, k, experts, grouped_rows);
+}
 
 void product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;

@@ -68,10 +68,14 @@ constexpr int64_t CHUNK = 16;  // tokens of a piece of work: a block's, since tw
 void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                  const int64_t* slots, float* q, void* cache, int64_t tokens, int64_t num_written, int64_t heads,
                  int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t value_offset, int kv_type,
-                 float eps, float offset) {
+                 float eps, float offset, int norm_last) {
     const int64_t all = heads + 2 * kv_heads;
     const auto turn = [&](int64_t t, int64_t head, const float* weight, float* line, float* target) {
         const float* source = qkv + (t * all + head) * dim;
+        if (weight && rotary && norm_last) {
+            rotate(source, cos + t * rotary, sin + t * rotary, rotary, dim, line);
+            return norm_row(line, weight, offset, eps, dim, target);
+        }
         if (weight) {
             norm_row(source, weight, offset, eps, dim, rotary ? line : target);
             source = rotary ? line : target;

@@ -19,6 +19,7 @@ from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
+from quire.types.errors import ConfigError
 
 MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
 
@@ -33,6 +34,7 @@ class MatrixSpec:
     target: Target
     path: str = ""  # of the layer in its model
     role: MatrixRole = "linear"
+    count: int = 1  # how many such matrices there are: the experts of a grouped layer
 
     @property
     def out_features(self) -> int:
@@ -111,6 +113,54 @@ class TableMethod(LinearMethod):
         """token_ids [n], all within the table -> rows [n, hidden] in the target's type."""
 
 
+class GroupedMethod(nn.Module, ABC):
+    """The matrices [out_features, in_features] of all experts of one layer, and their biases; see ops/grouped.py.
+
+    Filled by `load`, closed by `finish`, then used by `gate_up` or by `down`, as the layer is one or the other.
+    """
+
+    def __init__(self, spec: MatrixSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        shape = (spec.count, spec.out_features)
+        self.bias = empty_parameter(*shape, dtype=spec.target.dtype) if spec.bias else None
+
+    @abstractmethod
+    def load(self, expert: int, piece: int, rows: Weight) -> None:
+        """Take one piece of one expert, [spec.pieces[piece], in_features]; as LinearMethod's."""
+
+    def load_bias(self, expert: int, start: int, values: Tensor) -> None:
+        """Write the biases of an expert's outputs [start, start + len(values))."""
+        assert self.bias is not None
+        self.bias.data[expert, start : start + values.shape[0]].copy_(values)
+
+    def finish(self) -> None:
+        """All pieces and biases are there; called once, before the first matmul."""
+        return None
+
+    @abstractmethod
+    def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
+        """x [n, in_features], expert_ids [n, k] int32 -> [n, k, out_features / 2]."""
+
+    @abstractmethod
+    def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """a [n, k, in_features], expert_ids [n, k], weights [n, k] float32 -> [n, out_features]."""
+
+    @abstractmethod
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        """As LinearMethod's, for the pieces of the first expert, then those of the second, and so on."""
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        """Most memory that a matmul of so many tokens takes beside its arguments and result."""
+        features = self.spec.in_features + self.spec.out_features
+        return num_tokens * top_k * features * self.spec.target.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, biases included."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+
 class Quantization(ABC):
     """A way to keep a model's weights: it chooses a method for each layer. One instance serves all layers."""
 
@@ -132,3 +182,9 @@ class Quantization(ABC):
 
         For the role "table" (token embeddings, which a tied head shares) this is a TableMethod.
         """
+
+    def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+        """The same for the matrices of all experts of a layer, `schemes` in the order of their planned_bytes."""
+        raise ConfigError(
+            f"quantization is {self.name!r}, which cannot keep the experts of {spec.path}; leave --quantization out"
+        )

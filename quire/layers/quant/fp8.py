@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.fusion import Form
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.plain import Plain
 from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor
 from quire.layers.weights import empty_parameter
@@ -79,3 +79,6 @@ class Fp8(Quantization):
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
         return Fp8Linear(spec) if spec.role == "linear" else self._plain.method(spec, schemes)
+
+    def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+        return self._plain.grouped(spec, schemes)

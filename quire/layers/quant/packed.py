@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.grouped import GroupedProduct, grouped_workspace
 from quire.kernels.cpu.library import multiplies_integers
 from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.quant.panels import panel_format, panel_parts
 from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Implementation, Target
@@ -36,14 +37,7 @@ class PackedLinear(LinearMethod):
         self._matrices: dict[int, PackedMatrix] = {}
 
     def load(self, piece: int, rows: Weight) -> None:
-        kept = self._kept_as(scheme_of(rows))
-        if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
-            blocks = rows.tensors["weight"].numpy()
-            self._matrices[piece] = PackedMatrix.from_blocks(kept, blocks, self.spec.in_features)
-        elif isinstance(rows, StoredMatrix) and panel_format(rows.scheme) is not None:
-            self._matrices[piece] = PackedMatrix.from_codes(*panel_parts(rows))
-        else:
-            self._matrices[piece] = PackedMatrix.from_float(as_tensor(rows), kept)
+        self._matrices[piece] = _packed(self.spec, self._storage, rows)
 
     def finish(self) -> None:
         self._product = Product(self.matrices, self.bias, self.spec.target.activations)
@@ -58,29 +52,16 @@ class PackedLinear(LinearMethod):
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return sum(
-            packed_bytes(self._kept_as(scheme), size, self.spec.in_features)
+            packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
             for size, scheme in zip(self.spec.pieces, schemes, strict=True)
         )
 
     def decodes(self, scheme: Scheme) -> bool:
-        return not scheme.is_float and self._kept_as(scheme) == "float32"
+        return not scheme.is_float and _kept_as(self.spec, self._storage, scheme) == "float32"
 
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + sum(matrix.num_bytes for matrix in self.matrices)
-
-    def _kept_as(self, scheme: Scheme) -> str:
-        """What the kernels call the form in which weights of this scheme are kept."""
-        if self._storage is None:
-            element = scheme.element if scheme.block is not None or scheme.is_float else ""
-            return element if element in BLOCK_TYPES else panel_format(scheme) or _STORAGES.get(element, "float32")
-        if not scheme.is_float:
-            raise ConfigError(
-                f"quantization is {self.spec.target.quantization!r}, which quantizes float weights while they are"
-                f" loaded, but this checkpoint is quantized already (weights in it are {scheme.element}); leave"
-                " --quantization out to keep its weights as they are, or load a float checkpoint of the model"
-            )
-        return self._storage
 
 
 class PackedTable(PackedLinear, TableMethod):
@@ -88,6 +69,68 @@ class PackedTable(PackedLinear, TableMethod):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._matrices[0].embed(token_ids.long())
+
+
+class PackedGrouped(GroupedMethod):
+    """One packed matrix per piece of each expert, each in its own format."""
+
+    _product: GroupedProduct
+
+    def __init__(self, spec: MatrixSpec, storage: str | None) -> None:
+        super().__init__(spec)
+        self._storage = storage
+        self._matrices: dict[tuple[int, int], PackedMatrix] = {}
+
+    def load(self, expert: int, piece: int, rows: Weight) -> None:
+        self._matrices[expert, piece] = _packed(self.spec, self._storage, rows)
+
+    def finish(self) -> None:
+        pieces = range(len(self.spec.pieces))
+        experts = [[self._matrices[expert, piece] for piece in pieces] for expert in range(self.spec.count)]
+        self._product = GroupedProduct(experts, self.bias, self.spec.target.activations)
+
+    def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
+        return self._product.gate_up(x, expert_ids, activation)
+
+    def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return self._product.down(a, expert_ids, weights)
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        sizes = self.spec.pieces * self.spec.count
+        return sum(
+            packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
+            for size, scheme in zip(sizes, schemes, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(matrix.num_bytes for matrix in self._matrices.values())
+
+
+def _packed(spec: MatrixSpec, storage: str | None, rows: Weight) -> PackedMatrix:
+    kept = _kept_as(spec, storage, scheme_of(rows))
+    if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
+        return PackedMatrix.from_blocks(kept, rows.tensors["weight"].numpy(), spec.in_features)
+    if isinstance(rows, StoredMatrix) and panel_format(rows.scheme) is not None:
+        return PackedMatrix.from_codes(*panel_parts(rows))
+    return PackedMatrix.from_float(as_tensor(rows), kept)
+
+
+def _kept_as(spec: MatrixSpec, storage: str | None, scheme: Scheme) -> str:
+    """What the kernels call the form in which weights of this scheme are kept."""
+    if storage is None:
+        element = scheme.element if scheme.block is not None or scheme.is_float else ""
+        return element if element in BLOCK_TYPES else panel_format(scheme) or _STORAGES.get(element, "float32")
+    if not scheme.is_float:
+        raise ConfigError(
+            f"quantization is {spec.target.quantization!r}, which quantizes float weights while they are"
+            f" loaded, but this checkpoint is quantized already (weights in it are {scheme.element}); leave"
+            " --quantization out to keep its weights as they are, or load a float checkpoint of the model"
+        )
+    return storage
 
 
 class Stored(Quantization):
@@ -110,8 +153,13 @@ class Stored(Quantization):
         return "int16" if multiplies_integers() else "float32"
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
+        if spec.role == "router":  # small, and a rounded one would send tokens to other experts
+            return PackedLinear(spec, None)
         kind = PackedTable if spec.role == "table" else PackedLinear
         return kind(spec, self.table_storage if spec.role in ("table", "head") else self.storage)
+
+    def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+        return PackedGrouped(spec, self.storage)
 
 
 class Int8(Stored):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
+from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
 from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
@@ -90,6 +91,28 @@ class PlainTable(PlainLinear, TableMethod):
         return self._embed(self.weight, token_ids)
 
 
+class PlainGrouped(GroupedMethod):
+    """weight is [experts, out, in]."""
+
+    def __init__(self, spec: MatrixSpec) -> None:
+        super().__init__(spec)
+        self.weight = empty_parameter(spec.count, spec.out_features, spec.in_features, dtype=spec.target.dtype)
+        self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
+
+    def load(self, expert: int, piece: int, rows: Weight) -> None:
+        start = sum(self.spec.pieces[:piece])
+        self.weight.data[expert, start : start + rows.shape[0]].copy_(as_tensor(rows))
+
+    def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
+        return self._gate_up(x, expert_ids, self.weight, self.bias, activation)
+
+    def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return self._down(a, expert_ids, weights, self.weight, self.bias)
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        return self.spec.count * self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
+
+
 class Plain(Quantization):
     name = "none"
 
@@ -98,3 +121,6 @@ class Plain(Quantization):
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
         return PlainTable(spec) if spec.role == "table" else PlainLinear(spec)
+
+    def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+        return PlainGrouped(spec)

@@ -12,7 +12,7 @@ from quire.types.errors import ConfigError
 from quire.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+    from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
     from quire.layers.scheme import Scheme
     from quire.ops.base import Target
 
@@ -36,6 +36,11 @@ AUTOMATIC = ("stored", "none")
 def choose_method(spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
     """How one layer keeps its matrix, as the quantization that its target names decides."""
     return choose_quantization(spec.target).method(spec, schemes)
+
+
+def choose_grouped(spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+    """How one layer keeps the matrices of its experts."""
+    return choose_quantization(spec.target).grouped(spec, schemes)
 
 
 def choose_quantization(target: Target) -> Quantization:

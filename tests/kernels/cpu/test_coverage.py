@@ -8,9 +8,9 @@ import pytest
 
 from quire.kernels.cpu import library
 from tests.attention import test_cpu_native
-from tests.kernels.cpu import test_extremes, test_matrix, test_native, test_sampling, test_step
+from tests.kernels.cpu import test_extremes, test_grouped, test_matrix, test_native, test_sampling, test_step
 
-MODULES = (test_cpu_native, test_extremes, test_matrix, test_native, test_sampling, test_step)
+MODULES = (test_cpu_native, test_extremes, test_grouped, test_matrix, test_native, test_sampling, test_step)
 
 
 class Held(NamedTuple):
@@ -21,6 +21,8 @@ class Held(NamedTuple):
 
 BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
 OF_STEPS = ("gather_mixed", "gather_slots", "gather_sampling", "keep_allowed", "edit_logits", "penalize")
+GROUPED = ("grouped_gate_up", "grouped_down", "integer_grouped_gate_up", "integer_grouped_down")
+GROUPED_ALIKE = "test_every_format_multiplies_each_row_as_if_alone"
 LOOKED_UP = "test_rows_are_looked_up"
 COVERED = {
     "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
@@ -37,6 +39,7 @@ COVERED = {
         "test_a_row_of_a_product_has_the_same_bits_in_any_batch", "test_plain_products", "test_plain_products"
     ),
     "add_rms_norm": Held("test_small_ops_do_not_depend_on_the_batch", "test_norms", "test_norms"),
+    "add_layer_norm": Held(*["test_layer_norms"] * 3),
     "gated": Held("test_small_ops_do_not_depend_on_the_batch", "test_activations", "test_activations"),
     "scale": Held(*["test_scaling_and_soft_caps"] * 3),
     "soft_cap": Held(*["test_scaling_and_soft_caps"] * 3),
@@ -58,6 +61,9 @@ COVERED = {
         "test_rows_whose_logits_broke_are_told",
         "test_the_chosen_token_is_appended_and_the_row_advances",
     ),
+    **dict.fromkeys(GROUPED, Held(GROUPED_ALIKE, "test_rows_that_are_not_finite_stay_by_themselves", GROUPED_ALIKE)),
+    "route": Held(*["test_routes_are_the_references"] * 2, "test_a_row_is_routed_alike_in_every_batch"),
+    "add_shared": Held(*["test_shared_experts_are_added"] * 3),
     # Copies of whole numbers and changes of single logits, row by row.
     **{name: Held(*["test_ops_of_steps_are_their_references"] * 3) for name in OF_STEPS},
     "append_tokens": Held(

@@ -1,0 +1,251 @@
+"""Router and grouped linear layers of a mixture of experts, whole or sharded over a parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from quire.layers.fusion import whole
+from quire.layers.linear import Linear, Piece
+from quire.layers.quant.base import GroupedMethod, MatrixSpec
+from quire.layers.quant.registry import choose_grouped
+from quire.layers.scheme import (
+    F32,
+    Scheme,
+    Weight,
+    as_tensor,
+    matrix_of,
+    part_of,
+    part_scheme,
+    rows_of,
+)
+from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
+from quire.ops.base import Target
+from quire.ops.routing import ROUTE, Routing
+from quire.parallel.groups import ParallelGroup
+
+Layout = Literal["rows", "columns", "interleaved_columns"]
+"""How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its
+two pieces one after the other or taking turns."""
+
+
+class Router(Linear):
+    """Which experts each token goes to, and with which weights. Every rank computes all of it, in float32."""
+
+    role = "router"
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, routing: Routing, *, bias: bool, choice_bias: bool, target: Target
+    ) -> None:
+        target = replace(target, dtype=torch.float32)
+        super().__init__(hidden_size, (Piece(None, num_experts, 0, num_experts),), bias=bias, target=target)
+        self.routing = routing
+        self.choice_bias = empty_parameter(num_experts, dtype=torch.float32) if choice_bias else None
+        self._route = ROUTE.bind(target)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, hidden] -> (expert ids [n, k] int32, weights [n, k] float32)."""
+        return self._route(whole(self(x.float())), self.choice_bias, self.routing)
+
+    def weight_names(self) -> tuple[str, ...]:
+        return super().weight_names() + (() if self.choice_bias is None else ("choice_bias",))
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        found = super().filling(parameter, piece)
+        if parameter != "choice_bias" or found is None:
+            return found
+        return Filling((*found.shapes, (1, *found.shapes[0])), found.pieces)
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        if parameter == "choice_bias":
+            assert self.choice_bias is not None
+            self.choice_bias.data.copy_(as_tensor(weight).flatten())
+        else:
+            super().load(parameter, piece, weight)
+
+    def planned_bytes(self, schemes: Schemes) -> int:
+        return super().planned_bytes(schemes) + (0 if self.choice_bias is None else self.choice_bias.nbytes)
+
+
+class TokenGate(Linear):
+    """One number for each token, by which what a shared expert gives is weighed; each rank computes it."""
+
+    def __init__(self, hidden_size: int, *, target: Target) -> None:
+        super().__init__(hidden_size, (Piece(None, 1, 0, 1),), bias=False, target=target)
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        return Filling(((1, self.full_in_features), (self.full_in_features,)), (None,))
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        super().load(parameter, piece, as_tensor(weight).view(1, -1))
+
+
+class GroupedLinear(WeightedLayer):
+    """A matrix for each expert, built from pieces one above the other.
+
+    A checkpoint has a tensor for each piece of each expert ("7.up_proj"), one for a piece of all experts
+    ("all.up_proj", [experts, out, in]), or one for everything, in the given layout.
+    """
+
+    method: GroupedMethod
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        pieces: tuple[Piece, ...],
+        *,
+        bias: bool,
+        layout: Layout,
+        target: Target,
+        in_slice: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.full_in_features = num_experts, in_features
+        self.in_start, self.in_features = in_slice or (0, in_features)
+        self._pieces, self._bias, self._layout = pieces, bias, layout
+        self._target, self._device = target, torch.get_default_device()
+        self.itemsize = target.dtype.itemsize  # of activations
+
+    def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
+        sizes = tuple(piece.size for piece in self._pieces)
+        spec = MatrixSpec(self.in_features, sizes, self._bias, self._target, path, "grouped", self.num_experts)
+        with self._device:
+            self.method = choose_grouped(spec, self._loaded_schemes(schemes))
+        return self
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self._bias else ("weight",)
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        return {
+            f"{expert}.{piece.name}": self._shape(parameter, piece.full_size)
+            for expert in range(self.num_experts)
+            for piece in self._pieces
+        }
+
+    def whole_shape(self, parameter: str) -> tuple[int, ...]:
+        shape = self._shape(parameter, sum(piece.full_size for piece in self._pieces))
+        return (self.num_experts, *(shape if self._layout == "rows" else shape[::-1]))
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        if piece is None:
+            rows = self._shape(parameter, sum(part.full_size for part in self._pieces))
+            shapes = dict.fromkeys((self.whole_shape(parameter), (self.num_experts, *rows)))  # stored ones are rows
+            return Filling(tuple(shapes), tuple(self.pieces(parameter)))
+        number, _, name = piece.partition(".")
+        found = next((part for part in self._pieces if part.name == name), None)
+        if found is None or (number != "all" and int(number) >= self.num_experts):
+            return None
+        shape = self._shape(parameter, found.full_size)
+        if number != "all":
+            return Filling((shape,), (piece,))
+        experts = range(self.num_experts)
+        return Filling(((self.num_experts, *shape),), tuple(f"{expert}.{name}" for expert in experts))
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        number, _, name = ("all." if piece is None else piece).partition(".")
+        for expert in range(self.num_experts) if number == "all" else [int(number)]:
+            matrix = matrix_of(weight, expert) if number == "all" else weight
+            for index, rows in self._parts(matrix, name or None):
+                self._load_part(parameter, expert, index, rows)
+
+    def finish(self) -> None:
+        self.method.finish()
+
+    def planned_bytes(self, schemes: Schemes) -> int:
+        bias = 0 if self.method.bias is None else self.method.bias.nbytes
+        return bias + self.method.planned_bytes(self._loaded_schemes(schemes))
+
+    def _shape(self, parameter: str, outputs: int) -> tuple[int, ...]:
+        return (outputs, self.full_in_features) if parameter == "weight" else (outputs,)
+
+    def _parts(self, matrix: Weight, name: str | None) -> Iterator[tuple[int, Weight]]:
+        """(index of a piece, its rows in the checkpoint) of one expert; `name` None: the matrix holds all pieces."""
+        if name is None and self._layout != "rows" and isinstance(matrix, Tensor):
+            matrix = matrix.t()
+        start = 0
+        for index, piece in enumerate(self._pieces):
+            if name is None and self._layout == "interleaved_columns" and len(self._pieces) == 2:
+                yield index, rows_of(matrix, torch.arange(index, 2 * piece.full_size, 2))
+            elif name in (None, piece.name):
+                yield index, part_of(matrix, 0, start, piece.full_size)
+                start += piece.full_size
+
+    def _load_part(self, parameter: str, expert: int, index: int, rows: Weight) -> None:
+        piece = self._pieces[index]
+        rows = part_of(rows, 0, piece.start, piece.size)
+        if parameter == "weight":
+            self.method.load(expert, index, part_of(rows, 1, self.in_start, self.in_features))
+        else:
+            self.method.load_bias(expert, sum(part.size for part in self._pieces[:index]), as_tensor(rows))
+
+    def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
+        return [
+            self._loaded_scheme(schemes, expert, piece)
+            for expert in range(self.num_experts)
+            for piece in self._pieces
+        ]
+
+    def _loaded_scheme(self, schemes: Schemes, expert: int, piece: Piece) -> Scheme:
+        names = (f"{expert}.{piece.name}", f"all.{piece.name}", None)
+        stored = next((schemes["weight", name] for name in names if ("weight", name) in schemes), F32)
+        rows = part_scheme(stored, 0, piece.start, piece.size, piece.full_size)
+        return part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features)
+
+
+class GroupedGateUp(GroupedLinear):
+    """Each rank holds a slice of the outputs of every expert's gate and up matrices."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        width: int,
+        activation: str,
+        *,
+        bias: bool,
+        layout: Layout,
+        target: Target,
+        group: ParallelGroup,
+    ) -> None:
+        pieces = tuple(Piece(name, width, *group.slice_of(width, name)) for name in ("gate_proj", "up_proj"))
+        super().__init__(num_experts, in_features, pieces, bias=bias, layout=layout, target=target)
+        self._activation = activation
+
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """x [n, in_features], expert_ids [n, k] -> [n, k, width]."""
+        return self.method.gate_up(x, expert_ids, self._activation)
+
+
+class GroupedDown(GroupedLinear):
+    """Each rank holds a slice of the inputs of every expert's down matrix; the ranks' results are summed."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        out_features: int,
+        *,
+        bias: bool,
+        layout: Layout,
+        target: Target,
+        group: ParallelGroup,
+    ) -> None:
+        pieces = (Piece("down_proj", out_features, 0, out_features),)
+        in_slice = group.slice_of(width, "input features")
+        super().__init__(num_experts, width, pieces, bias=bias, layout=layout, target=target, in_slice=in_slice)
+        self._group = group
+
+    def forward(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """a [n, k, width], expert_ids and weights [n, k] -> [n, out_features]."""
+        return self._group.collectives.all_reduce(self.method.down(a, expert_ids, weights))
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        if parameter == "bias" and self._group.rank:
+            weight = torch.zeros_like(as_tensor(weight))  # the sum over ranks must contain the bias once
+        super().load(parameter, piece, weight)

@@ -1,0 +1,51 @@
+"""dots1: Qwen3's attention; experts in groups, chosen by sigmoid scores and a bias, beside shared ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
+from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.ops.routing import Routing
+
+SHARED_EXPERTS = EXPERT_WEIGHTS.renaming(("shared_experts", "shared"))
+
+
+class Dots1(DecoderLM):
+    weight_map = SHARED_EXPERTS
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {"max_window_layers": 62})
+        return read_config(
+            config,
+            is_sliding=lambda layer: bool(layer >= read["max_window_layers"]),
+            qk_norm="head",
+            **grouped_experts(config),
+        )
+
+
+def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Fields of a DecoderConfig by DeepSeek-V3's keys: the first layers are dense, the others have experts."""
+    common = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    read = ConfigReader(config, {**common, "first_k_dense_replace": 0, "n_shared_experts": 0, **defaults})
+    routing = Routing(
+        read["num_experts_per_tok"],
+        score="sigmoid",
+        renormalize=read["norm_topk_prob"],
+        scale=read["routed_scaling_factor"],
+        num_groups=read["n_group"],
+        top_groups=read["topk_group"],
+        group_score="top2",
+    )
+    layers, width = range(read["num_hidden_layers"]), read["moe_intermediate_size"]
+    return {
+        "mlps": tuple("gated" if layer < read["first_k_dense_replace"] else "experts" for layer in layers),
+        "experts": ExpertsConfig(
+            read.first("n_routed_experts", "num_local_experts"),
+            width,
+            routing,
+            choice_bias=True,
+            shared_width=width * read["n_shared_experts"] or None,
+        ),
+    }

@@ -1,0 +1,86 @@
+"""The sparse MLP: a router chooses experts for each token; their results are added up, a shared one's too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from quire.layers.activation import activation_in_matmul
+from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
+from quire.layers.fusion import Passed, whole
+from quire.models.base import BuildContext
+from quire.models.blocks import GatedMLP
+from quire.models.config import DecoderConfig, ExpertsConfig
+from quire.models.kinds import MLP
+from quire.ops.grouped import ADD_SHARED
+from quire.types.ledger import EngineSizes, LedgerLine
+
+
+class ExpertsMLP(MLP):
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
+        experts = config.experts
+        assert experts is not None, "an MLP of experts needs their sizes"
+        self.router = Router(
+            config.hidden_size,
+            experts.num_experts,
+            experts.routing,
+            bias=experts.router_bias,
+            choice_bias=experts.choice_bias,
+            target=ctx.target,
+        )
+        self.experts = Experts(config, experts, ctx)
+        self.shared = self.shared_gate = None
+        if experts.shared_width is not None:
+            self.shared = GatedMLP(replace(config, intermediate_size=experts.shared_width), ctx, layer)
+        if experts.shared_gate:
+            self.shared_gate = TokenGate(config.hidden_size, target=ctx.target)
+        self._add_shared = ADD_SHARED.bind(ctx.target)
+
+    def forward(self, hidden: Passed) -> Passed:
+        x = whole(hidden)
+        routed: Tensor = self.experts(x, *self.router.choose(x))
+        if self.shared is None:
+            return routed
+        gate = None if self.shared_gate is None else whole(self.shared_gate(x))
+        return self._add_shared(routed, whole(self.shared(x)), gate)
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        count = sizes.max_num_batched_tokens
+        num_bytes = self.experts.workspace_bytes(count, self.router.routing.top_k)
+        yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
+
+
+class Experts(nn.Module):
+    """The experts themselves."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        count, hidden_size, width = experts.num_experts, config.hidden_size, experts.width
+        activation = activation_in_matmul(experts.activation or config.activation)
+        self.gate_up_proj = GroupedGateUp(
+            count,
+            hidden_size,
+            width,
+            activation,
+            bias=experts.bias,
+            layout=experts.layout,
+            target=ctx.target,
+            group=ctx.group,
+        )
+        self.down_proj = GroupedDown(
+            count, width, hidden_size, bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group
+        )
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
+        return out
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        """Most memory that so many tokens take between the two matmuls and inside them."""
+        gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
+        return gated + max(
+            layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)
+        )

@@ -1,0 +1,34 @@
+"""Qwen2-MoE: Qwen2 whose MLPs are experts beside a shared one, whose result each token weighs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
+from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.qwen2 import upper_layers
+from quire.models.qwen3_moe import sparse_mlps
+from quire.ops.routing import Routing
+
+
+class Qwen2Moe(DecoderLM):
+    weight_map = EXPERT_WEIGHTS.renaming(("shared_expert", "shared"), ("shared_expert_gate", "shared_gate"))
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {"norm_topk_prob": False, "qkv_bias": True})
+        routing = Routing(read["num_experts_per_tok"], renormalize=read["norm_topk_prob"])
+        return read_config(
+            config,
+            is_sliding=upper_layers(config),
+            qkv_bias=read["qkv_bias"],
+            o_bias=False,
+            mlps=sparse_mlps(config),
+            experts=ExpertsConfig(
+                read.first("num_experts", "num_local_experts"),
+                read["moe_intermediate_size"],
+                routing,
+                shared_width=read["shared_expert_intermediate_size"],
+                shared_gate=True,
+            ),
+        )

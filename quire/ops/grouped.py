@@ -1,0 +1,121 @@
+"""The two grouped matmuls of a sparse MLP: each token is multiplied by the matrices of its own experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import Op, native
+from quire.ops.gated_linear import ACTIVATIONS
+from quire.ops.invariance import MatmulRecipe
+from quire.ops.linear import linear_transposed
+
+GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
+GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+# Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
+_TILES = MatmulRecipe(min_rows=32, row_tile=32)
+
+
+def grouped_gate_up(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """x [n, h], expert_ids [n, k] int32, weight [experts, 2 * f, h], bias [experts, 2 * f] -> [n, k, f] in x's type.
+
+    Slot j of token i is activation(x[i] @ weight[e].T + bias[e]) with e = expert_ids[i, j]: the first half of the
+    outputs gates the second, as in `gated_linear`.
+    """
+    k = expert_ids.shape[1]
+    gate_up = _grouped(x.repeat_interleave(k, 0), expert_ids, weight, bias)
+    return ACTIVATIONS[activation](gate_up).view(x.shape[0], k, -1)
+
+
+def grouped_down(a: Tensor, expert_ids: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """a [n, k, f], expert_ids [n, k], weights [n, k] float32, weight [experts, h, f], bias [experts, h] -> [n, h].
+
+    The sum over slots j of (a[i, j] @ weight[e].T + bias[e]) * weights[i, j], in float32 and from the first slot to
+    the last, then rounded to a's type.
+    """
+    n, k, f = a.shape
+    out = _grouped(a.reshape(n * k, f), expert_ids, weight, bias).view(n, k, -1).float() * weights.unsqueeze(-1)
+    total = out[:, 0]
+    for slot in range(1, k):
+        total = total + out[:, slot]
+    return total.to(a.dtype)
+
+
+def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
+    """routed + shared, both [n, h]; with gate [n, 1] routed + sigmoid(gate) * shared. Float32 inside."""
+    wide = shared.float()
+    if gate is not None:
+        wide = wide / (1.0 + (-gate.float()).exp())
+    return (routed.float() + wide).to(routed.dtype)
+
+
+def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Row i of x [n * k, in] times the matrix of expert_ids.flatten()[i]: [n * k, out]."""
+    flat = expert_ids.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=weight.shape[0]).tolist()
+    out, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = order[start : start + count]
+            out[rows] = linear_transposed(x[rows], weight[expert], None if bias is None else bias[expert], _TILES)
+        start += count
+    return out
+
+
+def generate_gate_up_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str]:
+    n, k, experts, h, f = _sizes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, h, generator=generator),
+        _expert_ids(n, k, experts, generator),
+        torch.randn(experts, 2 * f, h, generator=generator) * h**-0.5,
+        torch.randn(experts, 2 * f, generator=generator) if seed % 2 else None,
+        sorted(ACTIVATIONS)[seed % len(ACTIVATIONS)],
+    )
+
+
+def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    n, k, experts, h, f = _sizes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, k, f, generator=generator),
+        _expert_ids(n, k, experts, generator),
+        torch.rand(n, k, generator=generator),
+        torch.randn(experts, h, f, generator=generator) * f**-0.5,
+        torch.randn(experts, h, generator=generator) if seed % 2 else None,
+    )
+
+
+def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    n, _, _, h, _ = _sizes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    gate = torch.randn(n, 1, generator=generator) if seed % 2 else None
+    return torch.randn(n, h, generator=generator), torch.randn(n, h, generator=generator), gate
+
+
+def _sizes(seed: int) -> tuple[int, int, int, int, int]:
+    """(tokens, experts of a token, experts, hidden size, width of an expert)."""
+    return (
+        (1, 3, 17, 70)[seed % 4],
+        (2, 4, 1)[seed % 3],
+        (4, 8, 16)[seed % 3],
+        16 * (1 + seed % 9),
+        8 * (1 + seed % 11),
+    )
+
+
+def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Tensor:
+    """No expert twice in a row, and one that nobody chose where there are few tokens."""
+    return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
+
+
+GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, generate_gate_up_inputs, 1e-4)
+GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_inputs, 1e-4)
+ADD_SHARED: Op[AddShared] = Op(
+    "add_shared", add_shared, generate_shared_inputs, 1e-5, (native("add_shared", "grouped"),)
+)
