@@ -1,0 +1,80 @@
+"""Slots sorted by expert, and the grouped matmuls over them, against the ops' references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE
+from tests.kernels.triton.paged import needs_triton
+
+pytestmark = needs_triton
+
+
+def ids_of(n: int, k: int, experts: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
+
+
+@pytest.mark.parametrize(("n", "k", "experts"), [(1, 2, 4), (5, 3, 8), (70, 2, 60), (33, 8, 128), (300, 4, 16)])
+@pytest.mark.parametrize("tile", [16, 32])
+def test_slots_are_sorted_stably_into_tiles_of_one_expert(n: int, k: int, experts: int, tile: int) -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+
+    ids = ids_of(n, k, experts)
+    order, tiles, size = sort_slots(ids.to(DEVICE), experts, tile)
+    assert size == tile
+    assert order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    seen = []
+    for expert, begin, end in tiles.t().tolist():
+        if expert < 0:
+            continue
+        assert 0 < end - begin <= tile
+        assert set(ids.flatten()[order.cpu()[begin:end].long()].tolist()) == {expert}
+        seen += range(begin, end)
+    assert sorted(seen) == list(range(n * k))
+
+
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 15])
+def test_chunks_are_counted_apart(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.kernels.triton import expert_slots
+
+    monkeypatch.setattr(expert_slots, "_CELLS", chunk)
+    ids = ids_of(100, 4, 12)
+    order = expert_slots.sort_slots(ids.to(DEVICE), 12, 16).order
+    assert order.tolist() == ids.flatten().argsort(stable=True).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_grouped_matmuls(seed: int) -> None:
+    from quire.kernels.triton.grouped_matmul import (
+        GroupedShape,
+        add_slots,
+        grouped_one_row,
+        grouped_tiles,
+        sort_slots,
+    )
+    from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
+
+    def on_device(inputs: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in inputs)
+
+    shape = GroupedShape(bn=32, bk=32, num_stages=2)
+    given = generate_gate_up_inputs(seed)
+    x, ids, weight, bias, activation = on_device(given)
+    expected = grouped_gate_up(*given).flatten(0, 1)
+    slots = sort_slots(ids, weight.shape[0], shape.bt)
+    out = grouped_tiles(x, slots, weight, bias, ids.shape[1], shape, activation)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-4)
+    out = grouped_one_row(x, ids, weight, bias, ids.shape[1], activation, lines=8, cols=64)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+    given = generate_down_inputs(seed)
+    a, ids, weights, weight, bias = on_device(given)
+    slots = sort_slots(ids, weight.shape[0], shape.bt)
+    for y in (
+        grouped_tiles(a, slots, weight, bias, 1, shape),
+        grouped_one_row(a, ids, weight, bias, 1, lines=4, cols=32),
+    ):
+        out = add_slots(y.view(*ids.shape, -1), weights)
+        torch.testing.assert_close(out.cpu(), grouped_down(*given), rtol=1e-4, atol=1e-4)
