@@ -24,7 +24,7 @@ def activated(acc, OUT: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, 
     """acc [LINES, SLOTS], gates and what they gate taking turns, rounded to OUT -> [LINES / 2, SLOTS]."""
     rounded = acc.to(OUT).to(tl.float32)
     gate, up = tl.split(tl.permute(tl.reshape(rounded, [LINES // 2, 2, SLOTS]), (0, 2, 1)))
-    if ACTIVATION == "swiglu_oai":
+    if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
