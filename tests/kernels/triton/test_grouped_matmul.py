@@ -35,11 +35,11 @@ def test_slots_are_sorted_stably_into_tiles_of_one_expert(n: int, k: int, expert
     assert sorted(seen) == list(range(n * k))
 
 
-@pytest.mark.parametrize("chunk", [1 << 10, 1 << 15])
-def test_chunks_are_counted_apart(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [16, 128, 1 << 12])
+def test_slots_are_looked_at_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels.triton import expert_slots
 
-    monkeypatch.setattr(expert_slots, "_CELLS", chunk)
+    monkeypatch.setattr(expert_slots, "_AT_ONCE", at_once)
     ids = ids_of(100, 4, 12)
     order = expert_slots.sort_slots(ids.to(DEVICE), 12, 16).order
     assert order.tolist() == ids.flatten().argsort(stable=True).tolist()
