@@ -1,0 +1,176 @@
+"""Routing: the router's logits, and a program for each token that chooses its experts and their weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
+
+# A router has few outputs: without splits a product would keep one or two programs busy. Always as many, so that a
+# token's logits do not depend on how many others there are.
+_SPLITS = 8
+_TOKENS = 64  # of a tile
+_MOST_TILES = 1 << 14  # that there are counters for
+
+
+class Routing(Protocol):
+    """See quire/ops/routing.py."""
+
+    top_k: int
+    score: str
+    weighting: str
+    renormalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+    group_score: str
+    least_sum: float
+
+
+@triton.jit
+def _best(values, lanes, COUNT: tl.constexpr):
+    """The index of the largest of values [COUNT], of equal ones the first; NaN counts as the least."""
+    values = tl.where(values == values, values, float("-inf"))
+    return tl.min(tl.where(values == tl.max(values), lanes, COUNT))
+
+
+@triton.jit
+def _within_groups(
+    choice, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr
+):
+    """-inf for all experts but those of the best groups."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    grouped = tl.reshape(choice, [GROUPS, SIZE])
+    groups, members = tl.arange(0, GROUPS), tl.arange(0, SIZE)
+    score = tl.max(grouped, axis=1)
+    if TOP2:
+        best = tl.min(tl.where(grouped == score[:, None], members[None, :], SIZE), axis=1)
+        score += tl.max(tl.where(members[None, :] == best[:, None], float("-inf"), grouped), axis=1)
+    kept = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        group = _best(tl.where(kept > 0, float("-inf"), score), groups, GROUPS)
+        kept = tl.where(groups == group, 1, kept)
+    return tl.reshape(tl.where((kept > 0)[:, None], grouped, float("-inf")), [EXPERTS])
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,  # [n, experts] float32
+    bias_ptr,
+    ids_ptr,  # [n, K] int32
+    weights_ptr,  # [n, K] float32
+    num_experts,
+    scale,
+    least_sum,
+    SCORE: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lanes, slots = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    exists = lanes < num_experts
+    logits = tl.load(logits_ptr + row * num_experts + lanes, mask=exists, other=float("-inf"))
+    scores = logits
+    if SCORE == "softmax":
+        exps = tl.exp(logits - tl.max(logits))
+        scores = exps / tl.sum(exps)
+    elif SCORE == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORE == "sqrt_softplus":
+        scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + lanes, mask=exists, other=0.0)
+    choice = tl.where(exists, choice, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        choice = _within_groups(choice, EXPERTS, GROUPS, TOP_GROUPS, TOP2)
+    ids = tl.zeros([SLOTS], tl.int32)
+    weights = tl.full([SLOTS], float("-inf") if WEIGHTING == "softmax" else 0.0, tl.float32)
+    taken = ~exists
+    total = 0.0
+    for slot in tl.static_range(K):
+        # Experts that are taken come after all others, also where what is left is -inf.
+        expert = _best(tl.where(taken, float("-inf"), choice), tl.where(taken, EXPERTS, lanes), EXPERTS)
+        chosen = lanes == expert
+        taken = taken | chosen
+        value = tl.sum(tl.where(chosen, scores if WEIGHTING == "scores" else logits, 0.0))
+        if WEIGHTING == "sigmoid":
+            value = 1.0 / (1.0 + tl.exp(-value))
+        ids = tl.where(slots == slot, expert, ids)
+        weights = tl.where(slots == slot, value, weights)
+        total += value
+    if WEIGHTING == "softmax":
+        weights = tl.exp(weights - tl.max(weights))
+        total = 0.0
+        for slot in tl.static_range(K):
+            total += tl.sum(tl.where(slots == slot, weights, 0.0))
+        weights = weights / total
+        total = 1.0
+    if RENORMALIZE:
+        weights = weights / tl.maximum(total, least_sum)
+    at = row * K + slots
+    tl.store(ids_ptr + at, ids, mask=slots < K)
+    tl.store(weights_ptr + at, weights * scale, mask=slots < K)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """logits float32 [n, experts], bias [experts] -> (expert ids [n, k] int32, weights [n, k] float32)."""
+    rows, num_experts = logits.shape
+    k = routing.top_k
+    ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
+    grouped = routing.top_groups < routing.num_groups
+    experts = int(triton.next_power_of_2(num_experts))
+    assert not grouped or experts == num_experts, "groups of experts are a power of two"
+    if rows:
+        _route_kernel[(rows,)](
+            logits,
+            logits if bias is None else bias,
+            ids,
+            weights,
+            num_experts,
+            routing.scale,
+            routing.least_sum,
+            SCORE=routing.score,
+            WEIGHTING=routing.weighting,
+            HAS_BIAS=bias is not None,
+            RENORMALIZE=routing.renormalize,
+            GROUPS=routing.num_groups if grouped else 1,
+            TOP_GROUPS=routing.top_groups if grouped else 1,
+            TOP2=routing.group_score == "top2",
+            K=k,
+            SLOTS=int(triton.next_power_of_2(k)),
+            EXPERTS=experts,
+            num_warps=1 if experts <= 128 else 2,
+            **launch_options(fused=False),
+        )
+    return ids, weights
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, hidden], weight [experts, hidden] of one type -> x @ weight.T + bias in float32 [n, experts]."""
+    rows, (n, k) = x.shape[0], weight.shape
+    bn = 32
+    bt = max(16, min(_TOKENS, int(triton.next_power_of_2(rows))))
+    splits = min(_SPLITS, triton.cdiv(k, 128))
+    if triton.cdiv(rows, bt) * triton.cdiv(n, bn) > _MOST_TILES:
+        bt, bn = 128, 128
+    shape = TileShape(splits, bt=bt, bn=bn, num_stages=3)
+    counters = arrival_counters(x.device)
+    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, out_dtype=torch.float32)
