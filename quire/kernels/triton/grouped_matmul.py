@@ -14,9 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import gate_times_up
-from quire.kernels.triton.expert_slots import SortedSlots, sort_slots
+from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
 from quire.kernels.triton.tile_matmul import lines_of
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """An activation of `gate`, times `up`; all float32."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
+    return gate_times_up(gate, up, ACTIVATION == "gelu_tanh")
 
 
 @triton.jit
@@ -24,11 +34,7 @@ def activated(acc, OUT: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, 
     """acc [LINES, SLOTS], gates and what they gate taking turns, rounded to OUT -> [LINES / 2, SLOTS]."""
     rounded = acc.to(OUT).to(tl.float32)
     gate, up = tl.split(tl.permute(tl.reshape(rounded, [LINES // 2, 2, SLOTS]), (0, 2, 1)))
-    if ACTIVATION == "clamped_swiglu":
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
-        return (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
-    return gate_times_up(gate, up, ACTIVATION == "gelu_tanh")
+    return gated(gate, up, ACTIVATION)
 
 
 @triton.jit
@@ -239,5 +245,3 @@ def add_slots(y: Tensor, weights: Tensor) -> Tensor:
     )
     return out
 
-
-__all__ = ["GroupedShape", "add_slots", "grouped_one_row", "grouped_tiles", "sort_slots"]

@@ -47,13 +47,8 @@ def test_slots_are_looked_at_in_pieces(at_once: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("seed", [0, 1, 5, 6])
 def test_grouped_matmuls(seed: int) -> None:
-    from quire.kernels.triton.grouped_matmul import (
-        GroupedShape,
-        add_slots,
-        grouped_one_row,
-        grouped_tiles,
-        sort_slots,
-    )
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped_one_row, grouped_tiles
     from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
 
     def on_device(inputs: tuple[object, ...]) -> tuple[object, ...]:
@@ -79,3 +74,21 @@ def test_grouped_matmuls(seed: int) -> None:
     for y in results:
         out = add_slots(y.view(*ids.shape, -1), weights)
         torch.testing.assert_close(out.cpu(), grouped_down(*given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_sorted_lines(seed: int) -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.grouped_sorted import gather_lines, grouped_sorted
+    from quire.ops.grouped import generate_gate_up_inputs, grouped_gate_up
+
+    shape = GroupedShape(bt=16, bn=32, bk=16, num_stages=2)
+    x, ids, weight, bias, activation = generate_gate_up_inputs(seed)
+    expected = grouped_gate_up(x, ids, weight, bias, activation).flatten(0, 1)
+    slots = sort_slots(ids.to(DEVICE), weight.shape[0], shape.bt)
+    lines = gather_lines(x.to(DEVICE), slots, ids.shape[1])
+    given = (lines, slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape, activation)
+    order = slots.order.cpu().long()
+    torch.testing.assert_close(grouped_sorted(*given).cpu(), expected[order], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(grouped_sorted(*given, scatter=True).cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,70 @@
+"""The sparse MLP of a mixture of experts: which kernels for how many tokens.
+
+One token uses multiply-and-add with the lines of its experts. A few are sorted by expert, so that each expert's
+matrices are read once; many are brought into the order of their experts first.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels.triton.expert_slots import sort_slots
+from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped_one_row, grouped_tiles
+from quire.kernels.triton.grouped_sorted import gather_lines, grouped_sorted, sorted_fits
+
+_MAX_ROWS_ALONE = 2
+# Slots an expert has on average, and how tiles are cut then; measured on an H200.
+_FEW = 8
+_SOME = 64
+_FEW_SHAPE = GroupedShape(16, 64, 128, 4, 4)
+_SOME_SHAPE = GroupedShape(32, 64, 128, 4, 4)
+_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
+_SORTED_SHAPE = GroupedShape(128, 256, 64, 8, 3)
+
+
+def sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """x [n, h], expert_ids and weights [n, k] -> [n, h]; see quire/ops/grouped.py."""
+    n, k = expert_ids.shape
+    if 0 < n <= _MAX_ROWS_ALONE:
+        a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=256)
+        y = grouped_one_row(a, expert_ids, down, down_bias, 1, lines=4, cols=256)
+        return add_slots(y.view(n, k, -1), weights)
+    return sparse_mlp_fixed(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation)
+
+
+def sparse_mlp_fixed(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """The same, every inner sum in one order for any number of tokens."""
+    n, k = expert_ids.shape
+    num_experts = gate_up.shape[0]
+    if n == 0:
+        return x.new_empty(0, down.shape[1])
+    mean = n * k / num_experts
+    if mean > _SOME and sorted_fits(x, gate_up, down):
+        slots = sort_slots(expert_ids, num_experts, _SORTED_SHAPE.bt)
+        lines = gather_lines(x, slots, k)
+        a = grouped_sorted(lines, slots, gate_up, gate_up_bias, _SORTED_SHAPE, activation)
+        y = grouped_sorted(a, slots, down, down_bias, _SORTED_SHAPE, scatter=True)
+    else:
+        shape = _FEW_SHAPE if mean <= _FEW else _SOME_SHAPE if mean <= _SOME else _MANY_SHAPE
+        slots = sort_slots(expert_ids, num_experts, shape.bt)
+        a = grouped_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
+        y = grouped_tiles(a, slots, down, down_bias, 1, shape)
+    return add_slots(y.view(n, k, -1), weights)
