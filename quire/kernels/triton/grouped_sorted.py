@@ -19,17 +19,8 @@ _ALIGNMENT = 16  # bytes, of what the copies begin at
 
 
 @triton.jit
-def _gather_kernel(x_ptr, order_ptr, out_ptr, WIDTH, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
-    row = (tl.load(order_ptr + place) // PER_ROW).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    tl.store(out_ptr + place * WIDTH + columns, tl.load(x_ptr + row * WIDTH + columns, mask=inside), mask=inside)
-
-
-@triton.jit
 def _sorted_kernel(
-    x_lines,  # descriptor of x [slots, K], tiles of [BT, BK]
+    x_lines,  # descriptor of x [slots, K], tiles of [BT, BK]; x [n, K] itself where its lines are gathered
     weight_lines,  # descriptor of the weights [experts * N, K], tiles of [BN, BK], or half of it where gated
     bias_ptr,
     out_ptr,  # [slots, width]
@@ -40,6 +31,8 @@ def _sorted_kernel(
     K,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PER_ROW: tl.constexpr,  # slots that share a line of x, which is gathered; 0: lines of x are sorted slots
+    EVEN: tl.constexpr,  # K is whole pieces of BK
     SCATTER: tl.constexpr,  # results stand where their slots do, else sorted
     GROUP: tl.constexpr,
     BT: tl.constexpr,
@@ -59,11 +52,22 @@ def _sorted_kernel(
         return
     begin = tl.load(tiles_ptr + num_tiles + tile)
     end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    places = begin + tl.arange(0, BT)
+    inside = places < end
+    slots = tl.load(order_ptr + places, mask=inside, other=0)
+    inner = tl.arange(0, BK)
+    if PER_ROW > 0:
+        x_at = x_lines + (slots // PER_ROW).to(tl.int64)[None, :] * K + inner[:, None]
     acc = tl.zeros([LINES, BT], tl.float32)
     if ACTIVATION != "":
         up = tl.zeros([LINES, BT], tl.float32)
     for start in range(0, K, BK):
-        x = x_lines.load([begin, start]).T
+        if PER_ROW == 0:
+            x = x_lines.load([begin, start]).T
+        elif EVEN:
+            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+        else:
+            x = tl.load(x_at + start, mask=inside[None, :] & (start + inner < K)[:, None], other=0.0)
         acc = tl.dot(weight_lines.load([expert * N + line, start]), x, acc)
         if ACTIVATION != "":
             up = tl.dot(weight_lines.load([expert * N + width + line, start]), x, up)
@@ -77,23 +81,10 @@ def _sorted_kernel(
     if ACTIVATION != "":  # of what the product alone would be, rounded
         kind = out_ptr.dtype.element_ty
         acc = gated(acc.to(kind).to(tl.float32), up.to(kind).to(tl.float32), ACTIVATION)
-    places = begin + tl.arange(0, BT)
-    inside = places < end
     if SCATTER:
-        places = tl.load(order_ptr + places, mask=inside, other=0)
+        places = slots
     at = places.to(tl.int64)[:, None] * width + outputs[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside[:, None] & out_mask[None, :])
-
-
-def gather_lines(x: Tensor, slots: SortedSlots, per_row: int) -> Tensor:
-    """x [n, width] -> the lines of sorted slots, [n * per_row, width]."""
-    width = x.shape[1]
-    out = torch.empty(slots.order.shape[0], width, dtype=x.dtype, device=x.device)
-    block = min(2048, int(triton.next_power_of_2(width)))
-    _gather_kernel[(slots.order.shape[0], triton.cdiv(width, block))](
-        x, slots.order, out, width, PER_ROW=per_row, BLOCK=block, num_warps=4
-    )
-    return out
 
 
 def grouped_sorted(
@@ -104,18 +95,22 @@ def grouped_sorted(
     shape: GroupedShape,
     activation: str = "",
     *,
+    per_row: int = 0,
     scatter: bool = False,
-    group: int = 8,
+    group: int = 1,
 ) -> Tensor:
-    """x [slots, K], sorted -> [slots, N], or N / 2 with an activation, sorted or where the slots stand."""
+    """x [slots, K], sorted -> [slots, N], or N / 2 with an activation, sorted or where the slots stand.
+
+    With `per_row` x is [slots / per_row, K], and slot s has line s // per_row of it.
+    """
     experts, n, k = weight.shape
     assert slots.size == shape.bt
     width, lines = (n // 2, shape.bn // 2) if activation else (n, shape.bn)
-    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+    out = torch.empty(slots.order.shape[0], width, dtype=x.dtype, device=x.device)
     num_tiles = slots.tiles.shape[1]
     flat = weight.view(experts * n, k)
     _sorted_kernel[(num_tiles * triton.cdiv(width, lines),)](
-        TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, shape.bk]),
+        x if per_row else TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, shape.bk]),
         TensorDescriptor(flat, list(flat.shape), [k, 1], [lines, shape.bk]),
         weight if bias is None else bias,
         out,
@@ -126,6 +121,8 @@ def grouped_sorted(
         k,
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
+        PER_ROW=per_row,
+        EVEN=k % shape.bk == 0,
         SCATTER=scatter,
         GROUP=group,
         BT=shape.bt,

@@ -1,7 +1,7 @@
 """The sparse MLP of a mixture of experts: which kernels for how many tokens.
 
 One token uses multiply-and-add with the lines of its experts. A few are sorted by expert, so that each expert's
-matrices are read once; many are brought into the order of their experts first.
+matrices are read once; of many what is between the two matmuls lies in the order of their experts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped_one_row, grouped_tiles
-from quire.kernels.triton.grouped_sorted import gather_lines, grouped_sorted, sorted_fits
+from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 
 _MAX_ROWS_ALONE = 2
 # Slots an expert has on average, and how tiles are cut then; measured on an H200.
@@ -19,7 +19,8 @@ _SOME = 64
 _FEW_SHAPE = GroupedShape(16, 64, 128, 4, 4)
 _SOME_SHAPE = GroupedShape(32, 64, 128, 4, 4)
 _MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
-_SORTED_SHAPE = GroupedShape(128, 256, 64, 8, 3)
+_SORTED_SHAPE = GroupedShape(128, 256, 64, 8, 4)
+_SORTED_GATED_SHAPE = GroupedShape(128, 128, 64, 4, 3)
 
 
 def sparse_mlp(
@@ -59,8 +60,7 @@ def sparse_mlp_fixed(
     mean = n * k / num_experts
     if mean > _SOME and sorted_fits(x, gate_up, down):
         slots = sort_slots(expert_ids, num_experts, _SORTED_SHAPE.bt)
-        lines = gather_lines(x, slots, k)
-        a = grouped_sorted(lines, slots, gate_up, gate_up_bias, _SORTED_SHAPE, activation)
+        a = grouped_sorted(x, slots, gate_up, gate_up_bias, _SORTED_GATED_SHAPE, activation, per_row=k)
         y = grouped_sorted(a, slots, down, down_bias, _SORTED_SHAPE, scatter=True)
     else:
         shape = _FEW_SHAPE if mean <= _FEW else _SOME_SHAPE if mean <= _SOME else _MANY_SHAPE

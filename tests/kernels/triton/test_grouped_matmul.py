@@ -79,16 +79,24 @@ def test_grouped_matmuls(seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 4])
 def test_sorted_lines(seed: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
-    from quire.kernels.triton.grouped_matmul import GroupedShape
-    from quire.kernels.triton.grouped_sorted import gather_lines, grouped_sorted
-    from quire.ops.grouped import generate_gate_up_inputs, grouped_gate_up
+    from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
+    from quire.kernels.triton.grouped_sorted import grouped_sorted
+    from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
 
     shape = GroupedShape(bt=16, bn=32, bk=16, num_stages=2)
     x, ids, weight, bias, activation = generate_gate_up_inputs(seed)
     expected = grouped_gate_up(x, ids, weight, bias, activation).flatten(0, 1)
     slots = sort_slots(ids.to(DEVICE), weight.shape[0], shape.bt)
-    lines = gather_lines(x.to(DEVICE), slots, ids.shape[1])
-    given = (lines, slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape, activation)
     order = slots.order.cpu().long()
-    torch.testing.assert_close(grouped_sorted(*given).cpu(), expected[order], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(grouped_sorted(*given, scatter=True).cpu(), expected, rtol=1e-3, atol=1e-3)
+    given = (slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape, activation)
+    lines = x.repeat_interleave(ids.shape[1], 0)[order].to(DEVICE)
+    torch.testing.assert_close(grouped_sorted(lines, *given).cpu(), expected[order], rtol=1e-3, atol=1e-3)
+    gathered = grouped_sorted(x.to(DEVICE), *given, per_row=ids.shape[1])
+    torch.testing.assert_close(gathered.cpu(), expected[order], rtol=1e-3, atol=1e-3)
+
+    a, ids, weights, weight, bias = generate_down_inputs(seed)
+    order = (slots := sort_slots(ids.to(DEVICE), weight.shape[0], shape.bt)).order.cpu().long()
+    given = (slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape)
+    y = grouped_sorted(a.flatten(0, 1)[order].to(DEVICE), *given, scatter=True)
+    out = add_slots(y.view(*ids.shape, -1), weights.to(DEVICE))
+    torch.testing.assert_close(out.cpu(), grouped_down(a, ids, weights, weight, bias), rtol=1e-3, atol=1e-3)
