@@ -1,0 +1,76 @@
+"""Matmuls with 4-bit weights against the same matmuls with the weights that these stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE
+from tests.kernels.triton.paged import needs_triton
+
+pytestmark = needs_triton
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def make_packed(experts: int, n: int, k: int, group: int, kind: str, seed: int = 0) -> tuple[Any, Tensor]:
+    """A packed weight, and [experts, n, k] in float32."""
+    from quire.kernels.triton.packed_matmul import PackedWeight, pack_codes
+
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (experts, n, k), generator=generator)
+    shape = (experts, n, k // group)
+    zeros = None
+    if kind == "e2m1":
+        scales = torch.randint(124, 129, shape, generator=generator).to(torch.uint8)
+        values = torch.where(codes < 8, E2M1[codes & 7], -E2M1[codes & 7])
+        factors = torch.ldexp(torch.ones(shape), scales.int() - 127)
+    else:
+        scales = factors = torch.rand(shape, generator=generator) + 0.5
+        offset = torch.full(shape, 8.0)
+        if kind == "zeros":
+            zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+            offset = zeros.float()
+        values = codes - offset.repeat_interleave(group, -1)
+    dense = values * factors.repeat_interleave(group, -1)
+    on_device = PackedWeight(
+        pack_codes(codes).to(DEVICE), scales.to(DEVICE), None if zeros is None else zeros.to(DEVICE), kind == "e2m1"
+    )
+    return on_device, dense
+
+
+@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "zeros"), (64, "implied"), (192, "implied")])
+def test_one_matrix(group: int, kind: str) -> None:
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_matmul import packed_one_row, packed_tiles
+
+    k = 384 if group == 192 else 256
+    weight, dense = make_packed(1, 40, k, group, kind)
+    x, bias = torch.randn(3, k), torch.randn(1, 40)
+    expected = x @ dense[0].T + bias
+    out = packed_tiles(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, GroupedShape(bn=32, num_stages=2))
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
+    out = packed_one_row(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, cols=128, lines=8)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("k", [128, 192])
+def test_experts(k: int) -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_matmul import packed_one_row, packed_tiles
+    from quire.ops.grouped import grouped_gate_up
+
+    weight, dense = make_packed(4, 48, k, 32, "e2m1", 1)
+    x = torch.randn(3, k)
+    ids = torch.tensor([[0, 2], [2, 1], [3, 2]], dtype=torch.int32)
+    expected = grouped_gate_up(x, ids, dense, None, "clamped_swiglu").flatten(0, 1)
+    slots = sort_slots(ids.to(DEVICE), 4, 16)
+    shape = GroupedShape(bn=32, num_stages=2)
+    out = packed_tiles(x.to(DEVICE), slots, weight, None, 2, shape, "clamped_swiglu")
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
+    out = packed_one_row(x.to(DEVICE), ids.to(DEVICE), weight, None, 2, "clamped_swiglu", cols=128, lines=8)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
