@@ -8,7 +8,7 @@ scale, and integers may have a zero point; E2M1 has scales that are powers of tw
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, activated
-from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
+from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
 from quire.kernels.triton.tile_matmul import lines_of
 
 CHUNK = 64  # columns whose halves share bytes
@@ -58,63 +58,85 @@ def _scale_of(scale_ptr, at, mask):
 
 
 @triton.jit
-def _spread(values, LINES: tl.constexpr, CHUNKS: tl.constexpr):
-    """[LINES, CHUNKS], one for each half chunk -> [LINES, CHUNKS * 32]."""
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [LINES, CHUNKS, 32]), [LINES, CHUNKS * 32])
+def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
+    """128 more than the zero point of each line, as bfloat16 [LINES, COLUMNS]."""
+    zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
+    return tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
 
 
 @triton.jit
-def _decoded(codes, scale, zero, IS_FLOAT: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """Codes of 4 bits, their scales and zero points, all of one shape -> float32."""
-    if IS_FLOAT:
-        # Shifted so that its exponent and mantissa are those of a float16, E2M1 is 2 ** -14 of what it means.
-        bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32) * (scale * 16384.0)
-    number = codes.to(tl.float32)
-    return (number - (zero if HAS_ZEROS else 8.0)) * scale
-
-
-@triton.jit
-def _halves(
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    line,  # [LINES] int64
-    line_mask,
-    start,
-    K,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """The two halves of PIECE columns from `start` on, [LINES, PIECE / 2] float32 each."""
-    CHUNKS: tl.constexpr = PIECE // 64
-    HALF: tl.constexpr = PIECE // 2
-    inner = start // 2 + tl.arange(0, HALF)
-    at = line[:, None] * (K // 2) + inner[None, :]
-    codes = tl.load(codes_ptr + at, mask=line_mask[:, None] & (inner < K // 2)[None, :], other=0)
-    chunks = start + tl.arange(0, CHUNKS) * 64
-    group_mask = line_mask[:, None] & (chunks < K)[None, :]
-    low_at = line[:, None] * (K // GROUP) + (chunks // GROUP)[None, :]
-    low_scale = _scale_of(scale_ptr, low_at, group_mask)
-    low_zero = low_scale
-    if HAS_ZEROS:
-        low_zero = tl.load(zero_ptr + low_at, mask=group_mask, other=0).to(tl.float32)
-    high_scale, high_zero = low_scale, low_zero
-    if GROUP < 64:
-        high_at = line[:, None] * (K // GROUP) + ((chunks + 32) // GROUP)[None, :]
-        high_scale = _scale_of(scale_ptr, high_at, group_mask)
-        if HAS_ZEROS:
-            high_zero = tl.load(zero_ptr + high_at, mask=group_mask, other=0).to(tl.float32)
-    low = _decoded(
-        codes & 15, _spread(low_scale, LINES, CHUNKS), _spread(low_zero, LINES, CHUNKS), IS_FLOAT, HAS_ZEROS
-    )
-    high = _decoded(
-        codes >> 4, _spread(high_scale, LINES, CHUNKS), _spread(high_zero, LINES, CHUNKS), IS_FLOAT, HAS_ZEROS
-    )
-    return low, high
+def _halves(codes, low_zero, high_zero, kind: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
+    """Bytes and, as bfloat16, 128 more than the zero points of their low and high codes -> what these stand for."""
+    if ASM and IS_FLOAT:
+        # Shifted to where exponent and mantissa of a bfloat16 begin, E2M1 is 2 ** -126 of what it means.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 even, odd, low, high, power;
+            mov.b32 power, 0x7E807E80;
+            prmt.b32 even, $4, 0, 0x4140;
+            prmt.b32 odd, $4, 0, 0x4342;
+            shl.b32 low, even, 6;
+            shl.b32 high, even, 12;
+            and.b32 high, high, 0x80008000;
+            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
+            mul.bf16x2 $0, low, power;
+            shl.b32 low, odd, 6;
+            shl.b32 high, odd, 12;
+            and.b32 high, high, 0x80008000;
+            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
+            mul.bf16x2 $1, low, power;
+            shl.b32 low, even, 2;
+            shl.b32 high, even, 8;
+            and.b32 high, high, 0x80008000;
+            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
+            mul.bf16x2 $2, low, power;
+            shl.b32 low, odd, 2;
+            shl.b32 high, odd, 8;
+            and.b32 high, high, 0x80008000;
+            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
+            mul.bf16x2 $3, low, power;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    if ASM:
+        # 128 has a bfloat16 whose last bits count ones: a code in them is 128 more than itself.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 even, odd, part;
+            prmt.b32 even, $4, 0, 0x4140;
+            prmt.b32 odd, $4, 0, 0x4342;
+            lop3.b32 part, even, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 $0, part, $5;
+            lop3.b32 part, odd, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 $1, part, $6;
+            shr.b32 even, even, 4;
+            shr.b32 odd, odd, 4;
+            lop3.b32 part, even, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 $2, part, $7;
+            lop3.b32 part, odd, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 $3, part, $8;
+            }
+            """,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [codes, low_zero, high_zero],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    low, high = codes & 15, codes >> 4
+    if IS_FLOAT:  # shifted to where those of a float16 begin, it is 2 ** -14 of what it means
+        low = (((low & 7).to(tl.int16) << 9) | ((low & 8).to(tl.int16) << 12)).to(tl.float16, bitcast=True)
+        high = (((high & 7).to(tl.int16) << 9) | ((high & 8).to(tl.int16) << 12)).to(tl.float16, bitcast=True)
+        return (low.to(tl.float32) * 16384.0).to(kind), (high.to(tl.float32) * 16384.0).to(kind)
+    low = low.to(tl.float32) + 128.0 - low_zero.to(tl.float32)
+    return low.to(kind), (high.to(tl.float32) + 128.0 - high_zero.to(tl.float32)).to(kind)
 
 
 @triton.jit
@@ -137,10 +159,11 @@ def _packed_kernel(
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,  # slots are sorted into tiles; else slot s is line s of x and there is one matrix
     PER_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a scale
+    ASM: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr,  # at most GROUP; where that is 32, each half of a chunk has its own scale
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
@@ -159,19 +182,36 @@ def _packed_kernel(
         inside = slots < num_slots
     lines, outputs, width = lines_of(line_tile, N, BN, ACTIVATION != "")
     line_mask = outputs < width
-    half = tl.arange(0, BK // 2)
+    HALF: tl.constexpr = BK // 2
+    half = tl.arange(0, HALF)
     low_columns = half // 32 * 64 + half % 32
+    line = expert * N + lines
     x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + low_columns[:, None]
+    codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
+    groups = line * (K // GROUP)
+    kind = x_ptr.dtype.element_ty
+    low_zero = tl.full([BN, HALF], 136.0, tl.bfloat16)
+    high_zero = low_zero
     acc = tl.zeros([BN, BT], tl.float32)
-    for start in range(0, K, BK):
-        low, high = _halves(
-            codes_ptr, scale_ptr, zero_ptr, expert * N + lines, line_mask, start, K, IS_FLOAT, HAS_ZEROS, GROUP, BN, BK
-        )
-        x_mask = inside[None, :] & (start + low_columns < K)[:, None]
-        x_low = tl.load(x_at + start, mask=x_mask, other=0.0)
-        x_high = tl.load(x_at + start + 32, mask=x_mask, other=0.0)
-        acc = tl.dot(low.to(x_low.dtype), x_low, acc, input_precision="ieee")
-        acc = tl.dot(high.to(x_high.dtype), x_high, acc, input_precision="ieee")
+    for start in range(0, K, BK):  # K is whole pieces
+        codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
+        x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+        x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
+        scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
+        if HAS_ZEROS:
+            low_zero = _zero_of(zero_ptr, groups + start // GROUP, line_mask, BN, HALF)
+            high_zero = low_zero
+            if GROUP == 32:
+                high_zero = _zero_of(zero_ptr, groups + start // GROUP + 1, line_mask, BN, HALF)
+        low, high = _halves(codes, low_zero, high_zero, kind, IS_FLOAT, ASM)
+        part = tl.dot(low, x_low, input_precision="ieee")
+        if GROUP == 32:
+            acc += part * scale[:, None]
+            scale = _scale_of(scale_ptr, groups + start // GROUP + 1, line_mask)
+            part = tl.dot(high, x_high, input_precision="ieee")
+        else:
+            part = tl.dot(high, x_high, part, input_precision="ieee")
+        acc += part * scale[:, None]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * N + lines, mask=line_mask, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":
@@ -182,83 +222,18 @@ def _packed_kernel(
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _packed_one_row_kernel(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    ids_ptr,
-    out_ptr,  # [slots, width]
-    N,
-    K,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The same for few slots, a program for some lines of each: multiply and add over long contiguous pieces."""
-    begin_dependent(PDL)
-    slot = tl.program_id(1)
-    expert = tl.zeros([], tl.int64)
-    if GROUPED:
-        expert = tl.load(ids_ptr + slot).to(tl.int64)
-    lines, outputs, width = lines_of(tl.program_id(0), N, LINES, ACTIVATION != "")
-    inside = outputs < width
-    half = tl.arange(0, COLS // 2)
-    low_columns = half // 32 * 64 + half % 32
-    x_ptr += slot // PER_ROW * K
-    acc = tl.zeros([LINES, COLS // 2], tl.float32)
-    for start in range(0, K, COLS):
-        low, high = _halves(
-            codes_ptr, scale_ptr, zero_ptr, expert * N + lines, inside, start, K, IS_FLOAT, HAS_ZEROS, GROUP, LINES,
-            COLS,
-        )  # fmt: skip
-        present = start + low_columns < K
-        x_low = tl.load(x_ptr + start + low_columns, mask=present, other=0.0)
-        x_high = tl.load(x_ptr + start + 32 + low_columns, mask=present, other=0.0)
-        # Rounded like what matrix units multiply by.
-        kind = x_ptr.dtype.element_ty
-        acc += low.to(kind).to(tl.float32) * x_low.to(tl.float32)[None, :]
-        acc += high.to(kind).to(tl.float32) * x_high.to(tl.float32)[None, :]
-    out = tl.sum(acc, axis=1)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + expert * N + lines, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        out = tl.reshape(activated(out[:, None], out_ptr.dtype.element_ty, LINES, 1, ACTIVATION), [LINES // 2])
-        outputs = tl.program_id(0) * (LINES // 2) + tl.arange(0, LINES // 2)
-    tl.store(out_ptr + slot * width + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
+def piece(weight: PackedWeight, wanted: int) -> int:
+    """Columns at a time: whole chunks within one scale, or one chunk where each half has its own."""
+    columns = min(wanted, max(CHUNK, weight.group))
+    while weight.group > 32 and weight.group % columns:
+        columns -= CHUNK
+    return columns
 
 
-class _Given(NamedTuple):
-    """What both kernels take of a weight and its bias."""
-
-    tensors: tuple[Tensor, ...]
-    known: dict[str, object]
-    width: int
-
-
-def _given(weight: PackedWeight, bias: Tensor | None, activation: str) -> _Given:
-    _, n, k = weight.sizes
-    assert k % CHUNK == 0
-    assert weight.group % 32 == 0
-    zeros = weight.codes if weight.zeros is None else weight.zeros
-    known: dict[str, object] = {
-        "IS_FLOAT": weight.is_float,
-        "HAS_ZEROS": weight.zeros is not None,
-        "HAS_BIAS": bias is not None,
-        "ACTIVATION": activation,
-        "GROUP": weight.group,
-    }
-    bias = weight.scales if bias is None else bias
-    return _Given((weight.codes, weight.scales, zeros, bias), known, n // 2 if activation else n)
+@cache
+def has_packed_arithmetic() -> bool:
+    """Whether pairs of bfloat16 are computed at once."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
 
 
 def packed_tiles(
@@ -275,14 +250,18 @@ def packed_tiles(
     Without `slots` there is one matrix, and every line of x is a slot.
     """
     _, n, k = weight.sizes
-    given = _given(weight, bias, activation)
+    bk = piece(weight, shape.bk)
+    assert k % bk == 0
     num_slots = x.shape[0] if slots is None else slots.order.shape[0]
-    out = torch.empty(num_slots, given.width, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_slots, n // 2 if activation else n, dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_slots, shape.bt) if slots is None else slots.tiles.shape[1]
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
     _packed_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
-        *given.tensors,
+        weight.codes,
+        weight.scales,
+        weight.codes if weight.zeros is None else weight.zeros,
+        weight.scales if bias is None else bias,
         out,
         order,
         tiles,
@@ -290,48 +269,19 @@ def packed_tiles(
         num_tiles,
         n,
         k,
+        IS_FLOAT=weight.is_float,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=activation,
         GROUPED=slots is not None,
         PER_ROW=per_row,
+        GROUP=weight.group,
+        ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),
         BT=shape.bt,
         BN=shape.bn,
-        BK=shape.bk,
+        BK=bk,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (shape.bt * x.element_size() + shape.bn) * shape.bk),
-        **given.known,
-        **launch_options(),
-    )
-    return out
-
-
-def packed_one_row(
-    x: Tensor,
-    expert_ids: Tensor | None,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    per_row: int,
-    activation: str = "",
-    lines: int = 4,
-    cols: int = 1024,
-    num_warps: int = 4,
-) -> Tensor:
-    """The same for few slots."""
-    _, n, k = weight.sizes
-    given = _given(weight, bias, activation)
-    num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
-    out = torch.empty(num_slots, given.width, dtype=x.dtype, device=x.device)
-    _packed_one_row_kernel[(triton.cdiv(n, lines), num_slots)](
-        x,
-        *given.tensors,
-        out if expert_ids is None else expert_ids,
-        out,
-        n,
-        k,
-        GROUPED=expert_ids is not None,
-        PER_ROW=per_row,
-        LINES=lines,
-        COLS=cols,
-        num_warps=num_warps,
-        **given.known,
+        num_stages=stages_within(shape.num_stages, (shape.bt * x.element_size() + shape.bn) * bk),
         **launch_options(),
     )
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
@@ -76,6 +76,15 @@ def test_grouped_matmuls(seed: int) -> None:
         torch.testing.assert_close(out.cpu(), grouped_down(*given), rtol=1e-4, atol=1e-4)
 
 
+def half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(DEVICE, HALF)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """As near as eight bits of a product's sides allow."""
+    torch.testing.assert_close(out.float().cpu(), expected, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("seed", [1, 4])
 def test_sorted_lines(seed: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
@@ -88,15 +97,14 @@ def test_sorted_lines(seed: int) -> None:
     expected = grouped_gate_up(x, ids, weight, bias, activation).flatten(0, 1)
     slots = sort_slots(ids.to(DEVICE), weight.shape[0], shape.bt)
     order = slots.order.cpu().long()
-    given = (slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape, activation)
-    lines = x.repeat_interleave(ids.shape[1], 0)[order].to(DEVICE)
-    torch.testing.assert_close(grouped_sorted(lines, *given).cpu(), expected[order], rtol=1e-3, atol=1e-3)
-    gathered = grouped_sorted(x.to(DEVICE), *given, per_row=ids.shape[1])
-    torch.testing.assert_close(gathered.cpu(), expected[order], rtol=1e-3, atol=1e-3)
+    given = (slots, half(weight), None if bias is None else half(bias), shape, activation)
+    lines = half(x.repeat_interleave(ids.shape[1], 0)[order])
+    assert_near(grouped_sorted(lines, *given), expected[order])
+    assert_near(grouped_sorted(half(x), *given, per_row=ids.shape[1]), expected[order])
 
     a, ids, weights, weight, bias = generate_down_inputs(seed)
     order = (slots := sort_slots(ids.to(DEVICE), weight.shape[0], shape.bt)).order.cpu().long()
-    given = (slots, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), shape)
-    y = grouped_sorted(a.flatten(0, 1)[order].to(DEVICE), *given, scatter=True)
+    given = (slots, half(weight), None if bias is None else half(bias), shape)
+    y = grouped_sorted(half(a.flatten(0, 1)[order]), *given, scatter=True)
     out = add_slots(y.view(*ids.shape, -1), weights.to(DEVICE))
-    torch.testing.assert_close(out.cpu(), grouped_down(a, ids, weights, weight, bias), rtol=1e-3, atol=1e-3)
+    assert_near(out, grouped_down(a, ids, weights, weight, bias))

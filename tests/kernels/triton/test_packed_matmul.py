@@ -42,18 +42,18 @@ def make_packed(experts: int, n: int, k: int, group: int, kind: str, seed: int =
     return on_device, dense
 
 
-@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "zeros"), (64, "implied"), (192, "implied")])
+@pytest.mark.parametrize(
+    ("group", "kind"), [(32, "e2m1"), (128, "zeros"), (64, "implied"), (32, "zeros"), (384, "implied")]
+)
 def test_one_matrix(group: int, kind: str) -> None:
     from quire.kernels.triton.grouped_matmul import GroupedShape
-    from quire.kernels.triton.packed_matmul import packed_one_row, packed_tiles
+    from quire.kernels.triton.packed_matmul import packed_tiles
 
-    k = 384 if group == 192 else 256
+    k = 384 if group == 384 else 256
     weight, dense = make_packed(1, 40, k, group, kind)
     x, bias = torch.randn(3, k), torch.randn(1, 40)
     expected = x @ dense[0].T + bias
     out = packed_tiles(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, GroupedShape(bn=32, num_stages=2))
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
-    out = packed_one_row(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, cols=128, lines=8)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -61,7 +61,7 @@ def test_one_matrix(group: int, kind: str) -> None:
 def test_experts(k: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
     from quire.kernels.triton.grouped_matmul import GroupedShape
-    from quire.kernels.triton.packed_matmul import packed_one_row, packed_tiles
+    from quire.kernels.triton.packed_matmul import packed_tiles
     from quire.ops.grouped import grouped_gate_up
 
     weight, dense = make_packed(4, 48, k, 32, "e2m1", 1)
@@ -71,6 +71,4 @@ def test_experts(k: int) -> None:
     slots = sort_slots(ids.to(DEVICE), 4, 16)
     shape = GroupedShape(bn=32, num_stages=2)
     out = packed_tiles(x.to(DEVICE), slots, weight, None, 2, shape, "clamped_swiglu")
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
-    out = packed_one_row(x.to(DEVICE), ids.to(DEVICE), weight, None, 2, "clamped_swiglu", cols=128, lines=8)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
