@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.layers.fusion import whole
 from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
+from quire.layers.quant.plain import PlainLinear
 from quire.layers.quant.registry import choose_grouped
 from quire.layers.scheme import (
     F32,
@@ -25,7 +26,7 @@ from quire.layers.scheme import (
 )
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
-from quire.ops.routing import ROUTE, Routing
+from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
 from quire.parallel.groups import ParallelGroup
 
 Layout = Literal["rows", "columns", "interleaved_columns"]
@@ -45,11 +46,16 @@ class Router(Linear):
         super().__init__(hidden_size, (Piece(None, num_experts, 0, num_experts),), bias=bias, target=target)
         self.routing = routing
         self.choice_bias = empty_parameter(num_experts, dtype=torch.float32) if choice_bias else None
-        self._route = ROUTE.bind(target)
+        self._route, self._logits = ROUTE.bind(target), ROUTER_LOGITS.bind(target)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, hidden] -> (expert ids [n, k] int32, weights [n, k] float32)."""
-        return self._route(whole(self(x.float())), self.choice_bias, self.routing)
+        method = self.method
+        if self._logits is ROUTER_LOGITS.reference or not isinstance(method, PlainLinear):
+            logits = whole(self(x.float()))
+        else:
+            logits = self._logits(x, method.weight, method.bias)
+        return self._route(logits, self.choice_bias, self.routing)
 
     def weight_names(self) -> tuple[str, ...]:
         return super().weight_names() + (() if self.choice_bias is None else ("choice_bias",))
@@ -241,9 +247,13 @@ class GroupedDown(GroupedLinear):
         super().__init__(num_experts, width, pieces, bias=bias, layout=layout, target=target, in_slice=in_slice)
         self._group = group
 
+    def summed(self, out: Tensor) -> Tensor:
+        """What the ranks computed, added up."""
+        return self._group.collectives.all_reduce(out)
+
     def forward(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """a [n, k, width], expert_ids and weights [n, k] -> [n, out_features]."""
-        return self._group.collectives.all_reduce(self.method.down(a, expert_ids, weights))
+        return self.summed(self.method.down(a, expert_ids, weights))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
 from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
-from quire.layers.fusion import Passed, whole
+from quire.layers.fusion import Passed, Stage, whole
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
@@ -53,7 +53,7 @@ class ExpertsMLP(MLP):
         yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
 
 
-class Experts(nn.Module):
+class Experts(Stage):
     """The experts themselves."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, ctx: BuildContext) -> None:
@@ -74,7 +74,14 @@ class Experts(nn.Module):
             count, width, hidden_size, bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group
         )
 
+        self._activation = activation
+
+    def settle(self) -> None:
+        self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation)
+
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        if self._joined is not None:
+            return self.down_proj.summed(self._joined(x, expert_ids, weights))
         out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
 

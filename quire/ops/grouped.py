@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
 
 GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
 GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+SparseMLP = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str], Tensor]
 AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
@@ -43,6 +44,21 @@ def grouped_down(a: Tensor, expert_ids: Tensor, weights: Tensor, weight: Tensor,
     for slot in range(1, k):
         total = total + out[:, slot]
     return total.to(a.dtype)
+
+
+def sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """Both grouped matmuls: x [n, h], expert_ids and weights [n, k] -> [n, h]."""
+    a = grouped_gate_up(x, expert_ids, gate_up, gate_up_bias, activation)
+    return grouped_down(a, expert_ids, weights, down, down_bias)
 
 
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
@@ -91,6 +107,14 @@ def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     )
 
 
+def generate_sparse_inputs(
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]:
+    x, expert_ids, gate_up, gate_up_bias, activation = generate_gate_up_inputs(seed)
+    _, _, weights, down, down_bias = generate_down_inputs(seed)
+    return x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation
+
+
 def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
     n, _, _, h, _ = _sizes(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -116,6 +140,16 @@ def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Ten
 
 GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, generate_gate_up_inputs, 1e-4)
 GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_inputs, 1e-4)
+SPARSE_MLP: Op[SparseMLP] = Op(
+    "sparse_mlp",
+    sparse_mlp,
+    generate_sparse_inputs,
+    2e-4,
+    (
+        Implementation("triton", "triton.sparse_mlp:sparse_mlp", ("cuda",), varies=True),
+        Implementation("triton_fixed", "triton.sparse_mlp:sparse_mlp_fixed", ("cuda",)),
+    ),
+)
 ADD_SHARED: Op[AddShared] = Op(
     "add_shared", add_shared, generate_shared_inputs, 1e-5, (native("add_shared", "grouped"),)
 )

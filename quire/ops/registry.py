@@ -13,13 +13,13 @@ from quire.ops.embedding import EMBED, EMBED_FROM
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
-from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP
+from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
-from quire.ops.routing import ROUTE
+from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
@@ -39,9 +39,11 @@ OPS: tuple[Op[Any], ...] = (
     LINEAR_SPLIT_K,
     LINEAR_FP8,
     PREQUANTIZED_LINEAR_FP8,
+    ROUTER_LOGITS,
     ROUTE,
     GROUPED_GATE_UP,
     GROUPED_DOWN,
+    SPARSE_MLP,
     ADD_SHARED,
     LAYER_NORM,
     ADD_LAYER_NORM,

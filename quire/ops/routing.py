@@ -9,7 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
+from quire.ops.invariance import MatmulRecipe
+from quire.ops.linear import linear_transposed
+
+# Always the same number of rows at once, so that a row's bits do not depend on how many there are.
+_TILES = MatmulRecipe(min_rows=32, row_tile=32)
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "logits"]
 Weighting = Literal["scores", "softmax", "sigmoid", "sparse_mixer"]
@@ -134,4 +139,33 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor | None, Routing]:
     return logits, bias, ROUTINGS[seed % len(ROUTINGS)]
 
 
-ROUTE = Op("route", route, generate_inputs, 1e-5, (native("route", "grouped"),))
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, hidden] of any type, weight [experts, hidden] float32 -> x @ weight.T + bias in float32 [n, experts].
+
+    A row's result does not depend on other rows.
+    """
+    return linear_transposed(x.float(), weight, bias, _TILES)
+
+
+def generate_router_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, hidden, experts = (1, 3, 40)[seed % 3], 16 * (1 + 3 * (seed % 8)), (8, 60, 128)[seed // 2 % 3]
+    weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
+    bias = torch.randn(experts, generator=generator) if seed % 2 else None
+    return torch.randn(rows, hidden, generator=generator), weight, bias
+
+
+ROUTE = Op(
+    "route",
+    route,
+    generate_inputs,
+    1e-5,
+    (native("route", "grouped"), Implementation("triton", "triton.routing:route", ("cuda",), (torch.float32,))),
+)
+ROUTER_LOGITS = Op(
+    "router_logits",
+    router_logits,
+    generate_router_inputs,
+    1e-4,
+    (Implementation("triton", "triton.routing:router_logits", ("cuda",), (torch.float32,)),),
+)

@@ -19,6 +19,7 @@ CASES = [
     for op in OPS
     for implementation in op.implementations
 ]
+TILES = ("triton.fixed_matmul:", "triton.sparse_mlp:")  # modules whose matmuls are always of tiles
 HALF_CASES = [
     pytest.param(op, implementation, dtype, id=f"{op.name}-{implementation.name}-{dtype}")
     for op in OPS
@@ -26,10 +27,10 @@ HALF_CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     if dtype in implementation.dtypes
     # The interpreter multiplies the bits of bfloat16 in a product of tiles instead of its values.
-    and (NATIVE or dtype != torch.bfloat16 or not implementation.path.startswith("triton.fixed_matmul:"))
+    and (NATIVE or dtype != torch.bfloat16 or not implementation.path.startswith(TILES))
 ]
-# Arguments that have a type of their own, whatever the activations are: weights in fp8 and their scales.
-OWN_TYPE = {"linear_fp8": (1, 2), "prequantized_linear_fp8": (0, 1, 2, 3)}
+# Arguments that have a type of their own, whatever the activations are: weights in fp8, scales, weights of experts.
+OWN_TYPE = {"linear_fp8": (1, 2), "prequantized_linear_fp8": (0, 1, 2, 3), "sparse_mlp": (2,)}
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 

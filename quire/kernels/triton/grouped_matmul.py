@@ -244,4 +244,3 @@ def add_slots(y: Tensor, weights: Tensor) -> Tensor:
         y, weights, out, width, SLOTS=k, BLOCK=block, num_warps=4, **launch_options(fused=False)
     )
     return out
-

@@ -1,4 +1,4 @@
-"""Matmuls with 4-bit weights, which are unpacked in the kernel: of experts, and of one matrix, which is an expert too.
+"""Matmuls with 4-bit weights, which are unpacked in the kernel: of experts, and of one matrix.
 
 A byte holds two columns of a line that are 32 apart: columns 64 c + j in the low bits, 64 c + 32 + j in the high
 ones (j < 32). So both halves of a piece are read with activations that lie side by side. Every group of columns has a
@@ -44,7 +44,7 @@ class PackedWeight:
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Codes [..., K] of 4 bits -> [..., K / 2] uint8; K is whole chunks."""
-    halves = codes.to(torch.uint8).unflatten(-1, (-1, 2, CHUNK // 2))
+    halves: Tensor = codes.to(torch.uint8).unflatten(-1, (-1, 2, CHUNK // 2))
     return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 

@@ -17,6 +17,7 @@ from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
 # token's logits do not depend on how many others there are.
 _SPLITS = 8
 _TOKENS = 64  # of a tile
+_PIECE = 64  # of the inner dimension
 _MOST_TILES = 1 << 14  # that there are counters for
 
 
@@ -32,6 +33,7 @@ class Routing(Protocol):
     top_groups: int
     group_score: str
     least_sum: float
+    mixer_margin: float
 
 
 @triton.jit
@@ -42,11 +44,8 @@ def _best(values, lanes, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _within_groups(
-    choice, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr
-):
-    """-inf for all experts but those of the best groups."""
-    SIZE: tl.constexpr = EXPERTS // GROUPS
+def _within_groups(choice, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, TOP2: tl.constexpr):
+    """-inf for all lanes but those of the TOP best groups; a group is as good as its best expert, or its best two."""
     grouped = tl.reshape(choice, [GROUPS, SIZE])
     groups, members = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     score = tl.max(grouped, axis=1)
@@ -54,10 +53,11 @@ def _within_groups(
         best = tl.min(tl.where(grouped == score[:, None], members[None, :], SIZE), axis=1)
         score += tl.max(tl.where(members[None, :] == best[:, None], float("-inf"), grouped), axis=1)
     kept = tl.zeros([GROUPS], tl.int32)
-    for _ in tl.static_range(TOP_GROUPS):
-        group = _best(tl.where(kept > 0, float("-inf"), score), groups, GROUPS)
+    for _ in tl.static_range(TOP):
+        # Groups that are kept already come after all others.
+        group = _best(tl.where(kept > 0, float("-inf"), score), tl.where(kept > 0, GROUPS, groups), GROUPS)
         kept = tl.where(groups == group, 1, kept)
-    return tl.reshape(tl.where((kept > 0)[:, None], grouped, float("-inf")), [EXPERTS])
+    return tl.reshape(tl.where((kept > 0)[:, None], grouped, float("-inf")), [GROUPS * SIZE])
 
 
 @triton.jit
@@ -66,26 +66,31 @@ def _route_kernel(
     bias_ptr,
     ids_ptr,  # [n, K] int32
     weights_ptr,  # [n, K] float32
-    num_experts,
+    num_groups,
+    group_size,
     scale,
     least_sum,
+    margin,
     SCORE: tl.constexpr,
     WEIGHTING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,  # 0: all of them
     TOP2: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lanes, slots = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    exists = lanes < num_experts
-    logits = tl.load(logits_ptr + row * num_experts + lanes, mask=exists, other=float("-inf"))
+    LANES: tl.constexpr = GROUPS * SIZE
+    lanes, slots = tl.arange(0, LANES), tl.arange(0, SLOTS)
+    exists = (lanes // SIZE < num_groups) & (lanes % SIZE < group_size)
+    experts = lanes // SIZE * group_size + lanes % SIZE
+    logits_ptr += row * num_groups * group_size
+    logits = tl.load(logits_ptr + experts, mask=exists, other=float("-inf"))
     scores = logits
     if SCORE == "softmax":
         exps = tl.exp(logits - tl.max(logits))
@@ -96,23 +101,26 @@ def _route_kernel(
         scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
     choice = scores
     if HAS_BIAS:
-        choice += tl.load(bias_ptr + lanes, mask=exists, other=0.0)
+        choice += tl.load(bias_ptr + experts, mask=exists, other=0.0)
     choice = tl.where(exists, choice, float("-inf"))
-    if TOP_GROUPS < GROUPS:
-        choice = _within_groups(choice, EXPERTS, GROUPS, TOP_GROUPS, TOP2)
+    if TOP_GROUPS > 0:
+        choice = _within_groups(choice, GROUPS, SIZE, TOP_GROUPS, TOP2)
     ids = tl.zeros([SLOTS], tl.int32)
     weights = tl.full([SLOTS], float("-inf") if WEIGHTING == "softmax" else 0.0, tl.float32)
     taken = ~exists
     total = 0.0
     for slot in tl.static_range(K):
         # Experts that are taken come after all others, also where what is left is -inf.
-        expert = _best(tl.where(taken, float("-inf"), choice), tl.where(taken, EXPERTS, lanes), EXPERTS)
-        chosen = lanes == expert
-        taken = taken | chosen
+        lane = _best(tl.where(taken, float("-inf"), choice), tl.where(taken, LANES, lanes), LANES)
+        chosen = lanes == lane
         value = tl.sum(tl.where(chosen, scores if WEIGHTING == "scores" else logits, 0.0))
         if WEIGHTING == "sigmoid":
             value = 1.0 / (1.0 + tl.exp(-value))
-        ids = tl.where(slots == slot, expert, ids)
+        if WEIGHTING == "sparse_mixer":
+            far = (value - logits) / tl.maximum(tl.abs(logits), value) > margin
+            value = 1.0 / tl.sum(tl.where(taken | far, 0.0, tl.exp(logits - value)))
+        taken = taken | chosen
+        ids = tl.where(slots == slot, lane // SIZE * group_size + lane % SIZE, ids)
         weights = tl.where(slots == slot, value, weights)
         total += value
     if WEIGHTING == "softmax":
@@ -135,42 +143,43 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     k = routing.top_k
     ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-    grouped = routing.top_groups < routing.num_groups
-    experts = int(triton.next_power_of_2(num_experts))
-    assert not grouped or experts == num_experts, "groups of experts are a power of two"
+    limited = routing.top_groups < routing.num_groups
+    groups = routing.num_groups if limited else 1
+    size = num_experts // groups
+    lanes = int(triton.next_power_of_2(groups)), int(triton.next_power_of_2(size))
     if rows:
         _route_kernel[(rows,)](
             logits,
             logits if bias is None else bias,
             ids,
             weights,
-            num_experts,
+            groups,
+            size,
             routing.scale,
             routing.least_sum,
+            routing.mixer_margin,
             SCORE=routing.score,
             WEIGHTING=routing.weighting,
             HAS_BIAS=bias is not None,
             RENORMALIZE=routing.renormalize,
-            GROUPS=routing.num_groups if grouped else 1,
-            TOP_GROUPS=routing.top_groups if grouped else 1,
+            TOP_GROUPS=routing.top_groups if limited else 0,
             TOP2=routing.group_score == "top2",
             K=k,
             SLOTS=int(triton.next_power_of_2(k)),
-            EXPERTS=experts,
-            num_warps=1 if experts <= 128 else 2,
+            GROUPS=lanes[0],
+            SIZE=lanes[1],
+            num_warps=1 if lanes[0] * lanes[1] <= 128 else 2,
             **launch_options(fused=False),
         )
     return ids, weights
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, hidden], weight [experts, hidden] of one type -> x @ weight.T + bias in float32 [n, experts]."""
+    """x [n, hidden] of any type, weight [experts, hidden] float32 -> x @ weight.T + bias in float32 [n, experts]."""
     rows, (n, k) = x.shape[0], weight.shape
-    bn = 32
-    bt = max(16, min(_TOKENS, int(triton.next_power_of_2(rows))))
-    splits = min(_SPLITS, triton.cdiv(k, 128))
+    bt, bn = max(16, min(_TOKENS, int(triton.next_power_of_2(rows)))), 32
     if triton.cdiv(rows, bt) * triton.cdiv(n, bn) > _MOST_TILES:
         bt, bn = 128, 128
-    shape = TileShape(splits, bt=bt, bn=bn, num_stages=3)
+    shape = TileShape(min(_SPLITS, triton.cdiv(k, _PIECE)), bt=bt, bn=bn, bk=_PIECE, num_stages=3)
     counters = arrival_counters(x.device)
-    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, out_dtype=torch.float32)
+    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, out_dtype=torch.float32, precision="tf32x3")

@@ -68,6 +68,7 @@ def _tile_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PREFETCH: tl.constexpr,  # pieces of the weight asked for while the kernel before still runs
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_dependents(PDL)
@@ -101,7 +102,7 @@ def _tile_kernel(
             present = start + inner < end
             w = tl.load(w_at, mask=line_mask[:, None] & present[None, :], other=0.0)
             x = tl.load(x_at, mask=token_mask[None, :] & present[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        acc = tl.dot(w, x.to(w.dtype), acc, input_precision=PRECISION)
         w_at += BK
         x_at += BK
     at = tokens.to(tl.int64)[None, :] * N + lines[:, None]
@@ -165,11 +166,13 @@ def matmul_tiles(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     in_parts: bool = False,
+    precision: str = "ieee",
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias -> [M, N], or [M, N / 2] with an activation of GATED.
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
     `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32.
+    `precision` is that of float32 weights, to whose type x is brought.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -206,8 +209,9 @@ def matmul_tiles(
         BK=bk,
         GROUP=shape.group,
         PREFETCH=shape.prefetch,
+        PRECISION=precision,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (bt + bn) * bk * x.element_size()),
+        num_stages=stages_within(shape.num_stages, (bt * x.element_size() + bn * weight.element_size()) * bk),
         **launch_options(),
     )
     return out

@@ -146,6 +146,10 @@ class GroupedMethod(nn.Module, ABC):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """a [n, k, in_features], expert_ids [n, k], weights [n, k] float32 -> [n, out_features]."""
 
+    def joined(self, down: GroupedMethod, activation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """(x, expert_ids, weights) -> what `down.down` gives of this `gate_up`, where kernels do both at once."""
+        return None
+
     @abstractmethod
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         """As LinearMethod's, for the pieces of the first expert, then those of the second, and so on."""

@@ -12,7 +12,7 @@ from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
 from quire.ops.embedding import EMBED
 from quire.ops.gated_linear import GATED_LINEAR
-from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
+from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
 from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
@@ -108,6 +108,13 @@ class PlainGrouped(GroupedMethod):
 
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._down(a, expert_ids, weights, self.weight, self.bias)
+
+    def joined(self, down: GroupedMethod, activation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        run = SPARSE_MLP.bind(self.spec.target)
+        if run is SPARSE_MLP.reference or not isinstance(down, PlainGrouped):
+            return None
+        second = down.weight, down.bias
+        return lambda x, expert_ids, weights: run(x, expert_ids, weights, self.weight, self.bias, *second, activation)
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.count * self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
