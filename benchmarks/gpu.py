@@ -1,11 +1,11 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
-    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b] [--rows decode batch prefill throughput]
+    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b] [--rows decode batch prefill throughput]
                              [--modes fast fp8 deterministic start] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
 uniform, every repeat has fresh prompts, and the best of the repeats counts. A start counts from the process to the
-first token of a request.
+first token of a request. The routing of experts is forced to be uniform.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forced_routing import distinct_experts, force_uniform_routing
 from report import environment
 
 from quire.config.engine import EngineConfig
@@ -57,7 +58,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "rms_norm_eps": 1e-5,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+    },
 }
+DENSE = ["qwen3-0.6b", "llama-8b"]
 
 # (model, row) -> (vLLM 0.24, floor, reach at least); times in ms, rates in tokens/s.
 TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
@@ -82,6 +103,13 @@ TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
     ("llama-8b", "512 x (512 in, 256 out), tok/s"): (9717, None, 10500),
     ("qwen3-0.6b", "256 mixed, tok/s"): (24651, None, 29000),
     ("llama-8b", "256 mixed, tok/s"): (10368, None, 11300),
+    ("qwen3-30b-a3b", "decode batch 1, ms"): (4.284, 1.5, 2.6),
+    ("qwen3-30b-a3b", "decode batch 16, tok/s"): (1237, 1654, 1400),
+    ("qwen3-30b-a3b", "decode batch 64, tok/s"): (3324, 4122, 3600),
+    ("qwen3-30b-a3b", "decode batch 256, tok/s"): (9387, 12309, 10400),
+    ("qwen3-30b-a3b", "prefill 8k, ms"): (157.8, None, 130),
+    ("qwen3-30b-a3b", "512 x (512 in, 256 out), tok/s"): (8206, None, 9000),
+    ("qwen3-30b-a3b", "256 mixed, tok/s"): (6435, None, 7000),
     ("llama-8b", "start, warm caches, s"): (36, None, 12),
     ("llama-8b", "start, empty caches, s"): (82, None, 25),
 }
@@ -96,6 +124,8 @@ class Bench:
     def __init__(self, model: str, seed: int = 0, **settings: Any) -> None:
         self.model = model
         self.random = random.Random(seed)
+        if "num_experts" in SHAPES[model]:
+            force_uniform_routing()
         started = time.perf_counter()
         folder = Path(tempfile.mkdtemp())
         config = {"max_position_embeddings": 40960, "hidden_act": "silu", "eos_token_id": 2, **SHAPES[model]}
@@ -194,6 +224,9 @@ def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
     if "batch" in rows:
         for batch in (16, 64, 256):
             record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
+            if "num_experts" in (shape := SHAPES[bench.model]):
+                experts = distinct_experts(shape["num_experts"], shape["num_experts_per_tok"], batch)
+                record(f"distinct experts a layer, batch {batch}", experts)
         record("decode batch 64, drawn, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
     if "throughput" in rows:
         record("512 x (512 in, 256 out), tok/s", bench.throughput())
@@ -265,7 +298,7 @@ def measure_starts(model: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=DENSE, choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", default=["decode", "prefill", "batch", "throughput"])
     parser.add_argument("--modes", nargs="+", default=["fast", "fp8", "deterministic", "start"])
     parser.add_argument("--out", type=Path)
