@@ -247,6 +247,11 @@ class GroupedDown(GroupedLinear):
         super().__init__(num_experts, width, pieces, bias=bias, layout=layout, target=target, in_slice=in_slice)
         self._group = group
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank computes all of the result."""
+        return self._group.size == 1
+
     def summed(self, out: Tensor) -> Tensor:
         """What the ranks computed, added up."""
         return self._group.collectives.all_reduce(out)

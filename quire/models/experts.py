@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
 from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
-from quire.layers.fusion import Passed, Stage, whole
+from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
+from quire.ops.split_k import PartialSums
 from quire.types.ledger import EngineSizes, LedgerLine
 
 
@@ -39,13 +40,17 @@ class ExpertsMLP(MLP):
             self.shared_gate = TokenGate(config.hidden_size, target=ctx.target)
         self._add_shared = ADD_SHARED.bind(ctx.target)
 
+    def feed(self, accepted: Forms) -> None:
+        if self.shared is None:
+            self.experts.feed(accepted)
+
     def forward(self, hidden: Passed) -> Passed:
         x = whole(hidden)
-        routed: Tensor = self.experts(x, *self.router.choose(x))
+        routed: Passed = self.experts(x, *self.router.choose(x))
         if self.shared is None:
             return routed
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
-        return self._add_shared(routed, whole(self.shared(x)), gate)
+        return self._add_shared(whole(routed), whole(self.shared(x)), gate)
 
     def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
         count = sizes.max_num_batched_tokens
@@ -75,13 +80,22 @@ class Experts(Stage):
         )
 
         self._activation = activation
+        self._joined: Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None = None
+
+    def feed(self, accepted: Forms) -> None:
+        self._join(Form.PARTIAL_SUMS in accepted and self.down_proj.is_whole)
 
     def settle(self) -> None:
-        self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation)
+        if self._joined is None:
+            self._join(in_parts=False)
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def _join(self, in_parts: bool) -> None:
+        self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation, in_parts)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         if self._joined is not None:
-            return self.down_proj.summed(self._joined(x, expert_ids, weights))
+            joined = self._joined(x, expert_ids, weights)
+            return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined
         out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
 

@@ -14,7 +14,7 @@ from quire.ops.linear import linear_transposed
 
 GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
 GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-SparseMLP = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str], Tensor]
+SparseMLP = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool], Tensor]
 AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
@@ -55,10 +55,15 @@ def sparse_mlp(
     down: Tensor,
     down_bias: Tensor | None,
     activation: str,
+    in_parts: bool,
 ) -> Tensor:
-    """Both grouped matmuls: x [n, h], expert_ids and weights [n, k] -> [n, h]."""
+    """Both grouped matmuls: x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type.
+
+    `in_parts`: may also be [k, n, h] float32, the slots of each token, weighted, for the reader to add up from the
+    first to the last.
+    """
     a = grouped_gate_up(x, expert_ids, gate_up, gate_up_bias, activation)
-    return grouped_down(a, expert_ids, weights, down, down_bias)
+    return grouped_down(a, expert_ids, weights, down, down_bias).unsqueeze(0)
 
 
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
@@ -109,10 +114,10 @@ def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 def generate_sparse_inputs(
     seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool]:
     x, expert_ids, gate_up, gate_up_bias, activation = generate_gate_up_inputs(seed)
     _, _, weights, down, down_bias = generate_down_inputs(seed)
-    return x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation
+    return x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, seed % 2 == 1
 
 
 def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -38,18 +38,28 @@ def activated(acc, OUT: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, 
 
 
 @triton.jit
+def weighted(acc, weights_ptr, slots, inside, kind: tl.constexpr):
+    """acc [lines, slots], rounded to `kind`, times the weights of its slots; float32."""
+    weights = tl.load(weights_ptr + slots, mask=inside, other=0.0)
+    return acc.to(kind).to(tl.float32) * weights[None, :]
+
+
+@triton.jit
 def _grouped_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    out_ptr,  # [slots, width]
+    out_ptr,  # [slots, width], or where weighted [TOP_K, rows, width] float32
+    weights_ptr,  # [slots] float32
     order_ptr,
     tiles_ptr,  # [3, tiles]
     num_tiles,
+    num_rows,
     N,
     K,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of gated lines; "": none
+    TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,  # slots that share a line of x
     EVEN: tl.constexpr,  # K is whole pieces of BK
     BT: tl.constexpr,
@@ -88,6 +98,9 @@ def _grouped_kernel(
     if ACTIVATION != "":
         acc = activated(acc, out_ptr.dtype.element_ty, BN, BT, ACTIVATION)
         outputs = line_tile * (BN // 2) + tl.arange(0, BN // 2)
+    if TOP_K > 0:
+        acc = weighted(acc, weights_ptr, slots, inside, x_ptr.dtype.element_ty)
+        slots = slots % TOP_K * num_rows + slots // TOP_K
     at = slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = inside[:, None] & (outputs < width)[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
@@ -99,11 +112,14 @@ def _one_row_kernel(
     weight_ptr,
     bias_ptr,
     ids_ptr,
-    out_ptr,  # [slots, width]
+    weights_ptr,
+    out_ptr,
+    num_rows,
     N,
     K,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TOP_K: tl.constexpr,
     PER_ROW: tl.constexpr,
     LINES: tl.constexpr,
     COLS: tl.constexpr,
@@ -130,7 +146,11 @@ def _one_row_kernel(
     if ACTIVATION != "":
         out = tl.reshape(activated(out[:, None], out_ptr.dtype.element_ty, LINES, 1, ACTIVATION), [LINES // 2])
         outputs = tl.program_id(0) * (LINES // 2) + tl.arange(0, LINES // 2)
-    tl.store(out_ptr + slot * width + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
+    place = slot
+    if TOP_K > 0:
+        out = out.to(x_ptr.dtype.element_ty).to(tl.float32) * tl.load(weights_ptr + slot)
+        place = slot % TOP_K * num_rows + slot // TOP_K
+    tl.store(out_ptr + place * width + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
 
 
 @triton.jit
@@ -169,25 +189,31 @@ def grouped_tiles(
     per_row: int,
     shape: GroupedShape,
     activation: str = "",
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], or N / 2 with an activation."""
+    """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], or N / 2 with an activation.
+
+    With `weights` [n, k] the result of each slot is weighted: [k, n, N] float32.
+    """
     _, n, k = weight.shape
     assert slots.size == shape.bt
-    width = n // 2 if activation else n
-    out = torch.empty(slots.order.shape[0], width, dtype=x.dtype, device=x.device)
+    out = _empty(x, slots.order.shape[0], n // 2 if activation else n, weights)
     num_tiles = slots.tiles.shape[1]
     _grouped_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
         weight,
         weight if bias is None else bias,
         out,
+        out if weights is None else weights,
         slots.order,
         slots.tiles,
         num_tiles,
+        out.shape[1],
         n,
         k,
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
+        TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         EVEN=k % shape.bk == 0,
         BT=shape.bt,
@@ -210,22 +236,25 @@ def grouped_one_row(
     lines: int = 8,
     cols: int = 512,
     num_warps: int = 4,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The same for few slots."""
     _, n, k = weight.shape
-    width = n // 2 if activation else n
     num_slots = expert_ids.numel()
-    out = torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
+    out = _empty(x, num_slots, n // 2 if activation else n, weights)
     _one_row_kernel[(triton.cdiv(n, lines), num_slots)](
         x,
         weight,
         weight if bias is None else bias,
         expert_ids,
+        out if weights is None else weights,
         out,
+        out.shape[1],
         n,
         k,
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
+        TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         LINES=lines,
         COLS=cols,
@@ -233,6 +262,12 @@ def grouped_one_row(
         **launch_options(),
     )
     return out
+
+
+def _empty(x: Tensor, num_slots: int, width: int, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
+    return torch.empty(weights.shape[1], weights.shape[0], width, dtype=torch.float32, device=x.device)
 
 
 def add_slots(y: Tensor, weights: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 
 _MAX_ROWS_ALONE = 2
+_MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 # Slots an expert has on average, and how tiles are cut then; measured on an H200.
 _FEW = 8
 _SOME = 64
@@ -32,14 +33,17 @@ def sparse_mlp(
     down: Tensor,
     down_bias: Tensor | None,
     activation: str,
+    in_parts: bool,
 ) -> Tensor:
-    """x [n, h], expert_ids and weights [n, k] -> [n, h]; see quire/ops/grouped.py."""
+    """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
     n, k = expert_ids.shape
     if 0 < n <= _MAX_ROWS_ALONE:
         a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=256)
-        y = grouped_one_row(a, expert_ids, down, down_bias, 1, lines=4, cols=256)
-        return add_slots(y.view(n, k, -1), weights)
-    return sparse_mlp_fixed(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation)
+        y = grouped_one_row(
+            a, expert_ids, down, down_bias, 1, lines=4, cols=256, weights=weights if in_parts else None
+        )
+        return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+    return sparse_mlp_fixed(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts)
 
 
 def sparse_mlp_fixed(
@@ -51,20 +55,23 @@ def sparse_mlp_fixed(
     down: Tensor,
     down_bias: Tensor | None,
     activation: str,
+    in_parts: bool,
 ) -> Tensor:
     """The same, every inner sum in one order for any number of tokens."""
     n, k = expert_ids.shape
     num_experts = gate_up.shape[0]
     if n == 0:
-        return x.new_empty(0, down.shape[1])
+        return x.new_empty(1, 0, down.shape[1])
     mean = n * k / num_experts
-    if mean > _SOME and sorted_fits(x, gate_up, down):
-        slots = sort_slots(expert_ids, num_experts, _SORTED_SHAPE.bt)
-        a = grouped_sorted(x, slots, gate_up, gate_up_bias, _SORTED_GATED_SHAPE, activation, per_row=k)
-        y = grouped_sorted(a, slots, down, down_bias, _SORTED_SHAPE, scatter=True)
-    else:
+    if mean <= _SOME or not sorted_fits(x, gate_up, down):
         shape = _FEW_SHAPE if mean <= _FEW else _SOME_SHAPE if mean <= _SOME else _MANY_SHAPE
         slots = sort_slots(expert_ids, num_experts, shape.bt)
         a = grouped_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
+        if in_parts and n <= _MAX_ROWS_APART:
+            return grouped_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
         y = grouped_tiles(a, slots, down, down_bias, 1, shape)
-    return add_slots(y.view(n, k, -1), weights)
+    else:
+        slots = sort_slots(expert_ids, num_experts, _SORTED_SHAPE.bt)
+        a = grouped_sorted(x, slots, gate_up, gate_up_bias, _SORTED_GATED_SHAPE, activation, per_row=k)
+        y = grouped_sorted(a, slots, down, down_bias, _SORTED_SHAPE, scatter=True)
+    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)

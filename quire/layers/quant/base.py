@@ -146,8 +146,13 @@ class GroupedMethod(nn.Module, ABC):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """a [n, k, in_features], expert_ids [n, k], weights [n, k] float32 -> [n, out_features]."""
 
-    def joined(self, down: GroupedMethod, activation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """(x, expert_ids, weights) -> what `down.down` gives of this `gate_up`, where kernels do both at once."""
+    def joined(
+        self, down: GroupedMethod, activation: str, in_parts: bool
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
+        """(x, expert_ids, weights) -> what `down.down` gives of this `gate_up`, where kernels do both at once.
+
+        `in_parts`: the reader adds up the experts of each token.
+        """
         return None
 
     @abstractmethod

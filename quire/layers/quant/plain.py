@@ -109,12 +109,19 @@ class PlainGrouped(GroupedMethod):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._down(a, expert_ids, weights, self.weight, self.bias)
 
-    def joined(self, down: GroupedMethod, activation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def joined(
+        self, down: GroupedMethod, activation: str, in_parts: bool
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
         run = SPARSE_MLP.bind(self.spec.target)
         if run is SPARSE_MLP.reference or not isinstance(down, PlainGrouped):
             return None
         second = down.weight, down.bias
-        return lambda x, expert_ids, weights: run(x, expert_ids, weights, self.weight, self.bias, *second, activation)
+
+        def multiply(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor | PartialSums:
+            parts = run(x, expert_ids, weights, self.weight, self.bias, *second, activation, in_parts)
+            return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
+
+        return multiply
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.count * self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
