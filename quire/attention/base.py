@@ -186,8 +186,8 @@ class AttentionBackend(ABC):
         """The longest that lists of a WorkPlan get in captured steps; those that need longer ones run eagerly."""
         return ()
 
-    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[Hashable]:
-        """Kinds of mixed steps that nearly every engine comes to."""
+    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[Hashable]:
+        """Kinds of mixed steps that nearly every engine of this longest context comes to."""
         return ()
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:

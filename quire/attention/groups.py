@@ -31,8 +31,8 @@ class GroupBackends:
     def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
         return tuple(n for backend in self._distinct for n in backend.list_lengths(num_tokens, max_rows))
 
-    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[Hashable]:
-        usual = [backend.usual_kinds(num_tokens, is_full) for backend in self._distinct]
+    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[Hashable]:
+        usual = [backend.usual_kinds(num_tokens, max_context, is_full) for backend in self._distinct]
         return [self._joined(kinds) for kinds in product(*usual)]
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:

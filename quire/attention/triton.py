@@ -193,10 +193,10 @@ class TritonAttention(AttentionBackend):
         tiles = num_tokens // QUERY_TILE + min(max(_EXTRA_TILES, num_tokens // QUERY_TILE), num_tokens)
         return (max_rows, max_rows, MAX_FEW_ROWS, MAX_FEW_ROWS, tiles, tiles, tiles, tiles)
 
-    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[MixedKind]:
+    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[MixedKind]:
         if is_full:
             return (*_USUAL[:2], MixedKind(tiles=True, whole=((0, num_tokens),)))
-        return _USUAL + (_USUAL_LONG if self.splits_tiles else ())
+        return _USUAL + (_USUAL_LONG if self.splits_tiles and max_context >= self.long_context else ())
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:
         assert isinstance(work.kind, MixedKind)

@@ -257,7 +257,7 @@ class CudaGraphs:
                     yield True
         full = [] if sizes.full is None else [sizes.full]
         for size in chain(sizes.mixed, full):
-            for kind in program.backend.usual_kinds(size, size == sizes.full):
+            for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):
                 if (key := _Forward(size, False, kind)) not in self._forwards:
                     self._captured(key)
                     yield True

@@ -27,7 +27,7 @@ class Noting(TorchAttention):
     def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
         return (num_tokens,) * self.num_lists
 
-    def usual_kinds(self, num_tokens: int, is_full: bool) -> Sequence[Hashable]:
+    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[Hashable]:
         return [(self.name, n) for n in (1, 2)]
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:
@@ -47,7 +47,7 @@ def test_groups_with_one_backend_share_its_work() -> None:
     work = backends.divide(LENGTHS)
     assert work == one.divide(LENGTHS)
     assert backends.decode_kind(None, 5) == ("a", 5)
-    assert list(backends.usual_kinds(8, False)) == [("a", 1), ("a", 2)]
+    assert list(backends.usual_kinds(8, 64, False)) == [("a", 1), ("a", 2)]
     assert backends.list_lengths(8, 4) == (8, 8)
     assert backends.captures(work, 8)
     lists = tuple(torch.tensor(values) for values in work.lists)
@@ -68,6 +68,6 @@ def test_each_group_gets_the_work_of_its_own_backend() -> None:
     assert backends.captures(work, 8)
     assert not backends.captures(work._replace(kind=(("a", 3), ("b", 4))), 8)
     assert backends.list_lengths(8, 4) == (8, 8, 8)
-    assert len(backends.usual_kinds(8, False)) == 4
+    assert len(backends.usual_kinds(8, 64, False)) == 4
     decode = backends.decode_kind(None, 5)
     assert backends.prepare(1, BATCH, decode, ()) == ("b", ("b", 5), []), "steps of single queries have no lists"

@@ -206,8 +206,8 @@ def test_what_is_prepared_is_not_captured_again(folder: Path, monkeypatch: pytes
     Rerun.captured, prepared = 0, 0
     while core.prepare():
         prepared += 1
-    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; five more kinds of prompts.
-    assert prepared == Rerun.captured == 1 + 3 + 5
+    # Decode steps of 2 rows; sampling for 1 row at a temperature and both kinds for 2; three more kinds of prompts.
+    assert prepared == Rerun.captured == 1 + 3 + 3
     driver.add("after", [7, 8, 9], GREEDY)
     answers = driver.finish()
     assert answers["before"].token_ids == answers["after"].token_ids == expected
