@@ -129,7 +129,7 @@ class SchedulerConfig:
     step_time_target: float | None = setting(
         None,
         "Seconds that a step with prompt tokens may take while it delays other requests; longer prompts are computed"
-        " in several steps. 0: no such bound. Unset: 0.08 on a CPU, 0.022 on a GPU, 0.45 times that for"
+        " in several steps. 0: no such bound. Unset: 0.08 on a CPU, 0.02 on a GPU, 0.45 times that for"
         " interactivity, 0 for throughput.",
     )
     steps_in_flight: int | None = setting(None, "Steps planned ahead of the first one's result. Unset: 1 on a CPU.")
