@@ -53,16 +53,17 @@ class CudaGraphPool:
         would take its own, since what those leave is too small for it.
         """
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: the library keeps a workspace of 32 MiB for every stream that it has seen.
+        self._warm_up = torch.cuda.Stream()
         self._first = torch.cuda.CUDAGraph()  # a pool lives as long as any graph of it
         with torch.cuda.graph(self._first, pool=self._pool):
             torch.empty(max(1, room), dtype=torch.uint8, device="cuda")[:1].zero_()
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._warm_up):
             work()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = work()

@@ -132,6 +132,7 @@ def test_full_prompt_steps_captured_and_eager(model: Path, monkeypatch: pytest.M
         "kv_cache_memory": ROOMY_CACHE,
         "max_num_batched_tokens": size,
         "max_num_seqs": 64,
+        "step_time_target": 0.0,  # steps are full
     }
     core = engine(model, **settings)
     spy = spy_on(core)
