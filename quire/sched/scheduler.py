@@ -211,10 +211,10 @@ class Scheduler:
     def _issue(self, step: StepDraft) -> StepPlan:
         """Turn a draft into a plan, and remember it until its result comes."""
         state = self._state
-        deltas = step.deltas
+        deltas, rows = step.deltas, [request.row for request in step.requests]
         plan = StepPlan(
             self._next_step_id,
-            [request.row for request in step.requests],
+            rows,
             step.num_tokens,
             state.rows.tell(),
             step.starts,
@@ -222,12 +222,10 @@ class Scheduler:
             deltas.groups,
             deltas.indices,
             deltas.ids,
+            {rows[index]: token_ids for index, token_ids in step.drafts.items()} if step.drafts else {},
+            _mask_slots(step) if state.num_constrained else {},
         )
         self._next_step_id += 1
-        if step.drafts:
-            plan.draft_token_ids = {plan.rows[index]: token_ids for index, token_ids in step.drafts.items()}
-        if state.num_constrained:
-            plan.mask_slots = _mask_slots(step)
         state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.drafts, step.retry, step.work))
         return plan
 

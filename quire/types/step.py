@@ -14,7 +14,7 @@ import msgspec
 from quire.types.sampling import PoolingParams, SamplingParams
 
 
-class RowStart(msgspec.Struct, array_like=True):
+class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A request takes a row: at admission, and again when it resumes after preemption."""
 
     row: int
@@ -27,7 +27,7 @@ class RowStart(msgspec.Struct, array_like=True):
     eos_token_ids: tuple[int, ...]
 
 
-class StepPlan(msgspec.Struct, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step of the model. Columns are parallel lists; `rows` is in batch order.
 
     A row samples in this step exactly when its computed tokens catch up with its known tokens: at the last known one
@@ -68,7 +68,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int  # rank of the chosen token, 1 is the likeliest
 
 
-class StepResult(msgspec.Struct, array_like=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled.
 
     A row with d drafts gives those that hold and one token more, at most 1 + d in all; it advances by what it gives.

@@ -1,4 +1,4 @@
-"""What crosses between a client and its engine is built once and only read afterwards."""
+"""What crosses between a client, its engine and its worker is built once and only read afterwards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quire.types.messages import FromEngine, ToEngine
+from quire.types.step import StepPlan, StepResult
 
 
 def structs_in(kind: object, seen: set[int]) -> Iterator[type[msgspec.Struct]]:
@@ -27,7 +28,11 @@ def structs_in(kind: object, seen: set[int]) -> Iterator[type[msgspec.Struct]]:
 
 def test_messages_are_frozen_to_the_last_part() -> None:
     found = {
-        struct for kind in (ToEngine, FromEngine) for struct in structs_in(msgspec.inspect.type_info(kind), set())
+        struct
+        for kind in (ToEngine, FromEngine, StepPlan, StepResult)
+        for struct in structs_in(msgspec.inspect.type_info(kind), set())
     }
-    assert {"EngineRequest", "SamplingParams", "TokenLogprobs", "EngineStats", "Reply"} <= {s.__name__ for s in found}
+    assert {"EngineRequest", "SamplingParams", "TokenLogprobs", "EngineStats", "Reply", "RowStart"} <= {
+        s.__name__ for s in found
+    }
     assert [struct.__name__ for struct in found if not struct.__struct_config__.frozen] == []
