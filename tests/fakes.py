@@ -67,7 +67,10 @@ class FakeDrafter:
         for _ in range(num_in_flight + self._draw.randint(0, min(self._longest, limit))):
             tokens.append(next_token(tokens))
         drafts = tokens[len(request.token_ids) + num_in_flight :]
-        return [token if self._draw.random() < self._right else self._draw.randrange(VOCAB_SIZE) for token in drafts]
+        return [token if self._draw.random() < self._right else self._wrong(token) for token in drafts]
+
+    def _wrong(self, token: int) -> int:
+        return (token + self._draw.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
 
 
 class ScriptedDrafter:
