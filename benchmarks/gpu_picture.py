@@ -24,7 +24,7 @@ def draw(results: dict[str, dict[str, float]], commit: str) -> str:
     """A bar for each row: how many times as fast as vLLM."""
     bars = []
     for (model, row), (vllm, _, _) in TABLE.items():
-        value = results[model].get(row)
+        value = results.get(model, {}).get(row)
         if value is not None and not row.startswith(LEFT_OUT):
             bars.append((model, row, value, vllm / value if is_time(row) else value / vllm))
     height = TOP + LINE * len(bars) + 48

@@ -38,6 +38,7 @@ class RopeSchema(msgspec.Struct):
     high_freq_factor: Positive | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    mrope_section: list[Count] | None = None
 
 
 class LayeredRopeSchema(RopeSchema):

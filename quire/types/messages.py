@@ -38,6 +38,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     num_kv_blocks: int
     max_num_seqs: int
     grammar_limits: GrammarLimits = GrammarLimits()
+    architecture: str = ""  # by its name in Hugging Face configs
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):

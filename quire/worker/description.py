@@ -10,6 +10,7 @@ from quire.worker.ledger import MemoryLedger
 
 @dataclass(frozen=True)
 class WorkerDescription:
+    architecture: str
     vocab_size: int
     settings: ResolvedConfig
     ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context

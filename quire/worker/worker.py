@@ -89,6 +89,7 @@ class Worker:
         self.model = model
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
         self.description = WorkerDescription(
+            architecture=plan.model_config["architectures"][0],
             vocab_size=plan.description.vocab_size,
             settings=settings,
             ledger=ledger,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ def test_deltas_hold_what_is_new() -> None:
 def test_outputs_wait_for_the_interval(interval: int, sizes: list[int], kind: OutputKind) -> None:
     processor = start(output_kind=kind, stream_interval=interval)
     *steps, last = [said("x" * size) for size in sizes]
-    last.finish_reason = "length"
+    last = msgspec.structs.replace(last, finish_reason="length")
     outputs = feed(processor, *steps, last)
     counts = [len(completion(output).token_ids) for output in outputs]
     if kind == "cumulative":

@@ -215,9 +215,9 @@ def test_an_unsupported_type_names_the_supported_ones(folder: Path) -> None:
 
 
 def test_an_unknown_tensor_is_refused(folder: Path) -> None:
-    path = folder / "moe.gguf"
-    write_with_extra(path, "blk.0.ffn_gate_inp.weight", np.zeros((2, 8), np.float32), gguf.GGMLQuantizationType.F32)
-    with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_gate_inp\.weight' has no place in a llama model"):
+    path = folder / "hybrid.gguf"
+    write_with_extra(path, "blk.0.ssm_in.weight", np.zeros((2, 8), np.float32), gguf.GGMLQuantizationType.F32)
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.ssm_in\.weight' has no place in a llama model"):
         GgufCheckpoint(path)
 
 

@@ -72,7 +72,7 @@ def test_every_text_of_the_settings_is_kept_back() -> None:
 async def test_server_info(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "key-of-the-environment")
     client = FakeClient()
-    client.info = msgspec.structs.replace(client.info, model="/home/user/models/secret-path")
+    client.info = msgspec.structs.replace(client.info, architecture="FakeForCausalLM")
     settings = {"api_keys": ("secret-key",), "ssl_certfile": "/etc/secret-path", "max_queue": 7}
     async with serving(client, **settings) as session:
         assert (await session.get("/server_info")).status_code == 401
@@ -82,6 +82,7 @@ async def test_server_info(monkeypatch: pytest.MonkeyPatch) -> None:
     info = answer.json()
     assert (info["version"], info["status"]) == (quire.__version__, "ready")
     assert info["engine"]["max_model_len"] == MAX_MODEL_LEN
+    assert info["engine"]["architecture"] == "FakeForCausalLM"
     assert info["settings"]["max_queue"] == 7
     provider = FakeProvider(FakeClient(), unavailable="it starts", status="starting")
     async with http(make_app(provider=provider)) as session:

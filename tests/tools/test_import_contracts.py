@@ -25,6 +25,8 @@ BAD_IMPORTS = [
     ("quire/kv/bad.py", "def later() -> None:\n    import quire.models"),
     ("quire/layers/bad.py", "import quire.kv"),
     ("quire/frontend/bad.py", "import quire.worker"),
+    ("quire/runner/bad.py", "import quire.kernels.cpu.library"),
+    ("quire/server/anthropic/bad.py", "import quire.server.openai.router"),
     ("quire/utils/bad.py", "from quire.types.request import EngineRequest"),
     ("quire/models/bad.py", "from transformers import AutoModel"),
 ]

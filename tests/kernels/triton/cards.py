@@ -106,6 +106,32 @@ def products(all_shapes: bool) -> None:
         fp8.linear_fp8_fixed(numbers(rows, 4096), *quantized)
 
 
+def experts(all_shapes: bool) -> None:
+    from quire.kernels.triton import packed_matmul, routing, sparse_mlp
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.ops.routing import Routing
+
+    count, k, hidden, width = 128, 8, 2048, 768
+    gate_up, down = numbers(count, 2 * width, hidden), numbers(count, hidden, width)
+    for rows in (1, 64, 256, 2048) if all_shapes else (1, 256, 2048):
+        x, ids = numbers(rows, hidden), numbers(rows, k, dtype=torch.int32)
+        weights = numbers(rows, k, dtype=torch.float32)
+        for in_parts in (False, True):
+            sparse_mlp.sparse_mlp(x, ids, weights, gate_up, None, down, None, "silu", in_parts)
+        logits = routing.router_logits(x, numbers(count, hidden, dtype=torch.float32), None)
+        routing.route(logits, None, Routing(k, renormalize=True))
+    slots = sort_slots(numbers(64, 4, dtype=torch.int32), 32, 16)
+    for is_float, group, scale in ((True, 32, torch.uint8), (False, 128, torch.float16)):
+        packed = packed_matmul.PackedWeight(
+            numbers(32, 256, 640, dtype=torch.uint8),
+            numbers(32, 256, 1280 // group, dtype=scale),
+            None if is_float else numbers(32, 256, 1280 // group, dtype=torch.uint8),
+            is_float,
+        )
+        packed_matmul.packed_tiles(numbers(64, 1280), slots, packed, None, 4, GroupedShape(), "clamped_swiglu")
+
+
 def lines(all_shapes: bool) -> None:
     from quire.kernels.triton import activation, gather, norm
 
@@ -204,7 +230,7 @@ def sampling(all_shapes: bool) -> None:
     shaping.penalize(shaped, index, numbers(3, rows + 1, dtype=torch.float32), token_ids, known, known)
 
 
-PARTS = {"products": products, "lines": lines, "attention": attention, "sampling": sampling}
+PARTS = {"products": products, "experts": experts, "lines": lines, "attention": attention, "sampling": sampling}
 
 
 def main() -> None:

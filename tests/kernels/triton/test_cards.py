@@ -21,6 +21,7 @@ KERNELS = {
 }
 PARTS = {
     "products": {"matmul", "tile_matmul", "wide_matmul"},
+    "experts": {"expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
     "lines": {"activation", "gather", "norm", "quantize"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
@@ -31,7 +32,10 @@ PARTS = {
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")
 # Older cards have no unit that copies tiles, and the oldest no eight-bit floats.
-NOT_THERE = {"ampere": {"_wide_kernel", "_quantize_kernel", "_gated_line_kernel"}, "ada": {"_wide_kernel"}}
+NOT_THERE = {
+    "ampere": {"_wide_kernel", "_sorted_kernel", "_quantize_kernel", "_gated_line_kernel"},
+    "ada": {"_wide_kernel", "_sorted_kernel"},
+}
 
 # Variants of kernels that take long to compile, and must not be compiled anew for other numbers of rows or places of
 # lists: for two types of logits, the first round of draws apart from others; with and without a window, and then with
