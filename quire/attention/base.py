@@ -128,12 +128,6 @@ class AttentionBackend(ABC):
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
 
-    def lacks(self, spec: AttentionSpec) -> str | None:
-        """What a layer asks for and this backend does not do; None if it does all."""
-        if spec.sinks is not None:
-            return "attention sinks"
-        return "norms after the rotation" if spec.norms_rotated else None
-
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""
         return None

@@ -62,9 +62,6 @@ class NativeAttention(AttentionBackend):
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
 
-    def lacks(self, spec: AttentionSpec) -> str | None:
-        return None
-
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:

@@ -58,9 +58,6 @@ class TorchAttention(AttentionBackend):
     def __init__(self) -> None:
         self._min_rows: dict[tuple[int, torch.dtype], int] = {}
 
-    def lacks(self, spec: AttentionSpec) -> str | None:
-        return None
-
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:

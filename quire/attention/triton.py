@@ -240,7 +240,8 @@ class TritonAttention(AttentionBackend):
             values = qkv[:, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
         given = (*norm, rotation, metadata.batch.slot_mapping, cache, spec.num_heads, qkv.dtype)
         product = qkv if isinstance(qkv, Tensor) else qkv.values
-        return Written(prepare_qkv(product, *given, keys, self.heads_per_program), keys, values)
+        query = prepare_qkv(product, *given, keys, self.heads_per_program, spec.norms_rotated)
+        return Written(query, keys, values)
 
     def write_partial_sums(
         self,
@@ -277,30 +278,33 @@ class TritonAttention(AttentionBackend):
         programs, fit = singles[0].shape[0] * spec.num_kv_heads, heads_fit(spec.head_dim, query.element_size())
         one_each = metadata.alike and self.fills(programs)
         if metadata.line is not None and window is None and fit and not one_each:
-            even_attention(query, cache, metadata.line, out, scale, soft_cap, 2 * self.multiprocessors())
+            programs = 2 * self.multiprocessors()
+            even_attention(query, cache, metadata.line, out, scale, soft_cap, programs, sinks=spec.sinks)
             return out
         if programs:
             splits, keys, stages = (1, 64, 3) if one_each else _choose_splits(programs, batch.max_context)
             if not fit:
                 keys, stages = 64, 2
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
-            decode_attention(*given, splits=splits, keys=keys, num_stages=stages)
+            decode_attention(*given, splits=splits, keys=keys, num_stages=stages, sinks=spec.sinks)
         if few[0].shape[0]:
-            tile_attention(query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
+            given_few = (query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
+            tile_attention(*given_few, spec.sinks)
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
             split = None
             if metadata.long_context and window is None and query.shape[0] <= _MAX_SPLIT_TOKENS:
                 split = _split_tiles(spec, query.shape[0])
-            prefill_attention(query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window, split=split)
+            given_tiles = (query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
+            prefill_attention(*given_tiles, split=split, sinks=spec.sinks)
         for start, length in metadata.whole if plain else ():
             out[start : start + length] = _whole_prompt(spec, written, slice(start, start + length))
         return out
 
 
 def is_plain(spec: AttentionSpec) -> bool:
-    """Whether a query sees all keys before it, and scores are as they are."""
-    return spec.soft_cap is None and spec.sliding_window is None
+    """Whether a query sees all keys before it and nothing else, and scores are as they are."""
+    return spec.soft_cap is None and spec.sliding_window is None and spec.sinks is None
 
 
 def _choose_splits(programs: int, max_context: int) -> tuple[int, int, int]:

@@ -69,16 +69,16 @@ class FixedTritonAttention(TritonAttention):
             if spec.group_size > split.lines:
                 warps = 4
             cut = replace(split, splits=splits, num_warps=warps)
-            tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut)
+            tile_attention(*given, index, metadata.offsets, out, scale, cap, window, cut, spec.sinks)
         if metadata.few[0].shape[0]:
             cut = replace(split, tile=FEW_QUERIES, splits=self.few_splits)
-            tile_attention(*given, *metadata.few, out, scale, cap, window, cut)
+            tile_attention(*given, *metadata.few, out, scale, cap, window, cut, spec.sinks)
         tiles = metadata.partial_tiles if whole else metadata.tiles
         if tiles[0].shape[0]:
             stages = 1 if spec.head_dim * query.element_size() > _WIDE else 3
             warps = 8 if spec.head_dim > 128 else 4
             cut = Cut(QUERY_TILE, 0, segment, lines=64, keys=keys, num_warps=warps, num_stages=stages)
-            tile_attention(*given, *tiles, out, scale, cap, window, cut)
+            tile_attention(*given, *tiles, out, scale, cap, window, cut, spec.sinks)
         return out
 
     def segment_size(self, max_len: int) -> int:

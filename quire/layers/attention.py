@@ -17,7 +17,6 @@ from quire.ops.select import GATHER_ROWS
 from quire.ops.split_k import PartialSums
 from quire.parallel.groups import ParallelGroup
 from quire.types.cache import KVForm, LayerKV
-from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +106,6 @@ class Attention(CachedLayer):
     @property
     def keeps(self) -> LayerKV:
         return keeps_heads(self.spec.num_kv_heads, self.spec.head_dim, self.spec.sliding_window)
-
-    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
-        lacking = backend.lacks(self.spec)
-        if lacking is not None:
-            raise ConfigError(
-                f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu"
-            )
-        super().bind(backend, cache, group)
 
     def cache_shape(
         self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype

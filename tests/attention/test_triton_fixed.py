@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec, HeadNorm, make_batch
 from tests.attention.test_torch_ref import dense
 from tests.kernels.device import DEVICE, HALF
-from tests.kernels.triton.paged import needs_triton
+from tests.kernels.triton.paged import SINKS, needs_triton
 
 pytestmark = needs_triton
 
@@ -67,9 +68,9 @@ def outputs(
     return [torch.cat(parts) for parts in found if parts]
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_the_same_bits(window: int | None) -> None:
-    spec = AttentionSpec(2, 1, 16, 0.25, window)
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (50, None), (None, SINKS[1:3]), (50, SINKS[1:3])])
+def test_the_same_bits(window: int | None, sinks: Tensor | None) -> None:
+    spec = AttentionSpec(2, 1, 16, 0.25, window, sinks=None if sinks is None else sinks.to(DEVICE))
     for together, alone, in_chunks in zip(*(outputs(x, spec) for x in (AT_ONCE, ALONE, IN_CHUNKS)), strict=True):
         assert torch.equal(alone, together)
         assert torch.equal(in_chunks, together)
@@ -115,13 +116,15 @@ def test_whole_prompts_have_a_kernel_of_their_own() -> None:
     assert taken == [70, 33], "neither wide types nor windows"
 
 
-def test_against_dense_attention() -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS[1:3]])
+def test_against_dense_attention(sinks: Tensor | None) -> None:
     generator = torch.Generator().manual_seed(0)
     width = (SPEC.num_heads + 2 * SPEC.num_kv_heads) * SPEC.head_dim
     tokens = [torch.randn(n, width, generator=generator).to(HALF).float() for n in LENGTHS]
     weight = torch.randn(SPEC.head_dim, generator=generator).to(HALF).float()
-    for qkv, mine in zip(tokens, outputs(AT_ONCE), strict=True):
+    placed = replace(SPEC, sinks=None if sinks is None else sinks.to(DEVICE))
+    for qkv, mine in zip(tokens, outputs(AT_ONCE, placed), strict=True):
         heads = qkv.unflatten(-1, (-1, SPEC.head_dim))
         q, k, v = heads.split([SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads], dim=1)
         q, k = (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight for x in (q, k))
-        torch.testing.assert_close(mine.cpu().float(), dense(SPEC, q, k, v).float(), atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(mine.cpu().float(), dense(replace(SPEC, sinks=sinks), q, k, v).float(), atol=3e-2, rtol=3e-2)

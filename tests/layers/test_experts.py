@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionSpec
-from quire.attention.triton import TritonAttention
-from quire.layers.attention import Attention
 from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedLinear, Layout, Router, TokenGate
 from quire.layers.linear import QKVParallelLinear
 from quire.layers.quant.registry import METHODS
@@ -223,21 +220,6 @@ def test_interleaved_heads_are_kept_half_a_head_apart() -> None:
     q, k, v = weight[: 2 * dim].view(2, dim, HIDDEN), weight[2 * dim : 3 * dim], weight[3 * dim :]
     kept = torch.cat((q[:, order].flatten(0, 1), k[order], v))
     torch.testing.assert_close(layer(X), X @ kept.t(), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("spec", "what"),
-    [
-        (AttentionSpec(2, 1, 16, 0.25, sinks=torch.zeros(2)), "attention sinks"),
-        (AttentionSpec(2, 1, 16, 0.25, norms_rotated=True), "norms after the rotation"),
-    ],
-)
-def test_a_backend_that_lacks_something_is_not_bound(spec: AttentionSpec, what: str) -> None:
-    class Lacking(TritonAttention):
-        lacks = AttentionBackend.lacks
-
-    with pytest.raises(ConfigError, match=what):
-        Attention(spec, 0, Target()).bind(Lacking.__new__(Lacking), torch.empty(0), 0)
 
 
 def test_a_quantization_without_experts_says_so() -> None:

@@ -26,6 +26,7 @@ def _split_kernel(
     rows_ptr,
     contexts_ptr,
     query_starts_ptr,
+    sinks_ptr,  # [heads] float32
     out_ptr,  # [rows, heads, splits, dim] float32, or the result itself when there is one split
     lse_ptr,  # [rows, heads, splits] float32
     table_stride,
@@ -38,6 +39,7 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: all keys
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,  # a row's keys by several programs
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -98,6 +100,8 @@ def _split_kernel(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = new_highest
+    if HAS_SINKS and not SHARED:
+        total += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Parts lie by place in this launch; the result of a single split goes straight to its token.
     line = place.to(tl.int64) if SHARED else token
@@ -117,8 +121,10 @@ def _combine_kernel(
     lse_ptr,
     index_ptr,
     tokens_ptr,
+    sinks_ptr,
     out_ptr,
     NUM_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -135,10 +141,14 @@ def _combine_kernel(
     splits = tl.arange(0, PADDED)
     dims = tl.arange(0, DIM)
     lse = tl.load(lse_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-    weights = tl.exp(lse - tl.max(lse, axis=0))
+    highest = tl.max(lse, axis=0)
+    weights = tl.exp(lse - highest)
+    total = tl.sum(weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks_ptr + head) - highest)
     mask = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + (at * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    out = tl.sum(parts * weights[:, None], axis=0) / total
     out_at = (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -160,16 +170,17 @@ def decode_attention(
     keys: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the queries tokens[i] (int32), which belong to rows index[i] of the batch; -1 is padding.
 
     q [tokens, heads, dim]; tables [max_rows, max_blocks] int32, whose line rows[i] belongs to row i of the batch;
     contexts [rows] int32: the rows' KV lengths after this step; query_starts [rows + 1] int32. Writes those tokens'
-    lines of out [tokens, heads * dim].
+    lines of out [tokens, heads * dim]. sinks [heads] float32: see AttentionSpec.
     """
     _, num_heads, head_dim = q.shape
     count, num_kv_heads = index.shape[0], cache.shape[2]
-    heads = heads_of(q, cache, soft_cap, window)
+    heads = heads_of(q, cache, soft_cap, window, sinks)
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty(count, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
@@ -183,6 +194,7 @@ def decode_attention(
         rows,
         contexts,
         query_starts,
+        parts if sinks is None else sinks,
         parts,
         lse,
         tables.stride(0),
@@ -203,8 +215,10 @@ def decode_attention(
             lse,
             index,
             tokens,
+            parts if sinks is None else sinks,
             out,
             NUM_HEADS=num_heads,
+            HAS_SINKS=sinks is not None,
             SPLITS=splits,
             HEAD_DIM=head_dim,
             DIM=heads["DIM"],

@@ -87,6 +87,7 @@ def _even_kernel(
     tile_rows_ptr,
     sizes_ptr,
     blocks_ptr,
+    sinks_ptr,  # [heads] float32
     out_ptr,
     parts_ptr,  # [programs, 2, heads of a KV head, dim] float32: of a row begun before, and of one that goes on after
     lse_ptr,  # [programs, 2, heads of a KV head] float32
@@ -99,6 +100,7 @@ def _even_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -162,6 +164,9 @@ def _even_kernel(
             first = kv_head * total + tl.load(starts_ptr + place)
             result = acc / weight[:, None]
             if is_last & (first >= begin):
+                if HAS_SINKS:
+                    sinks = tl.load(sinks_ptr + heads, mask=queries < GROUP, other=0.0)
+                    result = acc / (weight + tl.exp(sinks - highest))[:, None]
                 tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=of_query)
             else:
                 line = (program * 2 + (first >= begin).to(tl.int32)) * GROUP + queries
@@ -177,6 +182,7 @@ def _even_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _join_kernel(
     starts_ptr,
+    sinks_ptr,
     out_ptr,
     parts_ptr,
     lse_ptr,
@@ -185,6 +191,7 @@ def _join_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,8 +226,10 @@ def _join_kernel(
             share_of_part = tl.exp(lse - highest)
             weight = weight * decay + share_of_part
             acc = acc * decay[:, None] + part * share_of_part[:, None]
-    result = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]  # zeros for padding, which has no tiles
     heads = kv_head * GROUP + queries
+    if HAS_SINKS:
+        weight += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
+    result = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]  # zeros for padding, which has no tiles
     out_at = (place.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -279,8 +288,12 @@ def even_attention(
     programs: int,
     num_warps: int = 4,
     num_stages: int = 3,
+    sinks: Tensor | None = None,
 ) -> None:
-    """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros where no tiles are."""
+    """q [n, heads, dim] is a query of each row of `line`; writes out [n, heads * dim], zeros where no tiles are.
+
+    sinks [heads] float32: see AttentionSpec.
+    """
     count, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
     group = num_heads // num_kv_heads
@@ -294,6 +307,7 @@ def even_attention(
         line.rows,
         line.sizes,
         line.blocks,
+        out if sinks is None else sinks,
         out,
         parts,
         lse,
@@ -306,6 +320,7 @@ def even_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(group)),
         DIM=dim,
         KEYS=KEYS,
@@ -317,6 +332,7 @@ def even_attention(
     )
     _join_kernel[(count, num_kv_heads)](
         line.starts,
+        out if sinks is None else sinks,
         out,
         parts,
         lse,
@@ -325,6 +341,7 @@ def even_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        HAS_SINKS=sinks is not None,
         QUERIES=triton.next_power_of_2(group),
         DIM=dim,
         num_warps=1,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED, heads_of, shared_memory
+from quire.kernels.triton.launch import FUSED, add_sinks, heads_of, shared_memory
 
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
@@ -57,6 +57,7 @@ def _prefill_kernel(
     query_starts_ptr,
     tile_index_ptr,  # [tiles] which row of the batch
     tile_offset_ptr,  # [tiles] first query of the tile within its row
+    sinks_ptr,  # [heads] float32
     out_ptr,
     parts_ptr,  # [tokens, heads, SPLITS, dim] float32
     numbers_ptr,  # [2, tokens, heads, SPLITS] float32: highest scores, sums of weights
@@ -71,6 +72,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,  # queries of a listed tile
     LINES: tl.constexpr,  # queries times heads of a program
     HEADS: tl.constexpr,  # of a program; all of one KV head
@@ -144,6 +146,8 @@ def _prefill_kernel(
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
         _store_numbers(numbers_ptr + part, number_offset, highest, total, in_row)
     else:
+        if HAS_SINKS:
+            total = add_sinks(sinks_ptr, head, in_row, highest, total)
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -153,12 +157,14 @@ def _fold_kernel(
     query_starts_ptr,
     tile_index_ptr,
     tile_offset_ptr,
+    sinks_ptr,
     out_ptr,
     parts_ptr,
     numbers_ptr,
     number_offset,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -188,6 +194,8 @@ def _fold_kernel(
         values = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         acc = acc * keep[:, None] + values * add[:, None]
         highest = new_highest
+    if HAS_SINKS:
+        total = add_sinks(sinks_ptr, head + tl.zeros_like(queries), in_row, highest, total)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -216,14 +224,16 @@ def prefill_attention(
     query_tile: int = QUERY_TILE,
     keys: int = 128,
     split: Split | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
 
     contexts, query_starts, tile_index and tile_offset are int32; `rows` picks lines of tables [max_rows, max_blocks].
-    With `split` each token of the step has a line of partial results, listed or not.
+    With `split` each token of the step has a line of partial results, listed or not. sinks [heads] float32: see
+    AttentionSpec.
     """
     num_tokens, num_heads, head_dim = q.shape
-    heads = heads_of(q, cache, soft_cap, window)
+    heads = heads_of(q, cache, soft_cap, window, sinks)
     width, num_stages = heads["DIM"] * q.element_size(), 2
     splits, packed = 0, 1
     parts, numbers = out, out
@@ -247,6 +257,7 @@ def prefill_attention(
         query_starts,
         tile_index,
         tile_offset,
+        out if sinks is None else sinks,
         out,
         parts,
         numbers,
@@ -270,12 +281,14 @@ def prefill_attention(
             query_starts,
             tile_index,
             tile_offset,
+            out if sinks is None else sinks,
             out,
             parts,
             numbers,
             number_offset,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
+            HAS_SINKS=sinks is not None,
             TILE=query_tile,
             QUERIES=query_tile // packed // _FOLDED,
             SPLITS=splits,

@@ -27,6 +27,14 @@ def _added_up(ptr, at, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constex
 
 
 @triton.jit
+def _head_weights(q_weight_ptr, k_weight_ptr, dims, in_head, is_query, weight_offset):
+    """What the features `dims` of normed heads are multiplied by; float32."""
+    q_weight = tl.load(q_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
+    return tl.where(is_query, q_weight[None, :], k_weight[None, :]) + weight_offset
+
+
+@triton.jit
 def _write(
     x, token, heads, dims, in_head, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -70,7 +78,7 @@ def _qkv_kernel(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # 0: nothing is rotated
     BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,  # of query and key heads: "first", before the rotation, "last", after it, or ""
     KEEP_KEYS: tl.constexpr,  # also write the keys to k_out [n, kv_heads, dim]
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,  # of qkv, to be added up
@@ -88,24 +96,24 @@ def _qkv_kernel(
     base = token * qkv_stride + heads[:, None] * HEAD_DIM
     x = _added_up(qkv_ptr, base + dims[None, :], inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
     raw = x
-    if HAS_NORM:
+    if NORM == "first":
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-        q_weight = tl.load(q_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
-        x = x * scale[:, None] * (tl.where(is_query, q_weight[None, :], k_weight[None, :]) + weight_offset)
+        weight = _head_weights(q_weight_ptr, k_weight_ptr, dims, in_head, is_query, weight_offset)
+        x = x * scale[:, None] * weight
     if ROTARY_DIM > 0:
         rotates = dims < ROTARY_DIM
         partner = tl.where(rotates, (dims + ROTARY_DIM // 2) % ROTARY_DIM, dims)
         other = _added_up(qkv_ptr, base + partner[None, :], inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
-        if HAS_NORM:
-            q_weight = tl.load(q_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
-            k_weight = tl.load(k_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
-            other = (
-                other * scale[:, None] * (tl.where(is_query, q_weight[None, :], k_weight[None, :]) + weight_offset)
-            )
+        if NORM == "first":
+            weight = _head_weights(q_weight_ptr, k_weight_ptr, partner, in_head, is_query, weight_offset)
+            other = other * scale[:, None] * weight
         cos = tl.load(cos_ptr + token * ROTARY_DIM + dims, mask=rotates, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * ROTARY_DIM + dims, mask=rotates, other=0.0).to(tl.float32)
         x = x * cos[None, :] + other * sin[None, :]
+    if NORM == "last":
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+        weight = _head_weights(q_weight_ptr, k_weight_ptr, dims, in_head, is_query, weight_offset)
+        x = x * scale[:, None] * weight
     x = tl.where(is_value, raw, x)
     slot = tl.load(slots_ptr + token)
     _write(
@@ -134,7 +142,7 @@ def _halves_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -154,17 +162,24 @@ def _halves_kernel(
     raw_x = _added_up(qkv_ptr, at, inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
     raw_y = _added_up(qkv_ptr, at + HALF, inside, part_stride, PARTS, q_out_ptr.dtype.element_ty)
     x, y = raw_x, raw_y
-    if HAS_NORM:
+    if NORM != "":
+        low_weight = _head_weights(q_weight_ptr, k_weight_ptr, low, in_half, is_query, weight_offset)
+        high_weight = _head_weights(q_weight_ptr, k_weight_ptr, HALF + low, in_half, is_query, weight_offset)
+    if NORM == "first":
         scale = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)[:, None]
-        q_low, q_high = tl.load(q_weight_ptr + low).to(tl.float32), tl.load(q_weight_ptr + HALF + low).to(tl.float32)
-        k_low, k_high = tl.load(k_weight_ptr + low).to(tl.float32), tl.load(k_weight_ptr + HALF + low).to(tl.float32)
-        x = x * scale * (tl.where(is_query, q_low[None, :], k_low[None, :]) + weight_offset)
-        y = y * scale * (tl.where(is_query, q_high[None, :], k_high[None, :]) + weight_offset)
+        x = x * scale * low_weight
+        y = y * scale * high_weight
     angles = token * HEAD_DIM + low
     cos_x, sin_x = tl.load(cos_ptr + angles).to(tl.float32), tl.load(sin_ptr + angles).to(tl.float32)
     cos_y, sin_y = tl.load(cos_ptr + angles + HALF).to(tl.float32), tl.load(sin_ptr + angles + HALF).to(tl.float32)
-    turned_x = tl.where(is_value, raw_x, x * cos_x[None, :] + y * sin_x[None, :])
-    turned_y = tl.where(is_value, raw_y, y * cos_y[None, :] + x * sin_y[None, :])
+    turned_x = x * cos_x[None, :] + y * sin_x[None, :]
+    turned_y = y * cos_y[None, :] + x * sin_y[None, :]
+    if NORM == "last":
+        scale = 1.0 / tl.sqrt(tl.sum(turned_x * turned_x + turned_y * turned_y, axis=1) / HEAD_DIM + eps)[:, None]
+        turned_x = turned_x * scale * low_weight
+        turned_y = turned_y * scale * high_weight
+    turned_x = tl.where(is_value, raw_x, turned_x)
+    turned_y = tl.where(is_value, raw_y, turned_y)
     slot = tl.load(slots_ptr + token)
     _write(
         turned_x, token, heads, low, in_half, slot, q_out_ptr, k_out_ptr, cache_ptr, value_offset,
@@ -189,11 +204,12 @@ def prepare_qkv(
     dtype: torch.dtype,
     k_out: Tensor | None = None,
     heads_per_program: int | None = None,
+    norms_rotated: bool = False,
 ) -> Tensor:
     """qkv [n, (heads + 2 * kv_heads) * dim] -> q [n, heads, dim] in `dtype`; keys and values go to cache[:, slot].
 
     Slots in the null block are those of padding: nothing is written there. qkv may also be [parts, n, ...], to be
-    added up. `k_out` [n, kv_heads, dim] receives the keys too.
+    added up. `k_out` [n, kv_heads, dim] receives the keys too. `norms_rotated`: heads are normed after the rotation.
 
     rotation: cos and sign-folded sin, each [n, 1, rotary_dim]; slots: [n] int64.
     """
@@ -226,7 +242,7 @@ def prepare_qkv(
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "HAS_NORM": q_weight is not None,
+        "NORM": "" if q_weight is None else "last" if norms_rotated else "first",
         "KEEP_KEYS": k_out is not None,
         "HEADS": heads,
         "PARTS": qkv.shape[0] if qkv.dim() == 3 else 1,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
+from quire.kernels.triton.launch import add_sinks, begin_dependent, heads_of, kv_stages, launch_options
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
@@ -74,6 +74,7 @@ def _tile_kernel(
     query_starts_ptr,
     tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a recorded step
     tile_offset_ptr,  # [tiles] first query of the tile within its row
+    sinks_ptr,  # [heads] float32
     out_ptr,  # [tokens, heads, dim]
     parts_ptr,  # [tiles, TILE, heads, segments, dim] float32
     numbers_ptr,  # [2, tiles, TILE, heads, segments] float32: highest scores, sums of weights
@@ -88,6 +89,7 @@ def _tile_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: all keys
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,  # queries of a listed tile
     TOKENS: tl.constexpr,  # queries of a program
     LINES: tl.constexpr,  # at least TOKENS times the query heads per KV head
@@ -146,7 +148,9 @@ def _tile_kernel(
                 value_offset, scale, soft_cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_CAP, DIM, LINES, KEYS,
             )  # fmt: skip
         total = line_sums(totals, LINES, KEYS)
-        _, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
+        whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
+        if HAS_SINKS:
+            whole_total = add_sinks(sinks_ptr, head, inside, whole_highest, whole_total)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -175,6 +179,7 @@ def _fold_kernel(
     query_starts_ptr,
     tile_index_ptr,
     tile_offset_ptr,
+    sinks_ptr,
     out_ptr,
     number_offset,
     NUM_HEADS: tl.constexpr,
@@ -183,6 +188,7 @@ def _fold_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -231,6 +237,8 @@ def _fold_kernel(
             highest = tl.load(numbers_ptr + at, mask=exists, other=float("-inf"))
             total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
             whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, part)
+    if HAS_SINKS:
+        whole_total = add_sinks(sinks_ptr, head + one, one == 0, whole_highest, whole_total)
     result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
     out_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_head[None, :])
@@ -264,11 +272,12 @@ def tile_attention(
     soft_cap: float | None,
     window: int | None,
     cut: Cut,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the listed tiles of queries: q [n, heads, dim] to their lines of out [n, heads * dim].
 
     contexts [rows] (KV lengths after this step), query_starts, tile_index and tile_offset are int32; `rows` picks
-    lines of tables [max_rows, max_blocks].
+    lines of tables [max_rows, max_blocks]. sinks [heads] float32: see AttentionSpec.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
@@ -284,7 +293,7 @@ def tile_attention(
         numbers = torch.empty(2, listed, num_heads, num_segments, dtype=torch.float32, device=q.device)
     number_offset = listed * num_heads * num_segments
     shared = {
-        **heads_of(q, cache, soft_cap, window),
+        **heads_of(q, cache, soft_cap, window, sinks),
         "TILE": tile,
         "TOKENS": tokens,
         "SEGMENT": segment,
@@ -303,6 +312,7 @@ def tile_attention(
         query_starts,
         tile_index,
         tile_offset,
+        out if sinks is None else sinks,
         out,
         parts,
         numbers,
@@ -324,6 +334,7 @@ def tile_attention(
             query_starts,
             tile_index,
             tile_offset,
+            out if sinks is None else sinks,
             out,
             number_offset,
             AT_ONCE=_FOLDED_AT_ONCE,

@@ -178,7 +178,8 @@ def attention(all_shapes: bool) -> None:
     if all_shapes:
         kinds += [(8, None, None, BF16), (64, None, None, BF16), *([(128, None, None, FP8)] if has_fp8() else [])]
     for backend, (head_dim, window, cap, kept) in product((TritonAttention(), FixedTritonAttention()), kinds):
-        spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap)
+        sinks = numbers(16, dtype=torch.float32) if head_dim == 64 else None
+        spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap, sinks, norms_rotated=head_dim == 64)
         cache = numbers(*backend.cache_shape(64, block_size, 8, head_dim, kept), dtype=kept)
         norm = HeadNorm(numbers(head_dim), numbers(head_dim), 1e-6, 0.0)
         turned = min(head_dim, 128)  # of wider heads only a part
@@ -195,7 +196,7 @@ def attention(all_shapes: bool) -> None:
             tokens = int(metadata.batch.query_starts[-1])
             rotation = (angles[0][:tokens], angles[1][:tokens])
             qkv = numbers(tokens, 32 * head_dim)
-            query = backend.write(spec, qkv, norm if head_dim == 128 else None, rotation, cache, metadata)
+            query = backend.write(spec, qkv, norm if head_dim in (64, 128) else None, rotation, cache, metadata)
             backend.attend(spec, query, cache, metadata)
 
 

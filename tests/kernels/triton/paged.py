@@ -16,6 +16,7 @@ from tests.kernels.device import DEVICE, HAS_TRITON
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 BLOCK = 16
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 120.0])  # the last is more than all keys together
 UNTOUCHED = 123.0
 
 
@@ -69,6 +70,10 @@ def make_paged(spec: AttentionSpec, queries: list[int], contexts: list[int], see
     )
 
 
+def sinks_of(spec: AttentionSpec) -> Tensor | None:
+    return None if spec.sinks is None else spec.sinks.to(DEVICE)
+
+
 def tiles_of(queries: list[int], tile: int = 16) -> list[tuple[int, int]]:
     """(row, first query) of each tile."""
     return [(row, start) for row, count in enumerate(queries) for start in range(0, count, tile)]
@@ -80,7 +85,8 @@ def attend(kernel: Callable[..., None], spec: AttentionSpec, paged: Paged, tiles
     out = out.to(paged.query.dtype)
     rows = (paged.tables, paged.rows, paged.contexts, paged.query_starts)
     listed = (int32([row for row, _ in tiles]), int32([offset for _, offset in tiles]))
-    kernel(paged.query, paged.cache, *rows, *listed, out, spec.scale, spec.soft_cap, spec.sliding_window)
+    given = (paged.query, paged.cache, *rows, *listed, out, spec.scale, spec.soft_cap, spec.sliding_window)
+    kernel(*given, sinks=sinks_of(spec))
     return out
 
 

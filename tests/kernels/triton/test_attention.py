@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from quire.attention.torch_ref import TorchAttention
 from quire.types.errors import ConfigError
 from tests.attention.test_torch_ref import dense
 from tests.kernels.device import DEVICE, NATIVE
-from tests.kernels.triton.paged import assert_close, int32, needs_triton
+from tests.kernels.triton.paged import SINKS, assert_close, int32, needs_triton
 
 pytestmark = needs_triton
 BLOCK = 16
@@ -48,7 +49,8 @@ def run(
     backend: AttentionBackend, steps: Steps, device: torch.device, plans: list[tuple[list[int], list[int]]]
 ) -> list[Tensor]:
     """Each plan is (rows, their context after the step); a row's tokens are those it lacks."""
-    spec = steps.spec
+    sinks = None if steps.spec.sinks is None else steps.spec.sinks.to(device)
+    spec = replace(steps.spec, sinks=sinks)
     steps.generator.manual_seed(1)
     shape = backend.cache_shape(steps.num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
     cache, done, results = torch.zeros(shape, device=device), [0] * len(steps.lengths), []
@@ -80,14 +82,20 @@ def test_same_as_the_torch_backend(window: int | None, cap: float | None, norm: 
         assert_close(mine, theirs)
 
 
-def test_a_long_prompt_by_itself_and_beside_others() -> None:
-    """From some length on a whole prompt takes torch's fused attention; its last layer's keys must not linger."""
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(2, 1, 32, 0.2), AttentionSpec(2, 1, 32, 0.2, sinks=SINKS[:2], norms_rotated=True)]
+)
+def test_a_long_prompt_by_itself_and_beside_others(spec: AttentionSpec) -> None:
+    """From some length on a whole prompt takes torch's fused attention; its last layer's keys must not linger.
+
+    With sinks it does not, and takes tiles like any other.
+    """
     from quire.attention.triton import TritonAttention
 
     class Small(TritonAttention):
         fused_queries = 20
 
-    steps = Steps(AttentionSpec(2, 1, 32, 0.2), [26, 20, 2, 37], norm=True)
+    steps = Steps(spec, [26, 20, 2, 37], norm=True)
     plans = [([0], [25]), ([1, 2, 3, 0], [20, 1, 18, 26]), ([3, 2], [37, 2])]
     expected = run(TorchAttention(), steps, torch.device("cpu"), plans)
     for mine, theirs in zip(run(Small(), steps, DEVICE, plans), expected, strict=True):

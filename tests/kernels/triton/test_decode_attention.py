@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec
 from tests.kernels.device import DEVICE, HALF
-from tests.kernels.triton.paged import Paged, assert_close, int32, make_paged, needs_triton
+from tests.kernels.triton.paged import SINKS, Paged, assert_close, int32, make_paged, needs_triton, sinks_of
 
 pytestmark = needs_triton
 UNTOUCHED = 123.0
@@ -36,6 +36,7 @@ def run(
         spec.sliding_window,
         splits=splits,
         keys=keys,
+        sinks=sinks_of(spec),
     )
     return out
 
@@ -49,6 +50,14 @@ def test_single_queries(splits: int, window: int | None, cap: float | None) -> N
     paged = make_paged(spec, [1] * len(contexts), contexts)
     every = list(range(len(contexts)))
     assert_close(run(spec, paged, every, every, splits), paged.expected)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(splits: int, window: int | None) -> None:
+    spec = AttentionSpec(4, 2, 32, 0.2, window, sinks=SINKS)
+    paged = make_paged(spec, [1] * 3, [1, 17, 131])
+    assert_close(run(spec, paged, [0, 1, 2], [0, 1, 2], splits), paged.expected)
 
 
 @pytest.mark.parametrize(

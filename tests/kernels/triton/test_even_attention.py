@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec
 from tests.kernels.device import DEVICE, HALF
-from tests.kernels.triton.paged import BLOCK, Paged, assert_close, make_paged, needs_triton
+from tests.kernels.triton.paged import BLOCK, SINKS, Paged, assert_close, make_paged, needs_triton, sinks_of
 
 pytestmark = needs_triton
 UNTOUCHED = 123.0
@@ -22,7 +22,7 @@ def run(spec: AttentionSpec, paged: Paged, programs: int, padding_row: int = -1)
     out = torch.full((paged.query.shape[0], spec.num_heads * spec.head_dim), UNTOUCHED, device=DEVICE)
     out = out.to(paged.query.dtype)
     line = line_up_tiles(paged.contexts, paged.rows, paged.tables, BLOCK, padding_row)
-    even_attention(paged.query, paged.cache, line, out, spec.scale, spec.soft_cap, programs)
+    even_attention(paged.query, paged.cache, line, out, spec.scale, spec.soft_cap, programs, sinks=sinks_of(spec))
     return out
 
 
@@ -61,9 +61,17 @@ def test_wide_heads_have_another_kernel() -> None:
     assert not heads_fit(96, 4)
 
 
+@pytest.mark.parametrize("programs", [1, 3, 24])
+def test_sinks(programs: int) -> None:
+    """Once for each query, whether one program has all its keys or several share them."""
+    spec = AttentionSpec(4, 2, 32, 0.2, sinks=SINKS)
+    paged = make_paged(spec, [1] * 3, [1, 300, 65])
+    assert_close(run(spec, paged, programs), paged.expected)
+
+
 @pytest.mark.parametrize("programs", [1, 5])
 def test_padding_is_not_read_and_gets_zeros(programs: int) -> None:
-    spec = AttentionSpec(4, 2, 32, 0.2)
+    spec = AttentionSpec(4, 2, 32, 0.2, sinks=SINKS)
     paged = make_paged(spec, [1] * 4, [270, 1, 200, 164])
     rows = paged.rows.clone()
     rows[1] = rows[3] = padding = 1000

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec
 from tests.kernels.device import HALF
-from tests.kernels.triton.paged import UNTOUCHED, Paged, assert_close, attend, make_paged, needs_triton, tiles_of
+from tests.kernels.triton.paged import (
+    SINKS,
+    UNTOUCHED,
+    Paged,
+    assert_close,
+    attend,
+    make_paged,
+    needs_triton,
+    tiles_of,
+)
 
 pytestmark = needs_triton
 
@@ -68,6 +77,19 @@ def test_half_precision() -> None:
     paged = make_paged(spec, [20], [50])
     half = Paged(**{**vars(paged), "query": paged.query.to(HALF), "cache": paged.cache.to(HALF)})
     assert_close(run(spec, half, tiles_of([20])), paged.expected, 3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("splits", "heads"), [(0, 1), (2, 1), (3, 2)])
+def test_sinks(splits: int, heads: int, window: int | None) -> None:
+    from quire.kernels.triton.prefill_attention import Split, prefill_attention
+
+    spec = AttentionSpec(4, 2, 32, 0.2, window, sinks=SINKS)
+    queries, contexts = [5, 30], [5, 70]
+    paged = make_paged(spec, queries, contexts)
+    split = Split(splits, heads, keys=16) if splits else None
+    kernel = partial(prefill_attention, query_tile=16, keys=32, split=split)
+    assert_close(attend(kernel, spec, paged, tiles_of(queries)), paged.expected)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 5.0)])

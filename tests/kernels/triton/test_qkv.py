@@ -24,12 +24,12 @@ def placed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(DEVICE)
 
 
-@pytest.mark.parametrize(("norm", "keep_keys"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("norm", "keep_keys"), [("", True), ("first", False), ("last", False)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim"),
     [(4, 2, 32, 32), (3, 1, 80, 0), (2, 2, 64, 16), (1, 1, 256, 256), (5, 1, 96, 48)],
 )
-def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool, keep_keys: bool) -> None:
+def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: str, keep_keys: bool) -> None:
     from quire.kernels.triton.qkv import prepare_qkv
 
     tokens, offset = 5, 1.0
@@ -54,8 +54,9 @@ def test_against_torch(heads: int, kv_heads: int, dim: int, rotary_dim: int, nor
         heads,
         qkv.dtype,
         k_out,
+        norms_rotated=norm == "last",
     )
-    q, k, v = split_qkv(qkv.contiguous(), heads, kv_heads, *weights, 1e-6, offset, rotation)
+    q, k, v = split_qkv(qkv.contiguous(), heads, kv_heads, *weights, 1e-6, offset, rotation, norm == "last")
     assert_close(query, q)
     if k_out is not None:
         assert_close(k_out, k)

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec
 from tests.kernels.device import HALF
 from tests.kernels.triton.paged import (
+    SINKS,
     UNTOUCHED,
     Paged,
     assert_close,
@@ -39,6 +40,16 @@ def test_rows_with_and_without_a_cached_prefix(
 ) -> None:
     """Blocks before the window belong to others by then: they are NaN here and must not be read."""
     spec = AttentionSpec(2, 1, 32, 0.2, window, cap)
+    queries, contexts = [5, 18, 1], [5, 70, 33]
+    paged = make_paged(spec, queries, contexts)
+    out = run(spec, paged, tiles_of(queries), tile=16, lines=16, keys=16, **options)
+    assert_close(out, paged.expected)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("options", [{"splits": 4}, {"splits": 0, "segment": 32}], ids=["split", "fold"])
+def test_sinks(window: int | None, options: dict[str, int]) -> None:
+    spec = AttentionSpec(4, 2, 32, 0.2, window, sinks=SINKS)
     queries, contexts = [5, 18, 1], [5, 70, 33]
     paged = make_paged(spec, queries, contexts)
     out = run(spec, paged, tiles_of(queries), tile=16, lines=16, keys=16, **options)
@@ -80,10 +91,12 @@ def test_memory_for_listed_queries_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(taken) == 16 * 2 * 4 * (32 + 2)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (40, None), (40, SINKS[:2])])
+def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(
+    window: int | None, sinks: Tensor | None
+) -> None:
     """All queries at once by folding programs, and the last ones alone by splits of several sizes."""
-    spec = AttentionSpec(2, 1, 64, 0.125, window)
+    spec = AttentionSpec(2, 1, 64, 0.125, window, sinks=sinks)
     paged = make_paged(spec, [90], [90])
     shape = {"segment": 32, "keys": 16}
     whole = run(spec, paged, tiles_of([90], 32), tile=32, splits=0, lines=64, num_warps=4, **shape)
