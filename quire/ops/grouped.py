@@ -156,5 +156,9 @@ SPARSE_MLP: Op[SparseMLP] = Op(
     ),
 )
 ADD_SHARED: Op[AddShared] = Op(
-    "add_shared", add_shared, generate_shared_inputs, 1e-5, (native("add_shared", "grouped"),)
+    "add_shared",
+    add_shared,
+    generate_shared_inputs,
+    1e-5,
+    (Implementation("triton", "triton.add_shared:add_shared", ("cuda",)), native("add_shared", "grouped")),
 )

@@ -81,8 +81,20 @@ def generate_add_layer_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, bias, eps
 
 
-LAYER_NORM = Op("layer_norm", layer_norm, generate_layer_inputs, 1e-5, (native("layer_norm"),))
-ADD_LAYER_NORM = Op("add_layer_norm", add_layer_norm, generate_add_layer_inputs, 1e-5, (native("add_layer_norm"),))
+LAYER_NORM = Op(
+    "layer_norm",
+    layer_norm,
+    generate_layer_inputs,
+    1e-5,
+    (Implementation("triton", "triton.layer_norm:layer_norm", ("cuda",)), native("layer_norm")),
+)
+ADD_LAYER_NORM = Op(
+    "add_layer_norm",
+    add_layer_norm,
+    generate_add_layer_inputs,
+    1e-5,
+    (Implementation("triton", "triton.layer_norm:add_layer_norm", ("cuda",)), native("add_layer_norm")),
+)
 RMS_NORM = Op(
     "rms_norm",
     rms_norm,
