@@ -127,4 +127,6 @@ def test_against_dense_attention(sinks: Tensor | None) -> None:
         heads = qkv.unflatten(-1, (-1, SPEC.head_dim))
         q, k, v = heads.split([SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads], dim=1)
         q, k = (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight for x in (q, k))
-        torch.testing.assert_close(mine.cpu().float(), dense(replace(SPEC, sinks=sinks), q, k, v).float(), atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(
+            mine.cpu().float(), dense(replace(SPEC, sinks=sinks), q, k, v).float(), atol=3e-2, rtol=3e-2
+        )

@@ -26,7 +26,7 @@ def _split_kernel(
     rows_ptr,
     contexts_ptr,
     query_starts_ptr,
-    sinks_ptr,  # [heads] float32
+    sinks_ptr,  # [heads] float32, or None
     out_ptr,  # [rows, heads, splits, dim] float32, or the result itself when there is one split
     lse_ptr,  # [rows, heads, splits] float32
     table_stride,
@@ -39,7 +39,6 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: all keys
     HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,  # a row's keys by several programs
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -100,7 +99,7 @@ def _split_kernel(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = new_highest
-    if HAS_SINKS and not SHARED:
+    if sinks_ptr is not None and not SHARED:
         total += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     # Parts lie by place in this launch; the result of a single split goes straight to its token.
@@ -124,7 +123,6 @@ def _combine_kernel(
     sinks_ptr,
     out_ptr,
     NUM_HEADS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -144,7 +142,7 @@ def _combine_kernel(
     highest = tl.max(lse, axis=0)
     weights = tl.exp(lse - highest)
     total = tl.sum(weights, axis=0)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         total += tl.exp(tl.load(sinks_ptr + head) - highest)
     mask = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + (at * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
@@ -180,7 +178,7 @@ def decode_attention(
     """
     _, num_heads, head_dim = q.shape
     count, num_kv_heads = index.shape[0], cache.shape[2]
-    heads = heads_of(q, cache, soft_cap, window, sinks)
+    heads = heads_of(q, cache, soft_cap, window)
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty(count, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
@@ -194,7 +192,7 @@ def decode_attention(
         rows,
         contexts,
         query_starts,
-        parts if sinks is None else sinks,
+        sinks,
         parts,
         lse,
         tables.stride(0),
@@ -215,10 +213,9 @@ def decode_attention(
             lse,
             index,
             tokens,
-            parts if sinks is None else sinks,
+            sinks,
             out,
             NUM_HEADS=num_heads,
-            HAS_SINKS=sinks is not None,
             SPLITS=splits,
             HEAD_DIM=head_dim,
             DIM=heads["DIM"],

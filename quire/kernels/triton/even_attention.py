@@ -87,7 +87,7 @@ def _even_kernel(
     tile_rows_ptr,
     sizes_ptr,
     blocks_ptr,
-    sinks_ptr,  # [heads] float32
+    sinks_ptr,  # [heads] float32, or None
     out_ptr,
     parts_ptr,  # [programs, 2, heads of a KV head, dim] float32: of a row begun before, and of one that goes on after
     lse_ptr,  # [programs, 2, heads of a KV head] float32
@@ -100,7 +100,6 @@ def _even_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -164,7 +163,7 @@ def _even_kernel(
             first = kv_head * total + tl.load(starts_ptr + place)
             result = acc / weight[:, None]
             if is_last & (first >= begin):
-                if HAS_SINKS:
+                if sinks_ptr is not None:
                     sinks = tl.load(sinks_ptr + heads, mask=queries < GROUP, other=0.0)
                     result = acc / (weight + tl.exp(sinks - highest))[:, None]
                 tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=of_query)
@@ -191,7 +190,6 @@ def _join_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PDL: tl.constexpr,
@@ -227,7 +225,7 @@ def _join_kernel(
             weight = weight * decay + share_of_part
             acc = acc * decay[:, None] + part * share_of_part[:, None]
     heads = kv_head * GROUP + queries
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         weight += tl.exp(tl.load(sinks_ptr + heads, mask=in_group, other=0.0) - highest)
     result = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]  # zeros for padding, which has no tiles
     out_at = (place.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
@@ -307,7 +305,7 @@ def even_attention(
         line.rows,
         line.sizes,
         line.blocks,
-        out if sinks is None else sinks,
+        sinks,
         out,
         parts,
         lse,
@@ -320,7 +318,6 @@ def even_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         HAS_CAP=soft_cap is not None,
-        HAS_SINKS=sinks is not None,
         QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(group)),
         DIM=dim,
         KEYS=KEYS,
@@ -332,7 +329,7 @@ def even_attention(
     )
     _join_kernel[(count, num_kv_heads)](
         line.starts,
-        out if sinks is None else sinks,
+        sinks,
         out,
         parts,
         lse,
@@ -341,7 +338,6 @@ def even_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HAS_SINKS=sinks is not None,
         QUERIES=triton.next_power_of_2(group),
         DIM=dim,
         num_warps=1,

@@ -60,12 +60,15 @@ def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIEC
 
 @triton.jit
 def add_sinks(sinks_ptr, heads, mask, highest, total):
-    """Sums of weights exp2(score - highest) with those of the heads' sinks, which are natural scores, added.
+    """Sums of weights exp2(score - highest) with those of the heads' sinks, if there are any, added.
 
-    Where a sink is so much higher that its weight overflows, what is divided by the sum becomes 0, as it should.
+    Scores are in base 2, sinks [heads] float32 in base e. Where a sink is so much higher that its weight overflows,
+    what is divided by the sum becomes 0, as it should.
     """
-    sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0)
-    return total + tl.exp2(tl.fma(sinks, tl.zeros_like(sinks) + 1.4426950408889634, -highest))
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0)
+        total += tl.exp2(tl.fma(sinks, tl.zeros_like(sinks) + 1.4426950408889634, -highest))
+    return total
 
 
 @cache
@@ -80,9 +83,7 @@ def launch_options(*, fused: bool = True) -> dict[str, Any]:
     return {"PDL": False, **options}
 
 
-def heads_of(
-    q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None, sinks: Tensor | None = None
-) -> dict[str, int]:
+def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None) -> dict[str, int]:
     """What kernels of attention know when they are compiled: q [n, heads, dim], a paged cache, and what is seen."""
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
@@ -93,7 +94,6 @@ def heads_of(
         "BLOCK_SIZE": block_size,
         "WINDOW": window or 0,
         "HAS_CAP": soft_cap is not None,
-        "HAS_SINKS": sinks is not None,
         "DIM": padded_dim(head_dim),
     }
 

@@ -57,7 +57,7 @@ def _prefill_kernel(
     query_starts_ptr,
     tile_index_ptr,  # [tiles] which row of the batch
     tile_offset_ptr,  # [tiles] first query of the tile within its row
-    sinks_ptr,  # [heads] float32
+    sinks_ptr,  # [heads] float32, or None
     out_ptr,
     parts_ptr,  # [tokens, heads, SPLITS, dim] float32
     numbers_ptr,  # [2, tokens, heads, SPLITS] float32: highest scores, sums of weights
@@ -72,7 +72,6 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,  # queries of a listed tile
     LINES: tl.constexpr,  # queries times heads of a program
     HEADS: tl.constexpr,  # of a program; all of one KV head
@@ -146,8 +145,7 @@ def _prefill_kernel(
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
         _store_numbers(numbers_ptr + part, number_offset, highest, total, in_row)
     else:
-        if HAS_SINKS:
-            total = add_sinks(sinks_ptr, head, in_row, highest, total)
+        total = add_sinks(sinks_ptr, head, in_row, highest, total)
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -164,7 +162,6 @@ def _fold_kernel(
     number_offset,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -194,8 +191,7 @@ def _fold_kernel(
         values = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         acc = acc * keep[:, None] + values * add[:, None]
         highest = new_highest
-    if HAS_SINKS:
-        total = add_sinks(sinks_ptr, head + tl.zeros_like(queries), in_row, highest, total)
+    total = add_sinks(sinks_ptr, head + tl.zeros_like(queries), in_row, highest, total)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -233,7 +229,7 @@ def prefill_attention(
     AttentionSpec.
     """
     num_tokens, num_heads, head_dim = q.shape
-    heads = heads_of(q, cache, soft_cap, window, sinks)
+    heads = heads_of(q, cache, soft_cap, window)
     width, num_stages = heads["DIM"] * q.element_size(), 2
     splits, packed = 0, 1
     parts, numbers = out, out
@@ -257,7 +253,7 @@ def prefill_attention(
         query_starts,
         tile_index,
         tile_offset,
-        out if sinks is None else sinks,
+        sinks,
         out,
         parts,
         numbers,
@@ -281,14 +277,13 @@ def prefill_attention(
             query_starts,
             tile_index,
             tile_offset,
-            out if sinks is None else sinks,
+            sinks,
             out,
             parts,
             numbers,
             number_offset,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            HAS_SINKS=sinks is not None,
             TILE=query_tile,
             QUERIES=query_tile // packed // _FOLDED,
             SPLITS=splits,

@@ -74,7 +74,7 @@ def _tile_kernel(
     query_starts_ptr,
     tile_index_ptr,  # [tiles] which row of the batch; -1 is padding of a recorded step
     tile_offset_ptr,  # [tiles] first query of the tile within its row
-    sinks_ptr,  # [heads] float32
+    sinks_ptr,  # [heads] float32, or None
     out_ptr,  # [tokens, heads, dim]
     parts_ptr,  # [tiles, TILE, heads, segments, dim] float32
     numbers_ptr,  # [2, tiles, TILE, heads, segments] float32: highest scores, sums of weights
@@ -89,7 +89,6 @@ def _tile_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: all keys
     HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,  # queries of a listed tile
     TOKENS: tl.constexpr,  # queries of a program
     LINES: tl.constexpr,  # at least TOKENS times the query heads per KV head
@@ -129,9 +128,7 @@ def _tile_kernel(
     segment_size = SEGMENT
     if SEGMENT == 0:
         segment_size = tl.cdiv(tl.cdiv(seen, KEYS), SPLITS) * KEYS
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
     highest, totals, acc = nothing(LINES, DIM, KEYS)
     if SPLITS == 0:
         whole_highest, _, whole = nothing(LINES, DIM, KEYS)
@@ -149,8 +146,7 @@ def _tile_kernel(
             )  # fmt: skip
         total = line_sums(totals, LINES, KEYS)
         whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)
-        if HAS_SINKS:
-            whole_total = add_sinks(sinks_ptr, head, inside, whole_highest, whole_total)
+        whole_total = add_sinks(sinks_ptr, head, inside, whole_highest, whole_total)
         result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
         tl.store(out_ptr + q_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -188,7 +184,6 @@ def _fold_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -237,8 +232,7 @@ def _fold_kernel(
             highest = tl.load(numbers_ptr + at, mask=exists, other=float("-inf"))
             total = tl.load(numbers_ptr + number_offset + at, mask=exists, other=0.0)
             whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, part)
-    if HAS_SINKS:
-        whole_total = add_sinks(sinks_ptr, head + one, one == 0, whole_highest, whole_total)
+    whole_total = add_sinks(sinks_ptr, head + one, one == 0, whole_highest, whole_total)
     result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
     out_at = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_head[None, :])
@@ -293,7 +287,7 @@ def tile_attention(
         numbers = torch.empty(2, listed, num_heads, num_segments, dtype=torch.float32, device=q.device)
     number_offset = listed * num_heads * num_segments
     shared = {
-        **heads_of(q, cache, soft_cap, window, sinks),
+        **heads_of(q, cache, soft_cap, window),
         "TILE": tile,
         "TOKENS": tokens,
         "SEGMENT": segment,
@@ -312,7 +306,7 @@ def tile_attention(
         query_starts,
         tile_index,
         tile_offset,
-        out if sinks is None else sinks,
+        sinks,
         out,
         parts,
         numbers,
@@ -334,7 +328,7 @@ def tile_attention(
             query_starts,
             tile_index,
             tile_offset,
-            out if sinks is None else sinks,
+            sinks,
             out,
             number_offset,
             AT_ONCE=_FOLDED_AT_ONCE,
