@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +19,7 @@ from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
+from quire.types.ledger import EngineSizes, LedgerLine
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Linear(WeightedLayer, Stage):
             return self.method.multiply_quantized(x)
         x = whole(x)
         return self.method.multiply(x) if self._split_k is None else self._split_k(x)
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        num_bytes = self.method.workspace_bytes()
+        if num_bytes:
+            yield LedgerLine("unpacked weights", num_bytes, "the largest matrix that prompts unpack", in_step=True)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight", "bias") if self._bias else ("weight",)

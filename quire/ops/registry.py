@@ -18,6 +18,7 @@ from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
+from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
@@ -44,6 +45,8 @@ OPS: tuple[Op[Any], ...] = (
     GROUPED_GATE_UP,
     GROUPED_DOWN,
     SPARSE_MLP,
+    PACKED_LINEAR,
+    PACKED_SPARSE_MLP,
     ADD_SHARED,
     LAYER_NORM,
     ADD_LAYER_NORM,

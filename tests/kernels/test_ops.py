@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.ops.base import Implementation, Op
 from quire.ops.registry import OPS
@@ -20,7 +21,11 @@ CASES = [
     for op in OPS
     for implementation in op.implementations
 ]
-TILES = ("triton.fixed_matmul:", "triton.sparse_mlp:")  # modules whose matmuls are always of tiles
+TILES = (
+    "triton.fixed_matmul:",
+    "triton.sparse_mlp:",
+    "triton.packed_mlp:",
+)  # modules whose matmuls are always of tiles
 HALF_CASES = [
     pytest.param(op, implementation, dtype, id=f"{op.name}-{implementation.name}-{dtype}")
     for op in OPS
@@ -31,7 +36,12 @@ HALF_CASES = [
     and (NATIVE or dtype != torch.bfloat16 or not implementation.path.startswith(TILES))
 ]
 # Arguments that have a type of their own, whatever the activations are: weights in fp8, scales, weights of experts.
-OWN_TYPE = {"linear_fp8": (1, 2), "prequantized_linear_fp8": (0, 1, 2, 3), "sparse_mlp": (2,)}
+OWN_TYPE = {
+    "linear_fp8": (1, 2),
+    "prequantized_linear_fp8": (0, 1, 2, 3),
+    "sparse_mlp": (2,),
+    "packed_sparse_mlp": (2,),
+}
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 
@@ -41,7 +51,7 @@ def load(implementation: Implementation) -> Any:
     if not NATIVE and "cpu" not in implementation.platforms and not implementation.path.startswith("triton."):
         pytest.skip(f"runs on {', '.join(implementation.platforms)} only, and has no interpreter")
     run = implementation.load()
-    if implementation.path.startswith("triton.sparse_mlp:"):  # its parts are for the reader to add up
+    if implementation.path.endswith(("sparse_mlp", "sparse_mlp_fixed")):  # its parts are for the reader to add up
         return lambda x, *others: sum_of(run(x, *others), x.dtype).unsqueeze(0)
     return run
 
@@ -49,7 +59,10 @@ def load(implementation: Implementation) -> Any:
 def place(implementation: Implementation, values: Sequence[Any]) -> list[Any]:
     """Where it runs: an implementation for CPUs reads host memory, also on a machine with a GPU."""
     device = HOST if "cpu" in implementation.platforms else DEVICE
-    return [value.to(device, copy=True) if isinstance(value, Tensor) else value for value in values]
+    return [
+        tree_map(lambda part: part.to(device, copy=True) if isinstance(part, Tensor) else part, value)
+        for value in values
+    ]
 
 
 def pairs_of(actual: Any, expected: Any) -> list[tuple[Tensor, Tensor]]:
@@ -71,14 +84,14 @@ def pairs_of(actual: Any, expected: Any) -> list[tuple[Tensor, Tensor]]:
 def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None:
     run, inputs = load(implementation), op.generate_inputs(seed)
     placed = place(implementation, inputs)
-    before = [value.clone() if isinstance(value, Tensor) else value for value in placed]
+    before = place(implementation, placed)
     for mine, theirs in pairs_of(run(*placed), op.reference(*inputs)):
         torch.testing.assert_close(mine.cpu(), theirs, atol=op.tolerance, rtol=op.tolerance)
         assert mine.is_contiguous()
     for index, (was, now) in enumerate(zip(before, placed, strict=True)):
         if index in op.changes:
             torch.testing.assert_close(now.cpu(), inputs[index], atol=op.tolerance, rtol=op.tolerance)
-        same = torch.equal(was, now) if isinstance(was, Tensor) else was == now
+        same = all(map(_is_same, tree_leaves(was), tree_leaves(now)))
         assert same != (index in op.changes), "an op leaves its inputs alone"
 
 
@@ -96,8 +109,14 @@ def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torc
         torch.testing.assert_close(mine.cpu().float(), theirs, atol=HALF_TOLERANCE * scale, rtol=tolerance)
 
 
+def _is_same(was: Any, now: Any) -> bool:
+    return torch.equal(was, now) if isinstance(was, Tensor) else bool(was == now)
+
+
 def _to(dtype: torch.dtype, value: Any) -> Any:
-    """An argument in another type: a tensor of floats, or a type itself."""
+    """An argument in another type: a tensor of floats, several of them, or a type itself."""
     if isinstance(value, torch.dtype):
         return dtype
+    if isinstance(value, tuple):
+        return tree_map(lambda part: _to(dtype, part), value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -197,7 +197,7 @@ def grouped_tiles(
     """
     _, n, k = weight.shape
     assert slots.size == shape.bt
-    out = _empty(x, slots.order.shape[0], n // 2 if activation else n, weights)
+    out = empty_slots(x, slots.order.shape[0], n // 2 if activation else n, weights)
     num_tiles = slots.tiles.shape[1]
     _grouped_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
@@ -241,7 +241,7 @@ def grouped_one_row(
     """The same for few slots."""
     _, n, k = weight.shape
     num_slots = expert_ids.numel()
-    out = _empty(x, num_slots, n // 2 if activation else n, weights)
+    out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     _one_row_kernel[(triton.cdiv(n, lines), num_slots)](
         x,
         weight,
@@ -264,7 +264,8 @@ def grouped_one_row(
     return out
 
 
-def _empty(x: Tensor, num_slots: int, width: int, weights: Tensor | None) -> Tensor:
+def empty_slots(x: Tensor, num_slots: int, width: int, weights: Tensor | None) -> Tensor:
+    """Where the results of slots go: [slots, width], or weighted [k, n, width] float32."""
     if weights is None:
         return torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
     return torch.empty(weights.shape[1], weights.shape[0], width, dtype=torch.float32, device=x.device)

@@ -1,13 +1,11 @@
 """Matmuls with 4-bit weights, which are unpacked in the kernel: of experts, and of one matrix.
 
-A byte holds two columns of a line that are 32 apart: columns 64 c + j in the low bits, 64 c + 32 + j in the high
-ones (j < 32). So both halves of a piece are read with activations that lie side by side. Every group of columns has a
-scale, and integers may have a zero point; E2M1 has scales that are powers of two, stored as exponents.
+Weights lie as quire/kernels/packed.py says, so that both halves of a piece are read with activations side by side.
+The inner sum of a slot runs in one order, whatever the shape of the tiles, if their `bk` is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,37 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.packed import CHUNK, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
-from quire.kernels.triton.grouped_matmul import GroupedShape, activated
+from quire.kernels.triton.grouped_matmul import GroupedShape, activated, empty_slots, weighted
 from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
 from quire.kernels.triton.tile_matmul import lines_of
-
-CHUNK = 64  # columns whose halves share bytes
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """[experts, N, K] in 4 bits. `zeros` None: of integers, 8 stands for 0."""
-
-    codes: Tensor  # [experts, N, K / 2] uint8
-    scales: Tensor  # [experts, N, K / group] of a float type; uint8: exponents
-    zeros: Tensor | None = None  # [experts, N, K / group] uint8
-    is_float: bool = False  # codes are E2M1
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        experts, n, half = self.codes.shape
-        return experts, n, 2 * half
-
-    @property
-    def group(self) -> int:
-        return self.sizes[2] // self.scales.shape[2]
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """Codes [..., K] of 4 bits -> [..., K / 2] uint8; K is whole chunks."""
-    halves: Tensor = codes.to(torch.uint8).unflatten(-1, (-1, 2, CHUNK // 2))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 
 @triton.jit
@@ -146,11 +118,13 @@ def _packed_kernel(
     scale_ptr,
     zero_ptr,
     bias_ptr,
-    out_ptr,  # [slots, width]
+    out_ptr,  # [slots, width], or where weighted [TOP_K, rows, width] float32
+    weights_ptr,  # [slots] float32
     order_ptr,
     tiles_ptr,  # [3, tiles]
     num_slots,
     num_tiles,
+    num_rows,
     N,
     K,
     IS_FLOAT: tl.constexpr,
@@ -158,6 +132,7 @@ def _packed_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,  # slots are sorted into tiles; else slot s is line s of x and there is one matrix
+    TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
@@ -217,9 +192,71 @@ def _packed_kernel(
     if ACTIVATION != "":
         acc = activated(acc, out_ptr.dtype.element_ty, BN, BT, ACTIVATION)
         outputs = line_tile * (BN // 2) + tl.arange(0, BN // 2)
+    if TOP_K > 0:
+        acc = weighted(acc, weights_ptr, slots, inside, x_ptr.dtype.element_ty)
+        slots = slots % TOP_K * num_rows + slots // TOP_K
     at = slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = inside[:, None] & (outputs < width)[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unpack_kernel(
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,  # [N, K]
+    N,
+    K,
+    IS_FLOAT: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One chunk of some lines, in the type of the result."""
+    begin_dependent(PDL)
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    start = tl.program_id(1) * 64
+    half = tl.arange(0, 32)
+    mask = lines < N
+    line = lines.to(tl.int64)
+    codes = tl.load(codes_ptr + line[:, None] * (K // 2) + start // 2 + half[None, :], mask=mask[:, None], other=0)
+    low_group = line * (K // GROUP) + start // GROUP
+    high_group = line * (K // GROUP) + (start + 32) // GROUP
+    low_zero = tl.full([LINES, 32], 136.0, tl.bfloat16)
+    high_zero = low_zero
+    if HAS_ZEROS:
+        low_zero = _zero_of(zero_ptr, low_group, mask, LINES, 32)
+        high_zero = _zero_of(zero_ptr, high_group, mask, LINES, 32)
+    low, high = _halves(codes, low_zero, high_zero, tl.float32, IS_FLOAT, False)
+    low *= _scale_of(scale_ptr, low_group, mask)[:, None]
+    high *= _scale_of(scale_ptr, high_group, mask)[:, None]
+    at = out_ptr + line[:, None] * K + start + half[None, :]
+    tl.store(at, low.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(at + 32, high.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The values [N, K] of one matrix."""
+    _, n, k = weight.sizes
+    out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
+    lines = 32
+    _unpack_kernel[(triton.cdiv(n, lines), k // CHUNK)](
+        weight.codes,
+        weight.scales,
+        weight.codes if weight.zeros is None else weight.zeros,
+        out,
+        n,
+        k,
+        IS_FLOAT=weight.is_float,
+        HAS_ZEROS=weight.zeros is not None,
+        GROUP=weight.group,
+        LINES=lines,
+        num_warps=4,
+        **launch_options(),
+    )
+    return out
 
 
 def piece(weight: PackedWeight, wanted: int) -> int:
@@ -244,16 +281,18 @@ def packed_tiles(
     per_row: int,
     shape: GroupedShape,
     activation: str = "",
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], or N / 2 with an activation.
 
-    Without `slots` there is one matrix, and every line of x is a slot.
+    Without `slots` there is one matrix, and every line of x is a slot. With `weights` [n, k] the result of each slot
+    is weighted: [k, n, N] float32.
     """
     _, n, k = weight.sizes
     bk = piece(weight, shape.bk)
     assert k % bk == 0
     num_slots = x.shape[0] if slots is None else slots.order.shape[0]
-    out = torch.empty(num_slots, n // 2 if activation else n, dtype=x.dtype, device=x.device)
+    out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     num_tiles = triton.cdiv(num_slots, shape.bt) if slots is None else slots.tiles.shape[1]
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
     _packed_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
@@ -263,10 +302,12 @@ def packed_tiles(
         weight.codes if weight.zeros is None else weight.zeros,
         weight.scales if bias is None else bias,
         out,
+        out if weights is None else weights,
         order,
         tiles,
         num_slots,
         num_tiles,
+        out.shape[1],
         n,
         k,
         IS_FLOAT=weight.is_float,
@@ -274,6 +315,7 @@ def packed_tiles(
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         GROUPED=slots is not None,
+        TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
         GROUP=weight.group,
         ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),

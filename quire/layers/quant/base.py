@@ -95,6 +95,10 @@ class LinearMethod(nn.Module, ABC):
         Called before loading, on any device; raises ConfigError for a scheme that the method does not take.
         """
 
+    def workspace_bytes(self) -> int:
+        """Most memory that a matmul takes beside its arguments and result."""
+        return 0
+
     def decodes(self, scheme: Scheme) -> bool:
         """Whether quantized weights of this scheme become plain floats when they are loaded."""
         return not scheme.is_float

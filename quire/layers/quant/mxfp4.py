@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
+from quire.kernels.packed import CHUNK
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.four_bit import FourBitGrouped, FourBitLinear, packed_form
 from quire.layers.quant.plain import Plain
 from quire.layers.quant.unpacked import UnpackedLinear
 from quire.layers.scheme import Packing, ScaleGrid, Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Target
+from quire.ops.packed import PACKED_LINEAR
 from quire.types.errors import ConfigError
 
 GROUP = 32
@@ -41,25 +44,37 @@ def round_to_mxfp4(weight: Tensor) -> StoredMatrix:
 
 class Mxfp4Linear(UnpackedLinear):
     def load(self, piece: int, rows: Weight) -> None:
-        self._check(scheme_of(rows))
+        _check(self.spec, scheme_of(rows))
         super().load(piece, round_to_mxfp4(as_tensor(rows)))
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         for scheme in schemes:
-            self._check(scheme)
+            _check(self.spec, scheme)
         return super().planned_bytes([MXFP4] * len(schemes))
 
-    def _check(self, scheme: Scheme) -> None:
-        if not scheme.is_float:
-            raise ConfigError(
-                f"quantization is 'mxfp4', which quantizes float weights while they are loaded, but {self.spec.path}"
-                f" is quantized already (its weights are {scheme.element}); leave --quantization out"
-            )
-        if self.spec.in_features % GROUP:
-            raise ConfigError(
-                f"quantization is 'mxfp4' but {self.spec.path} has {self.spec.in_features} inputs, which are no whole"
-                f" groups of {GROUP}; leave --quantization out"
-            )
+
+class Mxfp4Packed(FourBitLinear):
+    """Where kernels multiply by it."""
+
+    def load(self, piece: int, rows: Weight) -> None:
+        _check(self.spec, scheme_of(rows))
+        super().load(piece, round_to_mxfp4(as_tensor(rows).to(self.codes.device)))
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        for scheme in schemes:
+            _check(self.spec, scheme)
+        return super().planned_bytes(schemes)
+
+
+class Mxfp4Grouped(FourBitGrouped):
+    def load(self, expert: int, piece: int, rows: Weight) -> None:
+        _check(self.spec, scheme_of(rows))
+        super().load(expert, piece, round_to_mxfp4(as_tensor(rows).to(self.codes.device)))
+
+    def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
+        for scheme in schemes:
+            _check(self.spec, scheme)
+        return super().planned_bytes(schemes)
 
 
 class Mxfp4(Quantization):
@@ -70,4 +85,30 @@ class Mxfp4(Quantization):
         return None
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
-        return Mxfp4Linear(spec) if spec.role == "linear" else self._plain.method(spec, schemes)
+        if spec.role != "linear":
+            return self._plain.method(spec, schemes)
+        form = packed_form(spec.in_features, [MXFP4])
+        served = PACKED_LINEAR.bind(spec.target) is not PACKED_LINEAR.reference
+        return Mxfp4Packed(spec, form) if served and form is not None else Mxfp4Linear(spec)
+
+    def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
+        form = packed_form(spec.in_features, [MXFP4])
+        if form is None or any(size % CHUNK for size in spec.pieces):
+            raise ConfigError(
+                f"quantization is 'mxfp4' but the experts of {spec.path} have {spec.in_features} inputs and"
+                f" {spec.pieces[0]} outputs, which are not both multiples of {CHUNK}; leave --quantization out"
+            )
+        return Mxfp4Grouped(spec, form)
+
+
+def _check(spec: MatrixSpec, scheme: Scheme) -> None:
+    if not scheme.is_float:
+        raise ConfigError(
+            f"quantization is 'mxfp4', which quantizes float weights while they are loaded, but {spec.path}"
+            f" is quantized already (its weights are {scheme.element}); leave --quantization out"
+        )
+    if spec.in_features % GROUP:
+        raise ConfigError(
+            f"quantization is 'mxfp4' but {spec.path} has {spec.in_features} inputs, which are no whole"
+            f" groups of {GROUP}; leave --quantization out"
+        )

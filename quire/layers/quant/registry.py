@@ -26,11 +26,12 @@ METHODS: Registry[type[Quantization]] = Registry(
         "int4": "packed:Int4",
         "fp8": "fp8:Fp8",
         "mxfp4": "mxfp4:Mxfp4",
+        "four_bit": "four_bit:FourBit",
         "unpacked": "unpacked:Unpacked",
     },
 )
 # What "auto" means: the first of these that does not refuse. "none" never does.
-AUTOMATIC = ("stored", "none")
+AUTOMATIC = ("stored", "four_bit", "none")
 
 
 def choose_method(spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:

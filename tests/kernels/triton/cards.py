@@ -1,6 +1,8 @@
 """Compiles kernels for GPUs, in the shapes that real models give them, without having one.
 
-    python -m tests.kernels.triton.cards {hopper,ampere,ada,blackwell} {products,lines,attention,sampling} [--all]
+    python -m tests.kernels.triton.cards CARD PART [--all]
+
+CARD is one of CARDS below, PART one of PARTS.
 
 Kernels are launched as ever, on tensors in host memory; a driver of our own compiles them and leaves it at that. What
 a GPU would refuse shows: code that only the interpreter takes, and more shared memory than a multiprocessor has.
@@ -107,38 +109,53 @@ def products(all_shapes: bool) -> None:
 
 
 def experts(all_shapes: bool) -> None:
-    from quire.kernels.triton import packed_matmul, routing, sparse_mlp
-    from quire.kernels.triton.expert_slots import sort_slots
-    from quire.kernels.triton.grouped_matmul import GroupedShape
+    """Mixtures of experts with plain and with packed weights, and linear layers with packed ones."""
+    from quire.kernels.packed import PackedWeight
+    from quire.kernels.triton import add_shared, packed_mlp, routing, sparse_mlp
     from quire.ops.routing import Routing
 
+    def packed(count: int, n: int, k: int, group: int, kind: str) -> PackedWeight:
+        grid = (count, n, k // group)
+        scales = numbers(*grid, dtype=torch.uint8 if kind == "e2m1" else torch.float16)
+        zeros = numbers(*grid, dtype=torch.uint8) if kind == "zeros" else None
+        return PackedWeight(numbers(count, n, k // 2, dtype=torch.uint8), scales, zeros, kind == "e2m1")
+
     count, k, hidden, width = 128, 8, 2048, 768
-    gate_up, down = numbers(count, 2 * width, hidden), numbers(count, hidden, width)
+    many = numbers(count, 2 * width, hidden), None, numbers(count, hidden, width), None
     for rows in (1, 64, 256, 2048) if all_shapes else (1, 256, 2048):
         x, ids = numbers(rows, hidden), numbers(rows, k, dtype=torch.int32)
-        weights = numbers(rows, k, dtype=torch.float32)
         for in_parts in (False, True):
-            sparse_mlp.sparse_mlp(x, ids, weights, gate_up, None, down, None, "silu", in_parts)
+            sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", in_parts)
         logits = routing.router_logits(x, numbers(count, hidden, dtype=torch.float32), None)
         routing.route(logits, None, Routing(k, renormalize=True))
-    slots = sort_slots(numbers(64, 4, dtype=torch.int32), 32, 16)
-    for is_float, group, scale in ((True, 32, torch.uint8), (False, 128, torch.float16)):
-        packed = packed_matmul.PackedWeight(
-            numbers(32, 256, 640, dtype=torch.uint8),
-            numbers(32, 256, 1280 // group, dtype=scale),
-            None if is_float else numbers(32, 256, 1280 // group, dtype=torch.uint8),
-            is_float,
-        )
-        packed_matmul.packed_tiles(numbers(64, 1280), slots, packed, None, 4, GroupedShape(), "clamped_swiglu")
+    count, hidden, width, top = 32, 2880, 2880, 4
+    for rows in (1, 16, 512, 4096) if all_shapes else (1, 4096):
+        x, shares = numbers(rows, hidden), numbers(rows, top, dtype=torch.float32)
+        ids = numbers(rows, top, dtype=torch.int32)
+        gate_up, down = (packed(count, n, k, 32, "e2m1") for n, k in ((2 * width, hidden), (hidden, width)))
+        for in_parts in (False, True):
+            given = (x, ids, shares, gate_up, numbers(count, 2 * width), down, numbers(count, hidden))
+            packed_mlp.packed_sparse_mlp(*given, "clamped_swiglu", in_parts)
+        add_shared.add_shared(x, x, numbers(rows, 1))
+    kinds = [
+        (128, "zeros"),
+        *([(32, "zeros"), (64, "implied"), (32, "e2m1"), (4096, "implied")] if all_shapes else []),
+    ]
+    for rows, (group, kind) in product((1, 32, 200, 300), kinds):
+        weight = packed(1, 28672, 4096, group, kind)
+        packed_mlp.packed_linear(numbers(rows, 4096), weight, None, "silu")
+        packed_mlp.packed_linear_fixed(numbers(rows, 4096), weight, numbers(28672), "")
 
 
 def lines(all_shapes: bool) -> None:
-    from quire.kernels.triton import activation, gather, norm
+    from quire.kernels.triton import activation, gather, layer_norm, norm
 
     for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
         x, weight = numbers(rows, width), numbers(width)
         norm.rms_norm(x, weight, 1e-6)
         norm.add_rms_norm(x, x, weight, 1e-6)
+        layer_norm.layer_norm(x, weight, weight, 1e-6)
+        layer_norm.add_layer_norm(x, x, weight, weight, 1e-6)
         norm.add_rms_norm_split_k(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
         if has_fp8():
             norm.rms_norm_fp8(x, weight, 1e-6)

@@ -21,8 +21,8 @@ KERNELS = {
 }
 PARTS = {
     "products": {"matmul", "tile_matmul", "wide_matmul"},
-    "experts": {"expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
-    "lines": {"activation", "gather", "norm", "quantize"},
+    "experts": {"add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
+    "lines": {"activation", "gather", "layer_norm", "norm", "quantize"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
@@ -18,7 +18,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def make_packed(experts: int, n: int, k: int, group: int, kind: str, seed: int = 0) -> tuple[Any, Tensor]:
     """A packed weight, and [experts, n, k] in float32."""
-    from quire.kernels.triton.packed_matmul import PackedWeight, pack_codes
+    from quire.kernels.packed import PackedWeight, pack_codes
 
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (experts, n, k), generator=generator)
@@ -72,3 +72,23 @@ def test_experts(k: int) -> None:
     shape = GroupedShape(bn=32, num_stages=2)
     out = packed_tiles(x.to(DEVICE), slots, weight, None, 2, shape, "clamped_swiglu")
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["e2m1", "zeros"])
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
+    from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
+
+    group, generator = 32 if kind == "e2m1" else 128, torch.Generator().manual_seed(0)
+    gate_up, down = (make_packed(4, n, k, group, kind)[0] for n, k in ((256, 256), (256, 128)))
+    single = type(gate_up)(*(part[:1] if isinstance(part, Tensor) else part for part in gate_up))
+    x = torch.randn(70, 256, generator=generator).to(DEVICE, HALF) / 16
+    ids = torch.rand(70, 4, generator=generator).argsort(-1)[:, :2].to(DEVICE, torch.int32)
+    shares = torch.rand(70, 2, generator=generator).to(DEVICE)
+    for activation in ("", "silu"):
+        many = packed_linear_fixed(x, single, None, activation)
+        for rows in (1, 17):
+            assert torch.equal(packed_linear_fixed(x[-rows:], single, None, activation), many[-rows:])
+    many = packed_sparse_mlp(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
+    for rows in (1, 20):
+        few = packed_sparse_mlp(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
+        assert torch.equal(few, many[-rows:])

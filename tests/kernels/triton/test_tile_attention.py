@@ -92,9 +92,7 @@ def test_memory_for_listed_queries_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, None), (40, None), (40, SINKS[:2])])
-def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(
-    window: int | None, sinks: Tensor | None
-) -> None:
+def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int | None, sinks: Tensor | None) -> None:
     """All queries at once by folding programs, and the last ones alone by splits of several sizes."""
     spec = AttentionSpec(2, 1, 64, 0.125, window, sinks=sinks)
     paged = make_paged(spec, [90], [90])

@@ -1,0 +1,107 @@
+"""Matmuls with 4-bit weights that stay packed: a linear layer's, and those of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.kernels.packed import PackedWeight, pack_codes
+from quire.ops.base import Implementation, Op
+from quire.ops.gated_linear import ACTIVATIONS
+from quire.ops.grouped import generate_sparse_inputs, sparse_mlp
+from quire.ops.linear import linear_transposed
+
+PackedLinear = Callable[[Tensor, PackedWeight, Tensor | None, str], Tensor]
+PackedSparseMLP = Callable[
+    [Tensor, Tensor, Tensor, PackedWeight, Tensor | None, PackedWeight, Tensor | None, str, bool], Tensor
+]
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """x [n, K] @ weight [1, N, K].T + bias [N] -> [n, N], the weight rounded to x's type.
+
+    With an activation ("": none) as `gated_linear`: [n, N / 2].
+    """
+    out = linear_transposed(x, weight.unpacked()[0].to(x.dtype), bias)
+    return ACTIVATIONS[activation](out) if activation else out
+
+
+def packed_sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+) -> Tensor:
+    """`sparse_mlp` with the experts' weights packed."""
+    dense_gate_up, dense_down = gate_up.unpacked().to(x.dtype), down.unpacked().to(x.dtype)
+    return sparse_mlp(
+        x, expert_ids, weights, dense_gate_up, gate_up_bias, dense_down, down_bias, activation, in_parts
+    )
+
+
+def generate_linear_inputs(seed: int) -> tuple[Tensor, PackedWeight, Tensor | None, str]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, n, k = (1, 17, 300, 70)[seed % 4], 2 * (3 + seed % 40), 64 * (1 + seed % 3)
+    bias = torch.randn(n, generator=generator) if seed % 2 else None
+    activation = ("", *sorted(ACTIVATIONS))[seed % (1 + len(ACTIVATIONS))]
+    return torch.randn(rows, k, generator=generator), _generate_weight(1, n, k, seed), bias, activation
+
+
+def generate_packed_sparse_inputs(
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, PackedWeight, Tensor | None, PackedWeight, Tensor | None, str, bool]:
+    x, expert_ids, weights, gate_up, _, _, _, activation, in_parts = generate_sparse_inputs(seed)
+    experts, h, f = gate_up.shape[0], 64, 64 * (1 + seed % 2)
+    generator = torch.Generator().manual_seed(seed)
+    biases = [torch.randn(experts, width, generator=generator) if seed % 2 else None for width in (2 * f, h)]
+    return (
+        torch.randn(x.shape[0], h, generator=generator),
+        expert_ids,
+        weights,
+        _generate_weight(experts, 2 * f, h, seed),
+        biases[0],
+        _generate_weight(experts, h, f, seed + 1),
+        biases[1],
+        activation,
+        in_parts,
+    )
+
+
+def _generate_weight(experts: int, n: int, k: int, seed: int) -> PackedWeight:
+    """Codes of every kind, with values of about K ** -0.5."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = pack_codes(torch.randint(0, 16, (experts, n, k), generator=generator))
+    group = (32, 64, k)[seed % 3]
+    shape = (experts, n, k // group)
+    if seed % 3 == 0:
+        exponents = torch.randint(121, 124, shape, generator=generator).to(torch.uint8)
+        return PackedWeight(codes, exponents, None, is_float=True)
+    scales = (torch.rand(shape, generator=generator) + 0.5) * 0.2 * k**-0.5
+    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.uint8) if seed % 3 == 2 else None
+    return PackedWeight(codes, scales, zeros)
+
+
+PACKED_LINEAR: Op[PackedLinear] = Op(
+    "packed_linear",
+    packed_linear,
+    generate_linear_inputs,
+    1e-4,
+    (
+        Implementation("triton", "triton.packed_mlp:packed_linear", ("cuda",), varies=True),
+        Implementation("triton_fixed", "triton.packed_mlp:packed_linear_fixed", ("cuda",)),
+    ),
+)
+PACKED_SPARSE_MLP: Op[PackedSparseMLP] = Op(
+    "packed_sparse_mlp",
+    packed_sparse_mlp,
+    generate_packed_sparse_inputs,
+    2e-4,
+    (Implementation("triton", "triton.packed_mlp:packed_sparse_mlp", ("cuda",)),),
+)

@@ -1,0 +1,222 @@
+"""Matrices that stay in 4 bits on GPUs: the values of the checkpoint, in the bytes that were planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.experts import GroupedDown, GroupedGateUp
+from quire.layers.linear import MergedColumnParallelLinear
+from quire.layers.quant.base import MatrixSpec
+from quire.layers.quant.four_bit import FourBit, FourBitGrouped, FourBitLinear, packed_form
+from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
+from quire.layers.quant.plain import PlainGrouped, PlainLinear
+from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
+from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
+from quire.ops.base import Target
+from quire.ops.grouped import sparse_mlp
+from quire.parallel.groups import ParallelGroup
+from quire.types.errors import ConfigError
+from quire.types.ledger import EngineSizes
+from tests.kernels.triton.paged import needs_triton
+from tests.layers.test_scheme import pack
+
+AWQ = Packing(torch.int32, (0, 4, 1, 5, 2, 6, 3, 7))
+ROLES: tuple[tuple[Role, str], ...] = (("weight", "w"), ("scales", "s"))
+ZEROS: tuple[tuple[Role, str], ...] = (*ROLES, ("zeros", "z"))
+
+
+def scheme(element: str, group: int | None, zeros: ZeroPoints | None = None, packing: Packing = AWQ) -> Scheme:
+    roles = ZEROS if zeros is not None and zeros.implied is None else ROLES
+    return Scheme(element, packing=packing, scales=ScaleGrid(1, group, torch.float16), zeros=zeros, roles=roles)
+
+
+SCHEMES = {
+    "awq": scheme("UINT4", 64, ZeroPoints(packing=AWQ)),
+    # A stored 15 is a zero point of 16.
+    "gptq": scheme("UINT4", 128, ZeroPoints(packing=in_words(4, 0), offset=1.0), in_words(4)),
+    "symmetric": scheme("UINT4", 32, ZeroPoints(8.0)),
+    "signed": scheme("INT4", 96),
+    "signed, with zeros": scheme("INT4", 64, ZeroPoints(packing=AWQ)),
+    "a scale for each row": scheme("UINT4", None, ZeroPoints(3.0)),
+    "unsigned": scheme("UINT4", 64),
+}
+WIDTH = 384  # whole groups of all of them
+
+
+def stored(kind: Scheme, rows: int, columns: int = WIDTH, seed: int = 0) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    assert kind.packing is not None
+    assert kind.scales is not None
+    groups = 1 if kind.scales.columns is None else columns // kind.scales.columns
+    tensors: dict[Role, Tensor] = {
+        "weight": pack(torch.randint(0, 16, (rows, columns), generator=generator), kind.packing),
+        "scales": torch.rand(rows, groups, generator=generator).half(),
+    }
+    if "zeros" in dict(kind.roles):
+        assert kind.zeros is not None
+        assert kind.zeros.packing is not None
+        zeros = torch.randint(0, 16, (rows, groups), generator=generator)
+        zeros[0] = 15
+        tensors["zeros"] = pack(zeros, kind.zeros.packing)
+    return StoredMatrix(kind, (rows, columns), tensors)
+
+
+def linear(pieces: list[Weight]) -> tuple[FourBitLinear, int]:
+    """The method of such pieces, and the bytes that it planned."""
+    schemes = [piece.scheme if isinstance(piece, StoredMatrix) else F32 for piece in pieces]
+    spec = MatrixSpec(pieces[0].shape[1], tuple(piece.shape[0] for piece in pieces), False, Target())
+    method = FourBit().method(spec, schemes)
+    assert isinstance(method, FourBitLinear)
+    for index, piece in enumerate(pieces):
+        method.load(index, piece)
+    return method, method.planned_bytes(schemes)
+
+
+@pytest.mark.parametrize("kind", SCHEMES.values(), ids=SCHEMES)
+def test_no_value_changes(kind: Scheme) -> None:
+    weight = stored(kind, 16)
+    method, planned = linear([weight])
+    assert torch.equal(method.multiply(torch.eye(WIDTH)).t(), weight.tensor())
+    assert method.num_bytes == planned < 16 * WIDTH
+    assert not method.decodes(kind)
+
+
+def test_pieces_of_different_groups_share_a_form() -> None:
+    kinds = ("awq", "gptq", "symmetric", "signed")
+    pieces: list[Weight] = [stored(SCHEMES[name], 8, seed=index) for index, name in enumerate(kinds)]
+    method, planned = linear(pieces)
+    expected = torch.cat([piece.tensor() for piece in pieces if isinstance(piece, StoredMatrix)])
+    assert torch.equal(method.multiply(torch.eye(WIDTH)).t(), expected)
+    assert method.num_bytes == planned
+    gated = method.gated("silu")
+    assert gated is not None
+    gate, up = expected.chunk(2)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(gated(x), torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), atol=1e-3, rtol=1e-4)
+
+
+def test_powers_of_two_stay_exponents() -> None:
+    weight = round_to_mxfp4(torch.randn(24, 64, generator=torch.Generator().manual_seed(0)))
+    method, planned = linear([weight])
+    assert torch.equal(method.multiply(torch.eye(64)).t(), weight.tensor())
+    assert method.num_bytes == planned == 24 * 64 * 4.25 / 8
+
+
+@pytest.mark.parametrize(
+    ("schemes", "inputs"),
+    [
+        ([F32], 128),
+        ([SCHEMES["awq"]], 96),  # half a chunk
+        ([scheme("UINT4", 16)], 128),
+        ([scheme("UINT4", 64, ZeroPoints(0.5))], 128),
+        ([scheme("UINT4", 64, ZeroPoints())], 128),  # float zero points
+        ([SCHEMES["awq"], MXFP4], 128),
+        ([replace(SCHEMES["awq"], roles=(*ZEROS, ("group_index", "g")))], 128),
+    ],
+    ids=["floats", "inputs", "groups", "fractions", "stored fractions", "two elements", "any order"],
+)
+def test_what_does_not_fit_is_kept_in_the_models_type(schemes: list[Scheme], inputs: int) -> None:
+    spec = MatrixSpec(inputs, (64,) * len(schemes), False, Target())
+    assert packed_form(inputs, schemes) is None
+    assert isinstance(FourBit().method(spec, schemes), PlainLinear)
+    assert isinstance(FourBit().grouped(replace(spec, role="grouped", count=2), schemes * 2), PlainGrouped)
+
+
+def test_outputs_of_experts_fit_the_next_matmul() -> None:
+    """Both layers of experts are kept alike."""
+    spec = MatrixSpec(64, (96, 96), False, Target(), role="grouped", count=2)
+    assert isinstance(FourBit().grouped(spec, [MXFP4] * 4), PlainGrouped)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(bias: bool) -> None:
+    """All experts in one tensor, gates and what they gate taking turns, as gpt-oss stores them."""
+    experts, hidden, width = 4, 64, 128
+    generator = torch.Generator().manual_seed(0)
+    target, group = Target("cpu", quantization="four_bit"), ParallelGroup()
+    layout = "interleaved_columns"
+    gate_up = GroupedGateUp(
+        experts, hidden, width, "clamped_swiglu", bias=bias, layout=layout, target=target, group=group
+    )
+    down = GroupedDown(experts, width, hidden, bias=bias, layout=layout, target=target, group=group)
+    weights, biases = [], []
+    for layer, rows, columns in ((gate_up, 2 * width, hidden), (down, hidden, width)):
+        matrices = [round_to_mxfp4(torch.randn(rows, columns, generator=generator)) for _ in range(experts)]
+        tensors = {role: torch.stack([each.tensors[role] for each in matrices]) for role in matrices[0].tensors}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FourBit, "refuses", lambda self, target: None)
+            layer.allocate("experts", {("weight", None): MXFP4})
+        layer.load("weight", None, StoredMatrix(MXFP4, (experts, rows, columns), tensors))
+        values = torch.randn(experts, rows, generator=generator)
+        if bias:
+            layer.load("bias", None, values)
+        layer.finish()
+        assert isinstance(layer.method, FourBitGrouped)
+        assert layer.planned_bytes({("weight", None): MXFP4}) == layer.method.num_bytes
+        turns = torch.arange(rows) if layer is down else torch.arange(rows).view(-1, 2).t().flatten()
+        weights.append(torch.stack([each.tensor() for each in matrices])[:, turns])
+        biases.append(values[:, turns] if bias else None)
+    x = torch.randn(5, hidden, generator=generator)
+    ids = torch.rand(5, experts, generator=generator).argsort(-1)[:, :2].int()
+    shares = torch.rand(5, 2, generator=generator)
+    expected = sparse_mlp(x, ids, shares, weights[0], biases[0], weights[1], biases[1], "clamped_swiglu", False)[0]
+    joined = gate_up.method.joined(down.method, "clamped_swiglu", False)
+    assert joined is not None
+    torch.testing.assert_close(joined(x, ids, shares), expected)
+    torch.testing.assert_close(down(gate_up(x, ids), ids, shares), expected)
+
+
+def test_cuda_keeps_four_bits_unasked() -> None:
+    target = Target("cuda", torch.bfloat16)
+    assert choose_quantization(target).name == "four_bit"
+    with pytest.raises(
+        ConfigError, match=r"quantization is 'four_bit' but it runs on cuda; leave --quantization out"
+    ):
+        choose_quantization(Target(quantization="four_bit"))
+
+
+@needs_triton
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_unpacked_matrix_of_prompts_is_in_the_ledger(deterministic: bool) -> None:
+    target = Target("cuda", torch.bfloat16, deterministic=deterministic)
+    layer = MergedColumnParallelLinear(
+        128, {"gate_proj": 64, "up_proj": 64}, bias=False, target=target, group=ParallelGroup()
+    )
+    layer.allocate("mlp", {("weight", name): SCHEMES["awq"] for name in ("gate_proj", "up_proj")})
+    lines = list(layer.contributes(EngineSizes(1, 512, 512, 16, 100, 128, 2, 1.0)))
+    assert [line.num_bytes for line in lines] == ([] if deterministic else [128 * 128 * 2])
+
+
+def test_float_experts_are_rounded_while_they_are_loaded() -> None:
+    spec = MatrixSpec(64, (128,), False, Target(quantization="mxfp4"), "experts", "grouped", 2)
+    method = choose_grouped(spec, [F32, F32])
+    assert isinstance(method, FourBitGrouped)
+    weights = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(0))
+    for expert in range(2):
+        method.load(expert, 0, weights[expert])
+    planned = method.planned_bytes([F32, F32])
+    assert method.num_bytes == planned == 2 * 128 * 64 * 4.25 / 8
+    ids, one = torch.tensor([[0], [1]], dtype=torch.int32).repeat_interleave(64, 0), torch.ones(128, 1)
+    found = method.down(torch.eye(64).repeat(2, 1).unsqueeze(1), ids, one).view(2, 64, 128).transpose(1, 2)
+    assert torch.equal(found, torch.stack([round_to_mxfp4(weight).tensor() for weight in weights]))
+    with pytest.raises(ConfigError, match=r"experts is quantized already .its weights are E2M1"):
+        method.planned_bytes([MXFP4, MXFP4])
+    with pytest.raises(
+        ConfigError, match=r"the experts of experts have 64 inputs and 96 outputs, which are not both"
+    ):
+        choose_grouped(replace(spec, pieces=(96,)), [F32, F32])
+
+
+@needs_triton
+def test_float_matrices_are_rounded_to_what_kernels_multiply_by() -> None:
+    method = choose_method(MatrixSpec(64, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
+    assert isinstance(method, FourBitLinear)
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    method.load(0, weight)
+    assert torch.equal(method._store.weight.unpacked()[0], round_to_mxfp4(weight).tensor())
+    odd = choose_method(MatrixSpec(32, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
+    assert not isinstance(odd, FourBitLinear), "half a chunk"
