@@ -20,6 +20,7 @@ class DeviceDefaults:
     steps_in_flight: int
     attention_backend: str
     activations: str = "auto"  # what `quantization` rounds rows to
+    typed_quantization: str = "none"  # instead of `quantization` where the user names a type
     deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
     step_time_target: float = 0.08  # seconds
 
@@ -60,14 +61,9 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     budget_factor, seqs_factor, time_factor = _MODES[sched.performance_mode]
     for_mode = on_device if sched.performance_mode == "balanced" else f"{on_device}, for {sched.performance_mode}"
     dtype = str(pick("dtype", config.model.dtype, defaults.dtype, defaults.dtype_reason))
-    method = str(
-        pick(
-            "quantization",
-            config.model.quantization,
-            defaults.quantization if config.model.dtype == "auto" else "none",
-            on_device if config.model.dtype == "auto" else "dtype is set",
-        )
-    )
+    automatic = defaults.quantization if config.model.dtype == "auto" else defaults.typed_quantization
+    why = on_device if automatic == defaults.quantization else "dtype is set"
+    method = str(pick("quantization", config.model.quantization, automatic, why))
     activations = str(
         pick(
             "activations",

@@ -124,16 +124,21 @@ def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None,
 
     Checks what `load_weights` checks, and allocates the weights; on any device, which may be "meta".
     """
-    schemes: Mapping[WeightedLayer, Schemes]
     if tensors is None:
-        schemes = {
-            layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
-            for _, layer in weighted_layers(model)
-        }
-    else:
-        plan = _make_plan(model, tensors)
-        plan.check()
-        schemes = plan.schemes(tensors)
+        return bytes_in(
+            model,
+            {
+                layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
+                for _, layer in weighted_layers(model)
+            },
+        )
+    plan = _make_plan(model, tensors)
+    plan.check()
+    return bytes_in(model, plan.schemes(tensors))
+
+
+def bytes_in(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes]) -> int:
+    """Bytes that the weights take once they are loaded from such ones. Allocates them."""
     allocate(model, schemes)
     return sum(layer.planned_bytes(stored) for layer, stored in schemes.items())
 

@@ -20,10 +20,11 @@ from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
 from quire.layers.attention import CachedLayer
 from quire.layers.quant.registry import choose_quantization
-from quire.layers.scheme import F32, Scheme, float_scheme
+from quire.layers.scheme import Scheme, float_scheme
 from quire.loader.checkpoint import Checkpoint
+from quire.loader.dummy import dummy_schemes
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import count_parameters, decoded_elements, planned_bytes
+from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.models.base import BuildContext, CausalLM, ModelDescription
@@ -115,8 +116,10 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     if checkpoint is not None:
         weights = planned_bytes(model, checkpoint.tensors())
         decoded = decoded_elements(model, checkpoint.tensors())
+    elif made_up:
+        weights = bytes_in(model, dummy_schemes(model, model_config))
     else:
-        weights = planned_bytes(model, None, F32 if made_up else _named_scheme(model_config))
+        weights = planned_bytes(model, None, _named_scheme(model_config))
     sizes = EngineSizes(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -242,6 +245,7 @@ def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype
         dtype=str(default).removeprefix("torch."),
         dtype_reason=reason,
         quantization=method.name,
+        typed_quantization=method.name if method.any_dtype else "none",
         activations=method.activations(target),
         max_num_seqs=platform.default_max_num_seqs,
         max_num_batched_tokens=platform.default_max_num_batched_tokens,

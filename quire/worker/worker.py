@@ -11,7 +11,7 @@ from quire.attention.groups import GroupBackends
 from quire.config.engine import EngineConfig
 from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
-from quire.loader.dummy import fill_dummy
+from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM
 from quire.models.registry import generator_class
@@ -127,7 +127,8 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
     with plan.platform.device:
         model = generator_class(plan.model_config).from_config(plan.model_config, plan.context)
     if plan.checkpoint is None:
-        fill_dummy(model, config.model.seed, plan.platform.device)
+        schemes = dummy_schemes(model, plan.model_config)
+        fill_dummy(model, config.model.seed, plan.platform.device, schemes=schemes)
     else:
         load_weights(model, plan.checkpoint, progress)
     for note in {module.note for module in model.modules() if isinstance(module, RotaryEmbedding)} - {None}:

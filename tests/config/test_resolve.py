@@ -46,6 +46,14 @@ def test_activations_are_those_of_the_method() -> None:
     assert resolve(EngineConfig.from_flat(dtype="float32"), defaults).activations == "auto"
 
 
+@pytest.mark.parametrize(("typed", "why"), [("none", "dtype is set"), ("packed", "default on abacus")])
+def test_a_type_that_is_set_may_leave_weights_packed(typed: str, why: str) -> None:
+    defaults = replace(DEFAULTS, quantization="packed", typed_quantization=typed)
+    assert resolve(EngineConfig.from_flat(), defaults).quantization == "packed"
+    found = resolve(EngineConfig.from_flat(dtype="float32"), defaults)
+    assert f"quantization = {typed} ({why})" in found.explain()
+
+
 @pytest.mark.parametrize(("mode", "budget", "seqs"), [("interactivity", 128, 64), ("throughput", 1024, 128)])
 def test_a_mode_changes_only_what_is_unset(mode: str, budget: int, seqs: int) -> None:
     found = resolved(performance_mode=mode)

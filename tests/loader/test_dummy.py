@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from quire.layers.experts import GroupedDown, GroupedGateUp, Router
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.loader.dummy import AMPLITUDE, fill_dummy
+from quire.layers.quant.four_bit import FourBit, FourBitGrouped, FourBitLinear
+from quire.layers.quant.plain import PlainLinear
+from quire.loader.dummy import AMPLITUDE, dummy_schemes, fill_dummy
+from quire.loader.mapper import bytes_in
 from quire.ops.base import Target
+from quire.ops.routing import Routing
 from quire.parallel.groups import ParallelGroup
 
 
@@ -58,3 +63,34 @@ def test_ranks_hold_parts_of_the_same_model(size: int) -> None:
         part = filled(rank=rank, size=size)["a.method.weight"].split([24 // size, 16 // size], dim=1)
         for mine, all_of_it in zip(part, whole, strict=True):
             assert torch.equal(mine, all_of_it.chunk(size, dim=1)[rank])
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", None])
+def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4 is that of gpt-oss: experts alone, gates and what they gate taking turns."""
+    monkeypatch.setattr(FourBit, "refuses", lambda self, target: None)
+    target, group = Target("elsewhere", quantization="four_bit"), ParallelGroup()
+    experts = {"bias": True, "layout": "interleaved_columns", "target": target, "group": group}
+    model = nn.ModuleDict(
+        {
+            "router": Router(64, 4, Routing(2), bias=True, choice_bias=False, target=target),
+            "gate_up": GroupedGateUp(4, 64, 128, "silu", **experts),  # type: ignore[arg-type]
+            "down": GroupedDown(4, 128, 64, **experts),  # type: ignore[arg-type]
+            "qkv": MergedColumnParallelLinear(64, {"q": 64, "k": 64}, bias=True, target=target, group=group),
+        }
+    )
+    settings = {"quant_method": method, "bits": 4, "group_size": 64}
+    config = {} if method is None else {"quantization_config": settings}
+    schemes = dummy_schemes(model, config)
+    planned = bytes_in(model, schemes)
+    fill_dummy(model, schemes=schemes)
+    assert planned == sum(parameter.nbytes for parameter in model.parameters())
+    kept = {name: type(layer.method) for name, layer in model.items()}
+    assert kept["router"] is PlainLinear
+    assert (kept["gate_up"] is FourBitGrouped) == (kept["down"] is FourBitGrouped) == (method is not None)
+    assert (kept["qkv"] is FourBitLinear) == (method in ("awq", "gptq"))
+    for name in ("gate_up", "down", "qkv"):
+        if kept[name] in (FourBitGrouped, FourBitLinear):
+            values = model[name].method._store.weight.unpacked()
+            assert 0.2 * AMPLITUDE < values.std() < AMPLITUDE
+            assert values.abs().max() <= 1.01 * AMPLITUDE

@@ -178,6 +178,8 @@ class Quantization(ABC):
     """A way to keep a model's weights: it chooses a method for each layer. One instance serves all layers."""
 
     name: str
+    any_dtype: bool = False
+    """Whether "auto" means it, too, where the user names the type of activations."""
     rounds_activations: bool = False
     """Whether it can round what it multiplies to 16-bit integers, as `Target.activations` may ask."""
 

@@ -161,6 +161,7 @@ class FourBitGrouped(GroupedMethod):
 
 class FourBit(Quantization):
     name = "four_bit"
+    any_dtype = True
     _plain = Plain()
 
     def refuses(self, target: Target) -> str | None:
