@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quire.attention.base import make_batch
+from quire.attention.base import AttentionBackend, make_batch
 from quire.attention.torch_ref import TorchAttention
 from quire.layers.attention import ForwardBatch
 from quire.loader.checkpoint import Checkpoint, TensorInfo
@@ -55,15 +55,15 @@ def load(folder: Path, max_model_len: int) -> CausalLM:
 class PagedSequence:
     """One sequence in a model: feeds tokens in chunks and keeps its KV blocks, deliberately out of order."""
 
-    def __init__(self, model: CausalLM, max_len: int) -> None:
-        self.model = model
+    def __init__(self, model: CausalLM, max_len: int, backend: AttentionBackend = BACKEND) -> None:
+        self.model, self.backend = model, backend
         self.length = 0
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
         for layer in model.attention_layers():
             spec = layer.spec
-            shape = BACKEND.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-            layer.bind(BACKEND, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
+            shape = backend.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+            layer.bind(backend, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
 
     def inputs(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, ForwardBatch]:
         """What a model's forward takes for the next chunk, padded to MIN_TOKENS."""
@@ -82,7 +82,7 @@ class PagedSequence:
             slot_mapping=pad(slots),
             block_size=BLOCK_SIZE,
         )
-        batch = ForwardBatch(attention=[BACKEND.prepare_eager(attention)])
+        batch = ForwardBatch(attention=[self.backend.prepare_eager(attention)])
         return pad(torch.tensor(tokens)), pad(positions), batch
 
     @torch.inference_mode()
@@ -92,9 +92,11 @@ class PagedSequence:
         return self.model.compute_logits(hidden)[: len(tokens)]
 
 
-def run_chunks(model: CausalLM, tokens: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def run_chunks(
+    model: CausalLM, tokens: Sequence[int], sizes: Sequence[int], backend: AttentionBackend = BACKEND
+) -> Tensor:
     """Logits of a whole sequence, fed in chunks of the given sizes (the last one repeats)."""
-    sequence, logits, start, sizes = PagedSequence(model, len(tokens)), [], 0, list(sizes)
+    sequence, logits, start, sizes = PagedSequence(model, len(tokens), backend), [], 0, list(sizes)
     while start < len(tokens):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
         logits.append(sequence.feed(tokens[start : start + size]))
