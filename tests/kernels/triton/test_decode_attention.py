@@ -52,12 +52,11 @@ def test_single_queries(splits: int, window: int | None, cap: float | None) -> N
     assert_close(run(spec, paged, every, every, splits), paged.expected)
 
 
-@pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (4, 20)])
 def test_sinks(splits: int, window: int | None) -> None:
     spec = AttentionSpec(4, 2, 32, 0.2, window, sinks=SINKS)
-    paged = make_paged(spec, [1] * 3, [1, 17, 131])
-    assert_close(run(spec, paged, [0, 1, 2], [0, 1, 2], splits), paged.expected)
+    paged = make_paged(spec, [1, 1], [1, 70])
+    assert_close(run(spec, paged, [0, 1], [0, 1], splits), paged.expected)
 
 
 @pytest.mark.parametrize(

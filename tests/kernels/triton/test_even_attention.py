@@ -61,11 +61,11 @@ def test_wide_heads_have_another_kernel() -> None:
     assert not heads_fit(96, 4)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 24])
+@pytest.mark.parametrize("programs", [1, 5])
 def test_sinks(programs: int) -> None:
     """Once for each query, whether one program has all its keys or several share them."""
     spec = AttentionSpec(4, 2, 32, 0.2, sinks=SINKS)
-    paged = make_paged(spec, [1] * 3, [1, 300, 65])
+    paged = make_paged(spec, [1] * 3, [1, 130, 65])
     assert_close(run(spec, paged, programs), paged.expected)
 
 

@@ -78,17 +78,16 @@ def test_experts(k: int) -> None:
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
 
-    group, generator = 32 if kind == "e2m1" else 128, torch.Generator().manual_seed(0)
-    gate_up, down = (make_packed(4, n, k, group, kind)[0] for n, k in ((256, 256), (256, 128)))
+    group, generator = 32 if kind == "e2m1" else 64, torch.Generator().manual_seed(0)
+    gate_up, down = (make_packed(4, n, k, group, kind)[0] for n, k in ((128, 128), (64, 64)))
     single = type(gate_up)(*(part[:1] if isinstance(part, Tensor) else part for part in gate_up))
-    x = torch.randn(70, 256, generator=generator).to(DEVICE, HALF) / 16
+    x = torch.randn(70, 128, generator=generator).to(DEVICE, HALF) / 16
     ids = torch.rand(70, 4, generator=generator).argsort(-1)[:, :2].to(DEVICE, torch.int32)
     shares = torch.rand(70, 2, generator=generator).to(DEVICE)
-    for activation in ("", "silu"):
-        many = packed_linear_fixed(x, single, None, activation)
-        for rows in (1, 17):
-            assert torch.equal(packed_linear_fixed(x[-rows:], single, None, activation), many[-rows:])
+    many = packed_linear_fixed(x, single, None, "silu")
+    for rows in (1, 17):
+        assert torch.equal(packed_linear_fixed(x[-rows:], single, None, "silu"), many[-rows:])
     many = packed_sparse_mlp(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
-    for rows in (1, 20):
+    for rows in (1, 10):
         few = packed_sparse_mlp(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
         assert torch.equal(few, many[-rows:])
