@@ -1,7 +1,7 @@
 """ResumingClient: one engine to the frontend, whichever process serves it now.
 
-It journals what open requests have been given. When their engine is lost they wait, and so do new ones; the next engine
-gets all of them with their tokens and goes on. Whoever reads the outputs sees a pause, and no token twice.
+It journals what open requests have been given. When their engine is lost they wait, and so do new ones; the next
+engine gets all of them with their tokens and goes on. Whoever reads the outputs sees a pause, and no token twice.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Knows processes and streams, not HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -144,7 +143,7 @@ class EngineSupervisor:
 
     @property
     def engine(self) -> AsyncEngine:
-        """What takes requests, also during a restart; EngineUnavailableError, with a time to wait, if nothing does."""
+        """What takes requests, also during a restart; EngineUnavailableError, with a time to wait, if none does."""
         # While it restarts, requests wait in the ResumingClient for the next engine, as open ones do.
         if self._engine is None or self._status not in ("ready", "restarting"):
             health = self.health()

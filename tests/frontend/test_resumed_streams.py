@@ -17,7 +17,7 @@ from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
 from quire.types.structured import StructuredOutputsParams
 from tests.frontend.fake_client import text_model
-from tests.frontend.mortal import Keeper, KillNow, MortalClient, never, seeded
+from tests.frontend.mortal import Keeper, MortalClient, never, seeded
 
 ANSWER = seeded(["one", "two", "größer", "drei.", "🦉", "stop", "END", "a b"])
 LIMIT = 30.0
@@ -77,7 +77,7 @@ async def answers(jobs: list[tuple[str, SamplingParams]], make: Any, chance: ran
             results = await asyncio.gather(*(read(engine, *job) for job in jobs), return_exceptions=True)
         assert engine.num_requests == 0
         async with asyncio.timeout(LIMIT):
-            while keeper.client.has_unfinished() or engine._outputs._aborting:  # noqa: ASYNC110
+            while keeper.client.has_unfinished() or engine._outputs._aborting:
                 await asyncio.sleep(0)
         engine.shutdown()
     return results, keeper
@@ -170,13 +170,16 @@ async def test_a_request_that_kills_at_its_fifth_token_gets_four_and_is_refused(
             for request in client.running
         )
 
-    heard = []
+    heard: list[int] = []
+
+    async def hear(engine: AsyncEngine) -> None:
+        async for output in engine.generate("poison", SamplingParams(output_kind="delta", max_tokens=50)):
+            heard.extend(output.outputs[0].token_ids)
+
     async with Keeper(lambda: MortalClient(ANSWER, kills=kills)) as keeper:
         engine = AsyncEngine(keeper.client, text_model())
-        params = SamplingParams(output_kind="delta", max_tokens=50)
         with pytest.raises(GenerationError, match="after 4 tokens"):
-            async for output in engine.generate("poison", params):
-                heard += output.outputs[0].token_ids
+            await hear(engine)
         engine.shutdown()
     assert len(heard) == 4
     assert [loss.has_progressed for loss in keeper.losses] == [True, False, False]
@@ -197,7 +200,7 @@ async def test_an_abort_while_there_is_no_engine_frees_the_id() -> None:
     again = engine.generate("q", params, "name")
     asked = asyncio.create_task(anext(again))
     async with asyncio.timeout(LIMIT):
-        while not client.has_unfinished() or client._said:  # noqa: ASYNC110
+        while not client.has_unfinished() or client._said:
             await asyncio.sleep(0)
     assert await client.attach(engines[0]) == 0
     assert (await asked).outputs[0].text == "y"

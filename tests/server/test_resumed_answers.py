@@ -34,7 +34,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chat with a grammar": (
         CHAT,
         '{"a": 12}',
-        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {
+            "messages": HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        },
     ),
     "completions of two prompts": (
         COMPLETIONS,

@@ -15,6 +15,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.spare import NO_SPARE, SpareEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.metrics.prometheus import PrometheusObserver
 from quire.server import supervisor as supervisor_module
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
 from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError, GenerationError
@@ -24,6 +25,7 @@ from tests.engine.fake_engine import COMMAND, EXIT, STALL, STICKY
 from tests.engine.processes import LIMIT, Watch, request
 from tests.fakes import generate_alone
 from tests.frontend.fake_client import text_model
+from tests.metrics.scrape import scrape
 
 QUICK = {"restart_backoff": 0.001}
 
@@ -39,7 +41,10 @@ class Keeper:
         settings = SupervisorOptions(**{**QUICK, **options})
         self.spare = SpareEngine(COMMAND, self.lines.append)
         spare = self.spare if with_spare else NO_SPARE
-        self.supervisor = EngineSupervisor(config, text_model(), settings, launch=self._launch, spare=spare)
+        self.observer = PrometheusObserver("fake")
+        self.supervisor = EngineSupervisor(
+            config, text_model(), settings, observer=self.observer, launch=self._launch, spare=spare
+        )
 
     def _launch(self, config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
         config = EngineConfig.from_flat(model=self.words)
@@ -141,6 +146,14 @@ async def test_32_streams_go_on_over_three_kills_that_count_as_none() -> None:
             assert supervisor.num_restarts == generation + 1
         answers = await asyncio.wait_for(asyncio.gather(*streams), LIMIT)
         assert answers == [expected([5, i], 200 + i) for i in range(32)]
+        found = scrape(kept.observer)
+        assert found.get("engine_up") == 1
+        assert found.get("engine_restarts_total") == 3
+        assert found.get("requests_resumed_total") == 3 * 32
+        assert found.get("generation_tokens_total") == sum(map(len, answers))
+        assert found.get("prompt_tokens_total") == 2 * 32
+        assert found.get("request_success_total", finished_reason="length") == 32
+        assert found.get("request_success_total", finished_reason="error") == 0
         assert supervisor.stats.num_free_blocks == supervisor.stats.num_blocks
         assert await complete(supervisor, [1, 2]) == expected([1, 2])
 
