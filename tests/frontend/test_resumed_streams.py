@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -81,6 +82,45 @@ async def answers(jobs: list[tuple[str, SamplingParams]], make: Any, chance: ran
                 await asyncio.sleep(0)
         engine.shutdown()
     return results, keeper
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_requests_that_come_and_go_between_deaths_leave_nothing_behind(seed: int) -> None:
+    """Also while there is no engine, or one that is dead and not known to be."""
+    chance = random.Random(seed)
+
+    async def visit(engine: AsyncEngine, index: int) -> Any:
+        for _ in range(chance.randint(0, 60)):
+            await asyncio.sleep(0)
+        params = SamplingParams(n=2, seed=index, max_tokens=20, output_kind="delta", logprobs=0)
+        heard, leaves_after = Heard(params), chance.choice([0, 1, 5, 1000, 1000])
+        async with aclosing(engine.generate(f"{index}", params)) as stream:
+            async for output in stream:
+                heard.add(output)
+                leaves_after -= 1
+                if leaves_after <= 0 and not output.finished:
+                    return None
+        return heard.facts()
+
+    def kills(client: MortalClient) -> bool:
+        return client.num_steps >= 2 and chance.random() < 0.1
+
+    async def run(make: Any) -> list[Any]:
+        async with Keeper(make, chance) as keeper:
+            engine = AsyncEngine(keeper.client, text_model())
+            async with asyncio.timeout(LIMIT):
+                found = await asyncio.gather(*(visit(engine, index) for index in range(12)))
+                assert engine.num_requests == len(engine._outputs) == 0
+                while keeper.client.has_unfinished() or engine._outputs._aborting:
+                    await asyncio.sleep(0)
+            engine.shutdown()
+        return found
+
+    whole = asyncio.run(run(lambda: MortalClient(ANSWER)))
+    killed = asyncio.run(run(lambda: MortalClient(ANSWER, kills=kills)))
+    stayed = [pair for pair in zip(whole, killed, strict=True) if None not in pair]
+    assert all(a == b for a, b in stayed)
 
 
 @settings(max_examples=60, deadline=None)
