@@ -205,14 +205,19 @@ class ServerConfig:
         30.0, "Seconds that running requests get to finish after SIGTERM or the first Ctrl-C."
     )
     stall_timeout: float = setting(
-        120.0, "Seconds without a finished step, while requests wait, after which /health fails."
+        120.0,
+        "Seconds without a finished step, while requests wait, after which /health fails and the engine is replaced.",
     )
     spare_engine: bool = setting(
         True,
         "Keep a process that has imported all that an engine needs, and no model, so that a server whose engine died"
         " is back sooner. It takes up to 300 MiB of the machine's memory.",
     )
-    max_restarts: int = setting(3, "Restarts of a dying engine in a row before the server gives up and exits.")
+    max_restarts: int = setting(
+        3,
+        "Restarts of a dying engine in a row before the server gives up and exits. An engine that gave tokens before"
+        " it died does not count.",
+    )
     tool_call_parser: str = setting(
         "auto", "How the model writes tool calls: a format's name, auto (as its chat template says) or none."
     )

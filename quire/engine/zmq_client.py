@@ -32,7 +32,7 @@ from quire.types.messages import (
     StartupPhase,
     ToEngine,
 )
-from quire.types.outputs import EngineOutputs, EngineStats
+from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
 
 # Seconds for an engine to leave after it was told to; more than it gives a step in flight.
@@ -195,6 +195,13 @@ class ZmqClient(EngineClient):
             self._check_alive()
             await self._next_news()
         return self._inbox.popleft()
+
+    def take_received(self) -> list[EngineOutput]:
+        """What the engine has said and nobody has read; does not wait."""
+        self._receive()
+        outputs = [output for batch in self._inbox for output in batch.outputs]
+        self._inbox.clear()
+        return outputs
 
     async def stop_async(self) -> None:
         """End the process without blocking the event loop; `shutdown` is quick afterwards."""

@@ -190,9 +190,14 @@ class AsyncEngine:
         """Forget cached prompt prefixes that no running request uses."""
         await self._client.call_async("reset_prefix_cache")
 
-    def shutdown(self) -> None:
+    def note_restart(self) -> None:
+        """Another engine serves the client now: requests are checked by its limits from now on."""
+        self._inputs.set_info(self._client.info)
+        self._observer.on_engine_start(self._client.info)
+
+    def shutdown(self, reason: str = "the engine was shut down") -> None:
         """Stop the engine; streams that are open end with EngineDeadError. May be called twice."""
-        self._die("the engine was shut down")
+        self._die(reason)
         if self._drain is not None and not self._drain.get_loop().is_closed():
             self._drain.cancel()
         self._client.shutdown()

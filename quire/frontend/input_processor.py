@@ -87,6 +87,10 @@ class InputProcessor:
         self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
 
+    def set_info(self, info: EngineInfo) -> None:
+        """Another engine of the same model serves from now on; its limits may differ."""
+        self._info = info
+
     @property
     def takes_grammars(self) -> bool:
         """Whether there is a tokenizer that grammars could be about, with a token that ends an output."""

@@ -73,6 +73,11 @@ SUCCESS = Metric(
     ("finished_reason",),
 )
 ENGINE_RESTARTS = Metric("engine_restarts_total", "counter", "Engines started in place of one that died.")
+REQUESTS_RESUMED = Metric(
+    "requests_resumed_total",
+    "counter",
+    "Completions that went on in another engine after theirs died; each restart counts them again.",
+)
 STEP_TIME = Metric("step_time_seconds", "histogram", "Time of one step: planning, computing, sampling.", (), _STEP)
 STEP_TOKENS = Metric("iteration_tokens_total", "histogram", "Tokens computed in one step.", (), _STEP_TOKENS)
 FIRST_TOKEN = Metric(
@@ -151,7 +156,7 @@ VLLM_PREFIX = "vllm:"
 VLLM_LABELS = {"engine": "0"}
 """What every metric of vLLM's has besides model_name."""
 _VLLM_LABEL_NAMES = {"num_kv_blocks": "num_gpu_blocks"}
-_NOT_IN_VLLM = frozenset({ENGINE_UP, ENGINE_RESTARTS, STEP_TIME, HTTP_REQUESTS, HTTP_TIME})
+_NOT_IN_VLLM = frozenset({ENGINE_UP, ENGINE_RESTARTS, REQUESTS_RESUMED, STEP_TIME, HTTP_REQUESTS, HTTP_TIME})
 # What vLLM called some of them before; dashboards still ask for these.
 _VLLM_OLD_NAMES = {
     KV_USAGE: "gpu_cache_usage_perc",

@@ -108,6 +108,9 @@ class PrometheusObserver(Observer, Collector):
         labels = (info.block_size, info.num_kv_blocks, info.max_model_len, info.max_num_seqs)
         self._cache_info.at(*map(str, labels)).value = 1
 
+    def on_resume(self, num_requests: int) -> None:
+        self._resumed.value += num_requests
+
     def _observe_rate(self, completion: CompletionEnd) -> None:
         first, last = completion.first_token_time, completion.last_token_time
         if first is not None and last is not None and completion.num_tokens > 1:
@@ -134,6 +137,7 @@ class PrometheusObserver(Observer, Collector):
         self._prefix_hits = self._number(catalog.PREFIX_HITS)
         self._preemptions = self._number(catalog.PREEMPTIONS)
         self._restarts = self._number(catalog.ENGINE_RESTARTS)
+        self._resumed = self._number(catalog.REQUESTS_RESUMED)
         self._step_time = self._histogram(catalog.STEP_TIME)
         self._step_tokens = self._histogram(catalog.STEP_TOKENS)
 

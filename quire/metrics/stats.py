@@ -87,6 +87,9 @@ class Observer:
     def on_engine_start(self, info: EngineInfo) -> None:
         """An engine is ready: the first one, or one that takes the place of an engine that died."""
 
+    def on_resume(self, num_requests: int) -> None:
+        """Completions that an engine had when it was lost go on in the next one."""
+
     def close(self) -> None:
         """Nothing will happen any more. May block to send what has not been sent."""
 
@@ -123,6 +126,10 @@ class Observers(Observer):
     def on_engine_start(self, info: EngineInfo) -> None:
         for observer in self._observers:
             observer.on_engine_start(info)
+
+    def on_resume(self, num_requests: int) -> None:
+        for observer in self._observers:
+            observer.on_resume(num_requests)
 
     def close(self) -> None:
         for observer in self._observers:

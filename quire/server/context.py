@@ -43,15 +43,11 @@ class HealthReport(Protocol):
 
 
 class EngineProvider(Protocol):
-    """Where the routes get the engine from; it may be another engine after a restart."""
+    """Where the routes get the engine from; requests outlive a restart of its process."""
 
     @property
     def engine(self) -> AsyncEngine:
         """The engine that takes requests now; EngineUnavailableError while there is none."""
-        ...
-
-    async def wait_engine(self) -> AsyncEngine:
-        """Wait out a restart of the engine; EngineUnavailableError when no other engine will come."""
         ...
 
     def health(self) -> HealthReport: ...

@@ -1,4 +1,6 @@
-"""EngineSupervisor: keeps one engine process serving. Restarts it when it dies, and reports its health.
+"""EngineSupervisor: keeps one engine process serving. Restarts it when it dies or stalls, and reports its health.
+
+Streams outlive the process: a ResumingClient stands between them, and hands open requests to the next one.
 
 Knows processes and streams, not HTTP.
 """
@@ -6,7 +8,6 @@ Knows processes and streams, not HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Literal
 
 from quire.config.engine import EngineConfig
 from quire.engine.child import TakeLine, print_line
+from quire.engine.resuming import EngineLoss, ResumingClient
 from quire.engine.spare import NO_SPARE, Spare
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
@@ -31,6 +33,7 @@ logger = get_logger(__name__)
 Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped"]
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
+_STACKS_GRACE = 5.0  # seconds for a stalled engine to write its stacks, before it is replaced
 _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
 _MOST_NAMED = 4  # requests in such a line
@@ -40,9 +43,10 @@ _RETRY_AFTER = 2.0  # seconds, where nothing better is known
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
     stall_timeout: float = 120.0
-    """Seconds without a finished step, while requests wait, after which the engine counts as stalled."""
+    """Seconds without a finished step, while requests wait, after which the engine counts as stalled; it is
+    asked for its stacks and then replaced."""
     max_restarts: int = 3
-    """Restarts within restart_window before giving up."""
+    """Restarts within restart_window before giving up. Deaths of engines that gave tokens do not count."""
     restart_window: float = 300.0
     restart_backoff: float = 0.5
     """Seconds before the first restart; each further one within the window waits twice as long."""
@@ -110,13 +114,15 @@ class EngineSupervisor:
         self._launch = launch
         self._spare = spare
         self._client: ZmqClient | None = None
+        self._resuming: ResumingClient | None = None
         self._engine: AsyncEngine | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._status: Status = "starting"
         self._detail = "the engine has not been started"
         self._is_draining = False
-        self._status_changed = asyncio.Event()
         self._num_restarts = 0
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque()  # within the window, of engines that gave no token
+        self._num_refusals = 0  # of requests that died alone, since the last token
         self._has_dumped = False
         self._retiring = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -137,17 +143,12 @@ class EngineSupervisor:
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine that takes requests now; EngineUnavailableError, with a time to wait, when there is none."""
-        if self._engine is None or self._status != "ready":
+        """What takes requests, also during a restart; EngineUnavailableError, with a time to wait, if none does."""
+        # While it restarts, requests wait in the ResumingClient for the next engine, as open ones do.
+        if self._engine is None or self._status not in ("ready", "restarting"):
             health = self.health()
             raise EngineUnavailableError(f"the engine is {health.status}: {health.detail}", _RETRY_AFTER)
         return self._engine
-
-    async def wait_engine(self) -> AsyncEngine:
-        """The engine, after a restart if there is one; EngineUnavailableError when no other will come."""
-        while self._status in ("starting", "restarting") or (self._status == "ready" and not self._serves()):
-            await self._status_changed.wait()
-        return self.engine
 
     @property
     def stats(self) -> EngineStats:
@@ -202,18 +203,19 @@ class EngineSupervisor:
             await asyncio.wait([self._task])
         await asyncio.to_thread(self._spare.stop)
         await self._retire()
+        self._end_streams("the engine was shut down")
         self._settled.set()
 
     async def _supervise(self) -> None:
-        while not self._is_draining:
+        while True:
             error = await self._run_engine()
-            has_streams = self._engine is not None and self._engine.num_requests > 0
-            await self._retire()
-            if self._is_draining:
+            loss = await self._retire(str(error))
+            is_busy = self._engine is not None and self._engine.num_requests > 0
+            if self._is_draining and not is_busy:
                 # A signal to the process group reaches the engine too, which then exits by itself when it is idle.
-                logger.log(logging.ERROR if has_streams else logging.INFO, "%s", error)
+                logger.info("%s", error)
                 return
-            if isinstance(error, EngineStartError) or self._count_death() > self._options.max_restarts:
+            if isinstance(error, EngineStartError) or not self._may_restart(loss):
                 self._give_up(error)
                 return
             await self._back_off(error)
@@ -224,26 +226,39 @@ class EngineSupervisor:
         try:
             client = self._client = self._launch(self._config, self._take_phase)
             await client.wait_ready_async()
+            phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
+            logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
+            engine = await self._attach(client)
         except EngineError as error:
             return error
         except OSError as error:
             return EngineDeadError(f"the engine process cannot be launched: {error}")
-        phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
-        logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
-        self._engine = AsyncEngine(client, self._text, observer=self._observer)
-        preparing = asyncio.create_task(self._prepare(self._engine))
-        sparing = asyncio.create_task(self._start_spare(self._engine))
+        sparing = asyncio.create_task(self._start_spare(engine))
         if self._status in ("starting", "restarting"):
             self._set_status("ready", "it takes requests")
         self._settled.set()
         try:
-            death = await self._watch(client, self._engine)
+            death = await self._watch(client, engine)
         finally:
             sparing.cancel()
-        await preparing
         if self._status == "ready":
             self._set_status("restarting", str(death))
         return death
+
+    async def _attach(self, client: ZmqClient) -> AsyncEngine:
+        """Let the streams have this engine; open requests go on in it."""
+        if self._engine is None or self._resuming is None:
+            self._resuming = ResumingClient(client.info)
+            await self._resuming.attach(client)
+            self._engine = AsyncEngine(self._resuming, self._text, observer=self._observer)
+            self._preparing = asyncio.create_task(self._prepare(self._engine))
+            return self._engine
+        num_resumed = await self._resuming.attach(client)
+        self._engine.note_restart()
+        if num_resumed:
+            logger.info("%d open requests go on in engine process %d", num_resumed, client.pid)
+            self._observer.on_resume(num_resumed)
+        return self._engine
 
     async def _prepare(self, engine: AsyncEngine) -> None:
         """Do now what would delay the first requests."""
@@ -269,18 +284,21 @@ class EngineSupervisor:
                 if engine.is_dead:
                     return EngineDeadError("the engine's outputs cannot be read any more; the log says why")
                 await asyncio.wait([death], timeout=interval)
-                self._look_for_stall(client)
+                stalled_for = self._look_for_stall(client)
+                if stalled_for > self._options.stall_timeout + _STACKS_GRACE and not death.done():
+                    return EngineDeadError(f"the engine stalled: no step finished for {stalled_for:.0f} s")
         finally:
             death.cancel()
         return death.result()
 
-    def _look_for_stall(self, client: ZmqClient) -> None:
-        """Once per stall, have the engine say in its log where it hangs."""
+    def _look_for_stall(self, client: ZmqClient) -> float:
+        """Once per stall, have the engine say in its log where it hangs. Returns how long it has stalled, or 0."""
         stalled_for = self._stalled_for()
         if stalled_for and not self._has_dumped:
             logger.error("requests wait and no step has finished for %.0f s; asking for its stacks", stalled_for)
             client.dump_stacks()
         self._has_dumped = stalled_for > 0
+        return stalled_for
 
     def _stalled_for(self) -> float:
         """Seconds without a finished step, if the engine has stalled; otherwise 0."""
@@ -293,23 +311,31 @@ class EngineSupervisor:
             self._detail = f"loading: {phase.name}{share}"
         self._on_phase(phase)
 
-    def _count_death(self) -> int:
-        """Deaths within the window, this one included."""
-        now = time.monotonic()
-        self._deaths.append(now)
-        while now - self._deaths[0] > self._options.restart_window:
-            self._deaths.popleft()
-        return len(self._deaths)
+    def _may_restart(self, loss: EngineLoss) -> bool:
+        """Count a death, unless its engine gave tokens or the search for the request that killed it goes on."""
+        if loss.has_progressed:
+            self._deaths.clear()
+            self._num_refusals = 0
+        elif loss.num_refused:
+            self._deaths.clear()  # their cause was found
+            self._num_refusals += loss.num_refused
+        elif not loss.was_trying:
+            self._deaths.append(time.monotonic())
+            while self._deaths[-1] - self._deaths[0] > self._options.restart_window:
+                self._deaths.popleft()
+        return max(len(self._deaths), self._num_refusals) <= self._options.max_restarts
 
     async def _back_off(self, error: EngineError) -> None:
-        wait = backoff(self._options, len(self._deaths))
+        wait = backoff(self._options, len(self._deaths)) if self._deaths else 0.0
         self._num_restarts += 1
-        self._set_status("restarting", str(error))
+        if not self._is_draining:
+            self._set_status("restarting", str(error))
         logger.error("%s; restart %d in %.1f s", error, self._num_restarts, wait)
         await asyncio.sleep(wait)
 
     def _give_up(self, error: EngineError) -> None:
         self._set_status("failed", str(error))
+        self._end_streams(str(error))
         self._error = error
         self._failed.set()
         self._settled.set()
@@ -322,19 +348,27 @@ class EngineSupervisor:
 
     def _set_status(self, status: Status, detail: str) -> None:
         self._status, self._detail = status, detail
-        self._status_changed.set()
-        self._status_changed = asyncio.Event()
 
-    def _serves(self) -> bool:
-        return self._engine is not None and not self._engine.is_dead
-
-    async def _retire(self) -> None:
-        """End the process, if it lives, and every stream that is still open on it. Who comes second waits."""
+    async def _retire(self, cause: str = "the server is stopping") -> EngineLoss:
+        """End the process, if it lives. Its streams stay open, for the next engine. Who comes second waits."""
         async with self._retiring:
-            if self._client is None:
-                return
-            await self._client.stop_async()
-            if self._engine is not None:
-                self._engine.shutdown()
-            self._client.shutdown()
-            self._client = self._engine = None
+            client, loss = self._client, EngineLoss()
+            if client is None:
+                return loss
+            await client.stop_async()
+            if self._resuming is not None:
+                loss = self._resuming.lose(cause)
+                self._observer.on_engine_down()
+            client.shutdown()
+            self._client = None
+            if self._engine is not None and self._engine.is_dead:
+                self._end_streams(cause)
+            return loss
+
+    def _end_streams(self, reason: str) -> None:
+        """No engine will come for them: every stream that is still open ends."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self._engine is not None:
+            self._engine.shutdown(reason)
+        self._preparing = self._engine = self._resuming = None

@@ -73,50 +73,80 @@ def endless(index: int, **fields: Any) -> dict[str, Any]:
     return {"prompt": f"number {index}", "max_tokens": LONG, "ignore_eos": True, **fields}
 
 
-async def test_kill_9_of_the_engine_under_32_streams(server: Running, client: httpx.AsyncClient) -> None:
-    pid, seen = server.engine_pid(), len(server.log)
-    killed = Watch(pid)
-    begun: set[int] = set()
+def mixed(index: int) -> dict[str, Any]:
+    """Sampled and greedy, with log-probabilities, several completions, stop strings, grammars, token ids."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"n": 2},
+        {"logprobs": 2, "frequency_penalty": 0.5},
+        {"stop": ["zq", "Qx", "a7"], "include_stop_str_in_output": True},
+        {"structured_outputs": {"regex": "[a-z ]{600,}"}},
+        {"return_token_ids": True, "min_p": 0.01},
+    ]
+    fields = {"prompt": f"number {index} " * (1 + index % 9), "seed": index, "ignore_eos": True, "max_tokens": 600}
+    return fields | kinds[index % len(kinds)]
 
-    async def stream(index: int) -> str:
+
+async def answers_to(client: httpx.AsyncClient, begun: set[int]) -> list[Any]:
+    """To 32 mixed streams and 4 requests that are not streamed, what their clients put together."""
+
+    async def stream(index: int) -> Any:
         text = ""
-        async with client.stream("POST", COMPLETIONS, json=endless(index, stream=True)) as answer:
+        body = mixed(index) | {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", COMPLETIONS, json=body) as answer:
             assert answer.status_code == 200
             async for part in answer.aiter_text():
                 begun.add(index)
                 text += part
-        return text
-
-    streams = [asyncio.create_task(stream(index)) for index in range(32)]
-    whole = [asyncio.create_task(client.post(COMPLETIONS, json=endless(index))) for index in range(4)]
-
-    async def all_run() -> bool:
-        return len(begun) == 32 and (await scrape(client)).get("num_requests_running") == 36
-
-    await eventually(all_run)
-    os.kill(pid, signal.SIGKILL)
-    for text in await asyncio.gather(*streams):
-        *events, last = events_of(text)
-        assert events
+        events = events_of(text)
         assert all("error" not in event for event in events)
-        assert last["error"]["type"] == "server_error"
-        assert "SIGKILL" in last["error"]["message"]
-    for answer in await asyncio.gather(*whole):
-        assert answer.status_code == 500
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert "SIGKILL" in answer.json()["error"]["message"]
-    health = await client.get("/health")
-    assert (health.status_code, health.json()["status"]) == (503, "restarting")
-    refused = await client.post(COMPLETIONS, json={"prompt": "x"})
-    assert refused.status_code == 503
-    assert int(refused.headers["retry-after"]) >= 1
-    killed.wait()
+        choices: dict[int, list[Any]] = {}
+        for choice in (choice for event in events for choice in event["choices"]):
+            fold = choices.setdefault(choice["index"], ["", [], [], None, None])
+            logprobs = choice["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
+            fold[0] += choice["text"]
+            fold[1] += choice.get("token_ids") or []
+            fold[2] += zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            fold[3:] = choice["finish_reason"], choice.get("stop_reason")
+        return choices, events[-1]["usage"]["prompt_tokens"], events[-1]["usage"]["completion_tokens"]
 
-    async def healthy() -> bool:
-        return (await client.get("/health")).status_code == 200
+    async def whole(index: int) -> Any:
+        answer = await client.post(COMPLETIONS, json=mixed(index))
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"], answer.json()["usage"]["completion_tokens"]
 
-    await eventually(healthy)
-    assert server.engine_pid(after=seen) != pid
+    return await asyncio.gather(*map(stream, range(32)), *map(whole, range(32, 36)))
+
+
+async def test_kills_of_the_engine_under_32_mixed_streams_change_nothing(
+    server: Running, client: httpx.AsyncClient
+) -> None:
+    expected = await answers_to(client, set())
+    before = await scrape(client)
+    begun: set[int] = set()
+    answers = asyncio.create_task(answers_to(client, begun))
+    for num_kills in range(1, 3):
+
+        async def runs(num_kills: int = num_kills) -> bool:
+            seen = await scrape(client)
+            restarts = seen.get("engine_restarts_total") - before.get("engine_restarts_total")
+            return restarts == num_kills - 1 and seen.get("num_requests_running") >= 30 and len(begun) == 32
+
+        await eventually(runs)
+        killed = Watch(server.last_engine_pid())
+        os.kill(server.last_engine_pid(), signal.SIGKILL)
+        killed.wait()
+
+    async def restarting() -> bool:
+        health = await client.get("/health")
+        return health.status_code == 503 and health.json()["status"] == "restarting"
+
+    await eventually(restarting)
+    late = await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3})  # it waits for the next engine
+    assert late.status_code == 200
+    assert await answers == expected
+    after = await scrape(client)
+    assert after.get("requests_resumed_total") - before.get("requests_resumed_total") >= 60
     await assert_idle_and_serving(client)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -64,7 +66,10 @@ def echo(request: EngineRequest) -> Sequence[int]:
 
 
 class FakeClient(EngineClient):
-    """Each step every request says the next `chunk` tokens of its answer, then end-of-sequence."""
+    """Each step every request says the next `chunk` tokens of its answer, then end-of-sequence.
+
+    A request that comes with outputs goes on after them.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class FakeClient(EngineClient):
         self.num_steps = 0
         self.num_resets = 0
         self.is_shut_down = False
+        self.died = asyncio.Event()
         self.vocabulary: Vocabulary | None = None
         self._answer: Answer = (lambda request: list(answer.encode())) if isinstance(answer, str) else answer
         self._chunk = chunk
@@ -92,7 +98,10 @@ class FakeClient(EngineClient):
     def add_request(self, request: EngineRequest) -> None:
         assert request.request_id not in self._running
         self.added.append(request)
-        self._running[request.request_id] = Running(request, iter(self._answer(request)))
+        given = request.num_given_outputs
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        answer = self._answer(msgspec.structs.replace(request, token_ids=prompt, num_prompt_tokens=None))
+        self._running[request.request_id] = Running(request, islice(answer, given, None), given)
         self._wake.set()
 
     def abort(self, request_ids: list[str]) -> None:
@@ -107,6 +116,7 @@ class FakeClient(EngineClient):
         if not self._running:
             return EngineOutputs(said)
         if self.num_steps == self._dies_at_step:
+            self.died.set()
             raise EngineDeadError("the fake engine died as it was told to")
         self.num_steps += 1
         return EngineOutputs(said + [self._step(running) for running in list(self._running.values())])
@@ -117,6 +127,10 @@ class FakeClient(EngineClient):
             self._wake.clear()
             await self._wake.wait()
         return self.get_outputs()
+
+    def take_received(self) -> list[EngineOutput]:
+        said, self._said = self._said, []
+        return said
 
     def has_unfinished(self) -> bool:
         return bool(self._running or self._said)

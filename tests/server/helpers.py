@@ -7,7 +7,7 @@ import json
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from quire.server.tool_servers import ToolServers
 from quire.types.errors import EngineUnavailableError
 from quire.types.messages import EngineInfo
 from tests.frontend.fake_client import VOCAB_SIZE, FakeClient, text_model
+from tests.frontend.mortal import Keeper
 
 MODEL = "fake-model"
 LONG = 1_000_000
@@ -44,8 +45,6 @@ class FakeProvider:
     text: TextModel = field(default_factory=text_model)
     unavailable: str | None = None
     status: str = "ready"
-    successors: list[FakeClient] = field(default_factory=list)
-    """The engines that come after a death, one after the other."""
 
     def __post_init__(self) -> None:
         self._engine = AsyncEngine(self.client, self.text)
@@ -56,15 +55,22 @@ class FakeProvider:
             raise EngineUnavailableError(self.unavailable, retry_after=2.5)
         return self._engine
 
-    async def wait_engine(self) -> AsyncEngine:
-        if not self.successors:
-            raise EngineUnavailableError("the engine is failed: there is no other")
-        self.client = self.successors.pop(0)
-        self._engine = AsyncEngine(self.client, self.text)
-        return self._engine
-
     def health(self) -> FakeHealth:
         return FakeHealth(self.status, self.unavailable or "it takes requests")
+
+
+class ResumingProvider(FakeProvider):
+    """Its engines come one after the other, each when the one before it has died."""
+
+    def __init__(self, clients: Sequence[FakeClient], text: TextModel | None = None) -> None:
+        coming = iter(clients)
+        self.keeper = Keeper(lambda: next(coming))
+        super().__init__(self.keeper.client, text or text_model())  # type: ignore[arg-type]
+
+    @property
+    def engine(self) -> AsyncEngine:
+        self.keeper.start()
+        return super().engine
 
 
 def long_client(answer: Any, **options: Any) -> FakeClient:

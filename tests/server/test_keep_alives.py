@@ -20,7 +20,7 @@ from quire.server.openai.responses import handler as responses
 from quire.server.sse import ACCEPTED, KEEP_ALIVE, EventStream
 from quire.types.errors import QuireError
 from tests.frontend.fake_client import FakeClient
-from tests.server.helpers import MODEL, FakeProvider, LiveServer, http, live_server, make_app
+from tests.server.helpers import MODEL, LiveServer, ResumingProvider, http, live_server, make_app
 from tests.server.waiting import BODIES, CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, WaitingClient
 
 LIMIT = 20.0
@@ -316,9 +316,9 @@ async def test_what_is_known_without_the_engine_keeps_its_status(path: str) -> N
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("path", BODIES)
 def test_keep_alives_bridge_a_restart_of_the_engine(path: str) -> None:
-    """A stream that has no token when its engine dies asks the next one; its client hears nothing of it."""
+    """A stream goes on in the next engine; its client hears keep-alives meanwhile and nothing else of it."""
     first, second = WaitingClient("no"), WaitingClient("Hi there")
-    with live_server(first, provider=FakeProvider(first, successors=[second])) as server:
+    with live_server(first, provider=ResumingProvider([first, second])) as server:
         with heard(server, path) as lines:
             begun = next(lines)
             tell(server, first.die)
@@ -333,25 +333,11 @@ def test_keep_alives_bridge_a_restart_of_the_engine(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_request_that_is_not_streamed_hears_of_the_death_at_once(path: str) -> None:
-    first, second = FakeClient("no", dies_at_step=0), FakeClient("yes")
-    async with http(make_app(provider=FakeProvider(first, successors=[second]))) as session:
-        answer = await session.post(path, json=BODIES[path])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_request_that_kills_two_engines_alone_is_not_given_a_third(path: str, is_streamed: bool) -> None:
+    clients = [FakeClient("no", dies_at_step=0), FakeClient("no", dies_at_step=0), FakeClient("yes")]
+    async with http(make_app(provider=ResumingProvider(list(clients)))) as session:
+        answer = await session.post(path, json=BODIES[path] | {"stream": is_streamed})
     assert answer.status_code == 500
-    assert second.added == []
-
-
-async def test_a_request_that_kills_two_engines_is_not_given_a_third() -> None:
-    dying = [FakeClient("no", dies_at_step=0) for _ in range(3)]
-    async with http(make_app(provider=FakeProvider(dying[0], successors=dying[1:]))) as session:
-        answer = await session.post(CHAT, json=BODIES[CHAT] | {"stream": True})
-    assert answer.status_code == 500
-    assert [len(client.added) for client in dying] == [1, 1, 0]
-
-
-async def test_a_stream_that_has_a_token_is_not_asked_again() -> None:
-    first, second = FakeClient("no", dies_at_step=1), FakeClient("yes")
-    async with http(make_app(provider=FakeProvider(first, successors=[second]))) as session:
-        answer = await session.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {"stream": True})
-    assert "died as it was told to" in answer.text
-    assert second.added == []
+    assert "died twice while it ran this request and no other" in answer.text
+    assert [len(client.added) for client in clients] == [1, 1, 0]

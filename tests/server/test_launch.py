@@ -46,9 +46,6 @@ class FakeSupervisor:
         self.drained = asyncio.Event()
         self.draining = asyncio.Event()
 
-    async def wait_engine(self) -> AsyncEngine:
-        return self.engine
-
     def health(self) -> FakeHealth:
         return FakeHealth("draining" if self.draining.is_set() else "ready", "")
 

@@ -58,15 +58,20 @@ def test_a_wrong_model_is_the_last_line_and_is_not_tried_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("order", "cause"), [(STICKY, "the device failed"), (EXIT, "exited with status 9")])
-def test_an_engine_that_dies_is_replaced(tmp_path: Path, order: int, cause: str) -> None:
+def test_a_request_that_kills_two_engines_is_refused_with_the_cause(tmp_path: Path, order: int, cause: str) -> None:
     server = ready(serve(tmp_path / "fake"))
-    seen = len(server.log)
     failed = ask(server, order)
     assert failed.status_code == 500
     assert cause in failed.json()["error"]["message"]
-    server.engine_pid(after=seen)  # another one is ready
+    wait_third_engine(server)
     assert ask(server, 5).status_code == 200
     assert server.stop() == 0
+
+
+def wait_third_engine(server: Running) -> None:
+    server.wait_line("restart 2 in")
+    second = next(index for index, line in enumerate(server.log) if "restart 2 in" in line)
+    server.engine_pid(after=second)
 
 
 def test_a_stall_is_told_by_health_and_its_stacks_are_in_the_log(tmp_path: Path) -> None:
@@ -129,9 +134,7 @@ def test_a_stream_that_kills_engines_kills_two_and_no_more(tmp_path: Path) -> No
     server = ready(serve(tmp_path / "fake"))
     answer = ask(server, EXIT, stream=True)
     assert "exited with status 9" in answer.text
-    server.wait_line("restart 2 in")
-    second = next(index for index, line in enumerate(server.log) if "restart 2 in" in line)
-    server.engine_pid(after=second)
+    wait_third_engine(server)
     assert ask(server, 5).status_code == 200
     assert server.stop() == 0
     assert not any("restart 3 in" in line for line in server.log)
@@ -148,9 +151,8 @@ def ask_and_leave(server: Running, token: int, **fields: object) -> socket.socke
 
 def test_every_line_is_json_when_asked_also_those_of_the_engine(tmp_path: Path) -> None:
     server = ready(serve(tmp_path / "fake", "--log-format", "json"))
-    seen = len(server.log)
     assert ask(server, STICKY).status_code == 500
-    server.engine_pid(after=seen)
+    wait_third_engine(server)
     assert server.stop() == 0
     entries = [json.loads(line) for line in server.log]
     assert {"quire.engine.process", "quire.server.launch"} <= {entry["logger"] for entry in entries}

@@ -15,15 +15,17 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.spare import NO_SPARE, SpareEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.metrics.prometheus import PrometheusObserver
 from quire.server import supervisor as supervisor_module
 from quire.server.supervisor import EngineSupervisor, SupervisorOptions, backoff
-from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError
+from quire.types.errors import EngineDeadError, EngineStartError, EngineUnavailableError, GenerationError
 from quire.types.outputs import RequestOutput
 from quire.types.sampling import SamplingParams
-from tests.engine.fake_engine import COMMAND, STALL, STICKY
+from tests.engine.fake_engine import COMMAND, EXIT, STALL, STICKY
 from tests.engine.processes import LIMIT, Watch, request
 from tests.fakes import generate_alone
 from tests.frontend.fake_client import text_model
+from tests.metrics.scrape import scrape
 
 QUICK = {"restart_backoff": 0.001}
 
@@ -39,7 +41,10 @@ class Keeper:
         settings = SupervisorOptions(**{**QUICK, **options})
         self.spare = SpareEngine(COMMAND, self.lines.append)
         spare = self.spare if with_spare else NO_SPARE
-        self.supervisor = EngineSupervisor(config, text_model(), settings, launch=self._launch, spare=spare)
+        self.observer = PrometheusObserver("fake")
+        self.supervisor = EngineSupervisor(
+            config, text_model(), settings, observer=self.observer, launch=self._launch, spare=spare
+        )
 
     def _launch(self, config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
         config = EngineConfig.from_flat(model=self.words)
@@ -121,63 +126,77 @@ async def test_health_tells_what_a_start_is_busy_with() -> None:
         await starting
 
 
-async def test_kill_under_32_streams() -> None:
-    async with keeper("long,slow") as kept:
+async def kill_engine(kept: Keeper) -> None:
+    """Kill the engine that serves; comes back when another does."""
+    count, watch = len(kept.clients), Watch(kept.clients[-1].pid)
+    os.kill(kept.clients[-1].pid, signal.SIGKILL)
+    await kept.until(lambda: len(kept.clients) > count)
+    await kept.until(lambda: kept.supervisor.health().status in ("ready", "draining"))
+    watch.wait()
+
+
+async def test_32_streams_go_on_over_three_kills_that_count_as_none() -> None:
+    async with keeper("long,slow", max_restarts=0) as kept:
         supervisor = kept.supervisor
-        streams = [asyncio.create_task(complete(supervisor, [5, i], 4000)) for i in range(32)]
-        await kept.until(lambda: supervisor.stats.num_running == 32)
-        engine, pid = supervisor.engine, kept.clients[0].pid
-        watch = Watch(pid)
-        assert supervisor.health().num_requests == 32
-        os.kill(pid, signal.SIGKILL)
-        ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), LIMIT)
-        assert all(isinstance(end, EngineDeadError) and "was killed by SIGKILL" in str(end) for end in ends)
-        watch.wait()
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await anext(engine.generate({"prompt_token_ids": [1]}))
-        await kept.until_status("ready")
-        assert supervisor.num_restarts == 1
-        assert kept.clients[1].pid != pid
-        assert await complete(supervisor, [1, 2]) == expected([1, 2])
+        streams = [asyncio.create_task(complete(supervisor, [5, i], 200 + i)) for i in range(32)]
+        for generation in range(3):
+            await kept.until(lambda: supervisor.stats.num_running == 32)
+            assert supervisor.health().num_requests == 32
+            await kill_engine(kept)
+            assert supervisor.num_restarts == generation + 1
+        answers = await asyncio.wait_for(asyncio.gather(*streams), LIMIT)
+        assert answers == [expected([5, i], 200 + i) for i in range(32)]
+        found = scrape(kept.observer)
+        assert found.get("engine_up") == 1
+        assert found.get("engine_restarts_total") == 3
+        assert found.get("requests_resumed_total") == 3 * 32
+        assert found.get("generation_tokens_total") == sum(map(len, answers))
+        assert found.get("prompt_tokens_total") == 2 * 32
+        assert found.get("request_success_total", finished_reason="length") == 32
+        assert found.get("request_success_total", finished_reason="error") == 0
         assert supervisor.stats.num_free_blocks == supervisor.stats.num_blocks
+        assert await complete(supervisor, [1, 2]) == expected([1, 2])
 
 
-async def test_meanwhile_requests_are_refused_and_health_says_why() -> None:
+async def test_requests_that_come_while_it_restarts_wait_and_health_says_why() -> None:
     async with keeper(restart_backoff=3600.0, max_backoff=3600.0) as kept:
         os.kill(kept.clients[0].pid, signal.SIGKILL)
         await kept.until_status("restarting")
         assert "SIGKILL" in kept.supervisor.health().detail
-        with pytest.raises(EngineUnavailableError, match=r"restarting.*SIGKILL"):
+        stream = asyncio.create_task(complete(kept.supervisor, [1]))
+        await kept.until(lambda: kept.supervisor.health().num_requests == 1)
+        draining = asyncio.create_task(kept.supervisor.drain())
+        await kept.until_status("draining")
+        with pytest.raises(EngineUnavailableError, match="draining"):
             await complete(kept.supervisor, [1])
-        await kept.supervisor.drain()
-        assert kept.supervisor.health().status == "draining"
+        await kept.supervisor.stop()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream
+        assert await draining is True
 
 
-async def test_who_waits_for_an_engine_gets_the_next_one() -> None:
-    async with keeper() as kept:
-        supervisor, first = kept.supervisor, kept.supervisor.engine
-        assert await supervisor.wait_engine() is first
+async def test_an_engine_that_is_killed_while_it_starts_is_started_again() -> None:
+    async with keeper("long,slow") as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [7, 8], 300))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
+        kept.words = "hang-at-start"
         os.kill(kept.clients[0].pid, signal.SIGKILL)
-        await kept.until(lambda: first.is_dead)
-        second = await asyncio.wait_for(supervisor.wait_engine(), LIMIT)
-        assert second is not first
-        assert second is supervisor.engine
+        await kept.until(lambda: kept.supervisor.health().detail == "loading: import")
+        kept.words = "long"
+        os.kill(kept.clients[1].pid, signal.SIGKILL)
+        assert await asyncio.wait_for(stream, LIMIT) == expected([7, 8], 300)
+        assert len(kept.clients) == 3
 
 
-@pytest.mark.parametrize("end", ["drain", "stop", "give up"])
-async def test_who_waits_for_an_engine_that_will_not_come_is_told(end: str) -> None:
-    options = {} if end == "give up" else {"restart_backoff": 3600.0, "max_backoff": 3600.0}
-    async with keeper(max_restarts=1, **options) as kept:
+async def test_streams_end_with_the_cause_when_it_is_given_up() -> None:
+    async with keeper("long,slow", max_restarts=1) as kept:
+        stream = asyncio.create_task(complete(kept.supervisor, [7, 8], 4000))
+        await kept.until(lambda: kept.supervisor.stats.num_running == 1)
         kept.words = "die-at-start"
         os.kill(kept.clients[0].pid, signal.SIGKILL)
-        await kept.until(lambda: kept.supervisor.health().status != "ready")
-        waiting = asyncio.create_task(kept.supervisor.wait_engine())
-        if end == "drain":
-            await kept.supervisor.drain()
-        elif end == "stop":
-            await kept.supervisor.stop()
-        with pytest.raises(EngineUnavailableError, match=r"draining|stopped|failed"):
-            await asyncio.wait_for(waiting, LIMIT)
+        with pytest.raises(EngineDeadError, match="about to die"):
+            await asyncio.wait_for(stream, LIMIT)
+        assert kept.supervisor.health().status == "failed"
 
 
 async def test_an_engine_whose_outputs_nobody_reads_any_more_is_replaced() -> None:
@@ -187,17 +206,28 @@ async def test_an_engine_whose_outputs_nobody_reads_any_more_is_replaced() -> No
         (reader,) = (task for task in asyncio.all_tasks() if task.get_name() == "quire-outputs")
         reader.cancel()
         await kept.until(lambda: engine.is_dead)
-        await asyncio.wait_for(kept.supervisor.wait_engine(), LIMIT)
+        await kept.until(lambda: kept.supervisor.health().status == "ready" and kept.supervisor.engine is not engine)
         assert await complete(kept.supervisor, [1, 2]) == expected([1, 2])
 
 
-async def test_a_lost_device_restarts_the_engine() -> None:
-    async with keeper() as kept:
-        with pytest.raises(EngineDeadError, match="device failed"):
-            await complete(kept.supervisor, [STICKY])
-        await kept.until(lambda: len(kept.clients) == 2)
-        await kept.until_status("ready")
-        assert await complete(kept.supervisor, [3]) == expected([3])
+async def test_who_loses_the_device_twice_is_refused_and_the_engine_lives_on() -> None:
+    async with keeper(max_restarts=1) as kept:
+        for round in range(2):
+            with pytest.raises(GenerationError, match=r"died twice .* before its first token.*device failed"):
+                await asyncio.wait_for(complete(kept.supervisor, [STICKY]), LIMIT)
+            await kept.until(lambda round=round: len(kept.clients) == 2 * round + 3)  # type: ignore[misc]
+            assert await complete(kept.supervisor, [3]) == expected([3])
+
+
+async def test_among_many_only_the_request_that_kills_is_refused() -> None:
+    async with keeper("long") as kept:
+        streams = [asyncio.create_task(complete(kept.supervisor, [5, i], 20)) for i in range(3)]
+        streams.append(asyncio.create_task(complete(kept.supervisor, [EXIT], 20)))
+        streams += [asyncio.create_task(complete(kept.supervisor, [6, i], 20)) for i in range(3)]
+        results = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), LIMIT)
+        assert isinstance(results.pop(3), GenerationError)
+        assert results == [expected([a, i], 20) for a in (5, 6) for i in range(3)]
+        assert kept.supervisor.health().status != "failed"
 
 
 async def test_repeated_death_is_given_up_with_the_cause() -> None:
@@ -268,6 +298,17 @@ async def test_a_stalled_engine_is_told_by_health_and_asked_for_its_stacks_once(
             await stream
 
 
+async def test_a_stalled_engine_is_replaced_and_who_stalls_it_twice_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_STACKS_GRACE", 0.05)
+    async with keeper(stall_timeout=0.2) as kept:
+        with pytest.raises(GenerationError, match=r"died twice.*stalled: no step finished"):
+            await asyncio.wait_for(complete(kept.supervisor, [STALL]), LIMIT)
+        assert await asyncio.wait_for(complete(kept.supervisor, [3]), LIMIT) == expected([3])
+        assert len(kept.clients) == 3
+
+
 async def test_an_engine_without_requests_or_with_steps_is_not_stalled() -> None:
     async with keeper("long,slow", stall_timeout=0.2) as kept:
         assert await complete(kept.supervisor, [1], 200) == expected([1], 200)  # takes 0.4 s and more
@@ -323,17 +364,23 @@ async def test_drain_has_a_limit_after_which_streams_are_cut_off() -> None:
             await stream
 
 
-async def test_an_engine_that_dies_while_draining_is_not_replaced() -> None:
+async def test_an_engine_that_dies_while_draining_is_replaced_for_the_streams_that_are_open() -> None:
     async with keeper("long,slow") as kept:
-        stream = asyncio.create_task(complete(kept.supervisor, [1, 2], 4000))
+        stream = asyncio.create_task(complete(kept.supervisor, [1, 2], 400))
         await kept.until(lambda: kept.supervisor.stats.num_running == 1)
         draining = asyncio.create_task(kept.supervisor.drain())
         await kept.until_status("draining")
-        os.kill(kept.clients[0].pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await stream
+        await kill_engine(kept)
+        assert kept.supervisor.health().status == "draining"
+        assert await asyncio.wait_for(stream, LIMIT) == expected([1, 2], 400)
         assert await asyncio.wait_for(draining, LIMIT) is True
-        assert len(kept.clients) == 1
+        watch = Watch(kept.clients[1].pid)
+        os.kill(kept.clients[1].pid, signal.SIGKILL)
+        watch.wait()
+        task = kept.supervisor._task
+        assert task is not None
+        await asyncio.wait_for(asyncio.wait([task]), LIMIT)
+        assert len(kept.clients) == 2  # nobody needs another
 
 
 def test_backoff_doubles_up_to_its_limit() -> None:
@@ -346,13 +393,11 @@ async def test_a_spare_takes_over_and_the_next_is_launched_when_its_engine_is_id
         supervisor, spare = kept.supervisor, kept.spare
         await kept.until(lambda: spare.pid is not None)
         first = spare.pid
-        stream = asyncio.create_task(complete(supervisor, [5, 6], 4000))
+        stream = asyncio.create_task(complete(supervisor, [5, 6], 300))
         await kept.until(lambda: supervisor.stats.num_running == 1)
-        os.kill(kept.clients[0].pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError):
-            await stream
-        await kept.until_status("ready")
+        await kill_engine(kept)
         assert supervisor.engine_pid == first
+        assert await stream == expected([5, 6], 300)
         assert await complete(supervisor, [1, 2]) == expected([1, 2])
         await kept.until(lambda: spare.pid is not None)
         assert spare.pid != first

@@ -44,6 +44,7 @@ class WaitingClient(FakeClient):
 
     def die(self) -> None:
         self._is_dead = True
+        self.died.set()
         self._told.set()
 
     async def get_outputs_async(self) -> EngineOutputs:

@@ -50,8 +50,6 @@ class Generation:
     params: SamplingParams
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
-    is_streamed: bool = False
-    """Whether the client gets each output as it comes; if so, it can be kept waiting for the first one."""
     priority: int
     add_special_tokens: bool
     origin: Origin
@@ -93,7 +91,6 @@ def conversation_generation(
         format_field=prepared.format_field,
         params=prepared.params,
         reading=prepared.reading,
-        is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=add_special_tokens,
         origin=origin,

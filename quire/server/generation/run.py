@@ -1,4 +1,4 @@
-"""Runs a request for text: admission, the engine or the one after it, the outputs of all prompts as one stream."""
+"""Runs a request for text: admission, the engine, the outputs of all prompts as one stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.server.context import ServerContext
 from quire.server.errors import addressed
 from quire.server.generation.request import Generation
-from quire.types.errors import EngineDeadError
 from quire.types.outputs import RequestOutput
 from quire.utils.log import get_logger
 
@@ -20,8 +19,7 @@ logger = get_logger(__name__)
 async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the prompt, output). Closing the generator aborts what has not finished.
 
-    The first output has no completions: it comes when the engine has all prompts. If the engine dies between that and
-    the first token of a streamed request, the request is sent once more, to the next engine.
+    The first output has no completions: it comes when the engine has all prompts.
     """
     engine = context.provider.engine
     prompts, params = generation.prompts, generation.params
@@ -33,24 +31,9 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
         context.admission.enter(params.n * len(prompts), engine.info.max_num_seqs, field),
         addressed(request_fields(generation)),
     ):
-        is_first, may_ask_again = True, False
-        while True:
-            try:
-                async with aclosing(merged(_streams(engine, generation))) as outputs:
-                    announcement = await anext(outputs)
-                    if is_first:
-                        yield announcement
-                    may_ask_again = is_first and generation.is_streamed
-                    async for item in outputs:
-                        may_ask_again = False
-                        yield item
-                return
-            except EngineDeadError as error:
-                if not may_ask_again:
-                    raise
-                logger.warning("%s has no token yet and will ask the next engine: %s", generation.ids.engine, error)
-            is_first = may_ask_again = False
-            engine = await context.provider.wait_engine()
+        async with aclosing(merged(_streams(engine, generation))) as outputs:
+            async for item in outputs:
+                yield item
 
 
 def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator[RequestOutput, None]]:

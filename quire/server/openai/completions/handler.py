@@ -61,7 +61,6 @@ def make_generation(context: ServerContext, body: CompletionRequest, request: Re
         prompt_field="prompt",
         format_field=None if wanted is None else wanted.where,
         params=_params(context, body, engine.info.max_model_len, wanted),
-        is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         origin=origin_of(request),

@@ -333,7 +333,7 @@ async def test_an_error_in_the_engine_is_a_500_or_the_last_event() -> None:
 async def test_what_fails_before_the_first_token_has_a_status_even_in_a_stream() -> None:
     async with serving(FakeClient(dies_at_step=0)) as session:
         response = await session.post(URL, json={"messages": HELLO, "stream": True})
-    assert response.status_code == 503  # no other engine comes to take it over
+    assert response.status_code == 500  # no other engine comes to take it over
     assert response.json()["error"]["type"] == "server_error"
 
 

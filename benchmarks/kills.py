@@ -1,0 +1,223 @@
+"""Streams over an engine that is killed again and again: what clients see of it.
+
+    python benchmarks/kills.py [--kills 20] [--streams 32] [--model smollm2]
+
+`quire serve` answers mixed requests (greedy and sampled, several completions, log-probabilities, grammars, stop
+strings, tools, Responses and Messages), `--streams` at a time, first undisturbed and then while its engine gets
+SIGKILL again and again, each time when the one before it has given tokens. Counted are errors that clients see and
+answers that differ; measured is the pause from a kill to the next token of any stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from report import environment, write_results
+from rich.console import Console
+from rich.table import Table
+
+TALE = "Once upon a time, in a town by the sea,"
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+
+
+def request(index: int, tokens: int) -> tuple[str, dict[str, Any]]:
+    """The path and the body of mixed request `index`."""
+    talk = [{"role": "user", "content": f"Tell me tale number {index} of the sea."}]
+    long = {"max_tokens": tokens, "ignore_eos": True, "seed": index}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": f"{TALE} {index}", "temperature": 0.0, **long}),
+        ("completions", {"prompt": f"{TALE} {index}", "n": 2, "logprobs": 2, **long}),
+        ("completions", {"prompt": f"{TALE} {index}", "structured_outputs": {"regex": "[a-z ]{900,}"}, **long}),
+        ("chat/completions", {"messages": talk, "logprobs": True, "top_logprobs": 2, **long}),
+        ("chat/completions", {"messages": talk, "stop": ["7.", "very very"], **long}),
+        (
+            "chat/completions",
+            {"messages": talk, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+            | {"max_tokens": tokens, "seed": index},
+        ),
+        ("responses", {"input": talk[0]["content"], "max_output_tokens": tokens, "ignore_eos": True, "seed": index}),
+        ("messages", {"messages": talk, **long}),
+    ]
+    path, body = kinds[index % len(kinds)]
+    usage = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
+    return f"/v1/{path}", body | {"stream": True} | usage
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str = ""
+    pid: int = 0
+    log: list[str] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"engine process (\d+) is ready", line):
+                self.pid = int(found[1])
+            if found := re.search(r"serving on (http://\S+), ready", line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+
+@contextmanager
+def serving(model: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0"]
+    server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    threading.Thread(target=server.read, daemon=True).start()
+    server.ready.wait()
+    if not server.url:
+        raise SystemExit("".join(server.log))
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait()
+
+
+@dataclass
+class Clients:
+    """Ask the requests, `streams` at a time."""
+
+    url: str
+    num_requests: int
+    streams: int
+    tokens: int
+    answers: dict[int, Any] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    last_news: float = 0.0
+    """When a stream last had something other than a keep-alive."""
+
+    async def run(self) -> None:
+        slots = asyncio.Semaphore(self.streams)
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=600, limits=httpx.Limits(max_connections=None)
+        ) as http:
+            await asyncio.gather(*(self._ask(http, slots, index) for index in range(self.num_requests)))
+
+    async def _ask(self, http: httpx.AsyncClient, slots: asyncio.Semaphore, index: int) -> None:
+        path, body = request(index, self.tokens)
+        events: list[Any] = []
+        async with slots, http.stream("POST", path, json=body) as answer:
+            if answer.status_code != 200:
+                self.errors.append(f"{index}: {answer.status_code} {(await answer.aread()).decode()}")
+                return
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
+                    if events[-1].get("type") != "ping":
+                        self.last_news = time.monotonic()
+        if failed := next(
+            (event for event in events if event.get("error") or "failed" in event.get("type", "")), None
+        ):
+            self.errors.append(f"{index}: {failed}")
+        self.answers[index] = put_together(events)
+
+
+def put_together(events: list[Any]) -> Any:
+    """What a client has in the end: texts, calls, log-probabilities, finish reasons and counts of tokens."""
+    if events[0].get("type") == "response.created":
+        response = events[-1]["response"]
+        texts = [part["text"] for item in response["output"] for part in item.get("content") or ()]
+        return texts, response["status"], response["usage"]["output_tokens"]
+    if events[0].get("type") == "message_start":
+        deltas = [event["delta"] for event in events if "delta" in event]
+        text = "".join(delta.get("text", "") for delta in deltas)
+        return text, deltas[-1]["stop_reason"], events[-2]["usage"]["output_tokens"]
+    choices: dict[int, list[Any]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        whole = choices.setdefault(choice["index"], ["", "", [], None])
+        delta, logprobs = choice.get("delta", choice), choice.get("logprobs") or {}
+        whole[0] += delta.get("text") or delta.get("content") or ""
+        whole[1] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
+        whole[2] += logprobs.get("token_logprobs") or [token["logprob"] for token in logprobs.get("content") or ()]
+        whole[3] = choice["finish_reason"]
+    return choices, events[-1]["usage"]["completion_tokens"]
+
+
+async def kill(server: Server, clients: Clients, pauses: list[float], args: argparse.Namespace) -> None:
+    """Kill the engine each time it has given tokens for a while."""
+    while len(pauses) < args.kills:
+        pid, begin = server.pid, time.monotonic()
+        while clients.last_news < begin + args.life:
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        while server.pid == pid:
+            await asyncio.sleep(0.005)
+        back = time.monotonic()  # what came before was on its way
+        while clients.last_news < back:
+            await asyncio.sleep(0.005)
+        pauses.append(clients.last_news - killed)
+        print(f"kill {len(pauses)}: next token after {pauses[-1]:.2f} s", flush=True)
+
+
+async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    calm = Clients(server.url, args.requests, args.streams, args.tokens)
+    begin = time.monotonic()
+    await calm.run()
+    print(f"{args.requests} requests without kills: {time.monotonic() - begin:.1f} s", flush=True)
+    num_requests = num_differ = 0
+    pauses: list[float] = []
+    errors: list[str] = []
+    while len(pauses) < args.kills and not errors:
+        clients = Clients(server.url, args.requests, args.streams, args.tokens)
+        killing = asyncio.create_task(kill(server, clients, pauses, args))
+        await clients.run()
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        num_requests += args.requests
+        errors += clients.errors
+        num_differ += sum(clients.answers.get(index) != answer for index, answer in calm.answers.items())
+    return {
+        "requests": num_requests,
+        "kills": len(pauses),
+        "errors": calm.errors + errors,
+        "answers_that_differ": num_differ,
+        "pauses": pauses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--life", type=float, default=0.5, help="seconds that an engine gives tokens before its end")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=48, help="asked in one round")
+    parser.add_argument("--tokens", type=int, default=150, help="of each answer")
+    parser.add_argument("--model", default="smollm2")
+    args = parser.parse_args()
+    with serving(args.model) as server:
+        found = asyncio.run(measure(server, args))
+    pauses = found["pauses"]
+    table = Table(title=f"SIGKILL under {args.streams} streams, {args.model}", show_header=False)
+    for name in ("requests", "kills", "answers_that_differ"):
+        table.add_row(name.replace("_", " "), str(found[name]))
+    table.add_row("errors that clients saw", str(len(found["errors"])))
+    table.add_row("pause, median and worst", f"{statistics.median(pauses):.2f} s, {max(pauses):.2f} s")
+    Console().print(table)
+    print(*found["errors"][:5], sep="\n")
+    results = {**vars(args), **found}
+    print(f"written to {write_results('kills', environment('quire', 'torch'), results)}")
+
+
+if __name__ == "__main__":
+    main()
