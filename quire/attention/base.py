@@ -31,6 +31,7 @@ class AttentionSpec:
     sinks: Tensor | None = field(default=None, compare=False)
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
     norms_rotated: bool = False  # whether heads are normed after the rotation
+    causal: bool = True  # False: a query sees its whole prompt, which is computed in one step
 
     @property
     def group_size(self) -> int:
@@ -130,6 +131,8 @@ class AttentionBackend(ABC):
 
     def lacks(self, spec: AttentionSpec) -> str | None:
         """What a layer asks for and this backend does not do; None if it does all."""
+        if not spec.causal:
+            return "bidirectional attention"
         if spec.sinks is not None:
             return "attention sinks"
         return "norms after the rotation" if spec.norms_rotated else None

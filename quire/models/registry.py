@@ -50,7 +50,9 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def model_class(config: dict[str, Any]) -> type[Model]:
-    return ARCHITECTURES.get(architecture_of(config))
+    name = architecture_of(config)
+    below_head = name.removesuffix("Model") + "ForCausalLM"  # how embedders call the decoder that they are
+    return ARCHITECTURES.get(below_head if name not in ARCHITECTURES and below_head in ARCHITECTURES else name)
 
 
 def generator_class(config: dict[str, Any]) -> type[CausalLM]:
