@@ -100,6 +100,10 @@ def _inside(folder: Path, path: str) -> Path:
 
 def _read_kind(path: Path, otherwise: PoolingKind) -> PoolingKind:
     described = read_optional_json(path)
+    if described.get("include_prompt") is False:
+        raise ConfigError(
+            f"{path} leaves the prompt out of the pooled tokens (include_prompt), which Quire does not do"
+        )
     chosen = [name for name, value in described.items() if name.startswith("pooling_mode_") and value is True]
     if not chosen:
         named = described.get("pooling_mode")

@@ -12,6 +12,10 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
     "architecture",
     "quire.models",
     {
+        "BertForMaskedLM": "bert:Bert",
+        "BertModel": "bert:Bert",
+        "DistilBertForMaskedLM": "distilbert:DistilBert",
+        "DistilBertModel": "distilbert:DistilBert",
         "Dots1ForCausalLM": "dots1:Dots1",
         "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
         "Gemma2ForCausalLM": "gemma2:Gemma2",
@@ -34,7 +38,11 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2Moe",
         "Qwen3ForCausalLM": "qwen3:Qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3Moe",
+        "RobertaForMaskedLM": "roberta:Roberta",
+        "RobertaModel": "roberta:Roberta",
         "SmolLM3ForCausalLM": "smollm3:SmolLM3",
+        "XLMRobertaForMaskedLM": "roberta:Roberta",
+        "XLMRobertaModel": "roberta:Roberta",
     },
     error=UnknownArchitectureError,
 )

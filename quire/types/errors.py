@@ -88,17 +88,24 @@ class ContextLengthError(RequestError):
     """
 
     def __init__(
-        self, num_tokens: int, max_model_len: int, field: str | None = "prompt", *, exact: bool = True
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        field: str | None = "prompt",
+        *,
+        exact: bool = True,
+        pools: bool = False,
     ) -> None:
         # Clients look for the words up to the first number: they are OpenAI's.
         super().__init__(
-            f"this model's maximum context length is {max_model_len} tokens, prompt and output together, but the"
+            f"this model's maximum context length is {max_model_len} tokens,"
+            f"{'' if pools else ' prompt and output together,'} but the"
             f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set"
             " truncate_prompt_tokens=-1, or start with a larger max_model_len",
             field,
         )
         self.num_tokens = num_tokens
-        self.max_prompt_tokens = max_model_len - 1
+        self.max_prompt_tokens = max_model_len - (not pools)
 
 
 class RefusedRequestError(RequestError):

@@ -19,7 +19,9 @@ from tests.e2e.tiny import VOCAB, make_engine, make_model
 from tests.runner.engines import worker_of
 
 KINDS = ("cls", "last", "mean", "all")
-PROMPTS = [[3 + (7 * i + 11 * n) % (VOCAB - 3) for i in range(length)] for n, length in enumerate((150, 1, 64, 65, 17))]
+PROMPTS = [
+    [3 + (7 * i + 11 * n) % (VOCAB - 3) for i in range(length)] for n, length in enumerate((150, 1, 64, 65, 17))
+]
 
 
 @pytest.fixture(scope="module")
