@@ -35,7 +35,7 @@ class ModelConfig:
 
     model: str = setting(
         DEFAULT_MODEL,
-        "A Hugging Face folder, a .gguf file, a hub id, or a built-in alias (smollm2).",
+        "A Hugging Face folder, a .gguf file, a hub id, or a built-in alias (smollm2; minilm, which embeds).",
         positional=True,
     )
     runner: RunnerName = setting(
