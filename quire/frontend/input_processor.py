@@ -17,7 +17,7 @@ import msgspec
 from quire.frontend.infill import find_infill
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
-from quire.types.errors import ContextLengthError, RequestError
+from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
 from quire.types.pooling import PoolerConfig
 from quire.types.request import EngineRequest
@@ -132,11 +132,7 @@ class InputProcessor:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
         if self._info.pooler is not None:
-            raise RequestError(
-                "this model makes embeddings and no text; use LLM.embed or POST /v1/embeddings, or start it with"
-                " --runner generate if it can",
-                "model",
-            )
+            raise WrongTaskError(pools=True)
         text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
         eos_token_ids = self._eos_token_ids
         if (suffix := _suffix(prompt)) is not None:
@@ -172,11 +168,7 @@ class InputProcessor:
         if not isinstance(params, PoolingParams):
             raise RequestError(f"pooling_params is {_short(params)} but must be PoolingParams(...)", "pooling_params")
         if pooler is None:
-            raise RequestError(
-                "this model generates text and makes no embeddings; start it with --runner pooling to have them,"
-                " or use LLM.generate or POST /v1/chat/completions",
-                "model",
-            )
+            raise WrongTaskError(pools=False)
         if params.dimensions is not None and params.dimensions > pooler.size:
             raise RequestError(
                 f"dimensions is {params.dimensions} but vectors of this model have {pooler.size}; give at most that",

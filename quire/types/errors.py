@@ -81,6 +81,21 @@ class DuplicateRequestError(RequestError):
         )
 
 
+class WrongTaskError(RequestError):
+    """A model is asked for what it is not there for."""
+
+    def __init__(self, *, pools: bool) -> None:
+        """`pools`: whether the model makes embeddings, and was asked for text."""
+        super().__init__(
+            "this model makes embeddings and no text; use POST /v1/embeddings or LLM.embed, or start a model that"
+            " generates"
+            if pools
+            else "this model generates text and no embeddings; use POST /v1/chat/completions or LLM.generate, or start"
+            " it with --runner pooling",
+            "model",
+        )
+
+
 class ContextLengthError(RequestError):
     """The prompt leaves no room for an output in the model's context.
 

@@ -13,7 +13,6 @@ from quire.types.events import Event
 from quire.types.request import FinishReason
 from quire.types.step import Pooled, TokenLogprobs
 
-
 PooledT = TypeVar("PooledT")
 
 
