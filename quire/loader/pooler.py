@@ -85,7 +85,7 @@ def _read_modules(folder: Path) -> list[_Module]:
     unknown = [module.kind for module in modules if module.kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown:
         raise ConfigError(
-            f"{path} has a module {unknown[0]!r}, which Quire does not run; it runs Transformer, Pooling and Normalize"
+            f"{path} has a module {unknown[0]!r}, which Quire does not run; it runs Transformer, Pooling, Normalize"
         )
     return modules
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.models.config import ConfigReader
 from quire.models.encoder import Encoder, EncoderConfig, check_supported
@@ -12,8 +12,8 @@ DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 
 class Bert(Encoder):
     prefix = "bert"
-    outer = {"encoder.layer": "layers", "embeddings": "embeddings"}
-    names = {
+    outer: ClassVar = {"encoder.layer": "layers", "embeddings": "embeddings"}
+    names: ClassVar = {
         "word_embeddings": "words",
         "position_embeddings": "positions",
         "token_type_embeddings": "types",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.models.config import ConfigReader
 from quire.models.encoder import Encoder, EncoderConfig, check_supported
@@ -12,8 +12,8 @@ DEFAULTS = {"activation": "gelu"}
 
 class DistilBert(Encoder):
     prefix = "distilbert"
-    outer = {"transformer.layer": "layers", "embeddings": "embeddings"}
-    names = {
+    outer: ClassVar = {"transformer.layer": "layers", "embeddings": "embeddings"}
+    names: ClassVar = {
         "word_embeddings": "words",
         "position_embeddings": "positions",
         "embeddings.LayerNorm": "embeddings.norm",

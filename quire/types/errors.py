@@ -87,11 +87,10 @@ class WrongTaskError(RequestError):
     def __init__(self, *, pools: bool) -> None:
         """`pools`: whether the model makes embeddings, and was asked for text."""
         super().__init__(
-            "this model makes embeddings and no text; use POST /v1/embeddings or LLM.embed, or start a model that"
-            " generates"
+            "this model makes embeddings and no text; use POST /v1/embeddings or LLM.embed, or a model that generates"
             if pools
-            else "this model generates text and no embeddings; use POST /v1/chat/completions or LLM.generate, or start"
-            " it with --runner pooling",
+            else "this model generates text and no embeddings; use POST /v1/chat/completions or LLM.generate, or"
+            " start it with --runner pooling",
             "model",
         )
 

@@ -68,11 +68,10 @@ async def test_the_openai_client() -> None:
 
 async def test_the_models_own_prompts_go_before_texts() -> None:
     prompts = {"prompts": {"query": "q: ", "passage": ""}, "default_prompt": "passage"}
-    client = PoolingClient(**prompts)
     for name, length in ((None, 2), ("query", 5)):
-        answer = (await post({"input": "Hi", "prompt_name": name}, client)).json()
+        answer = (await post({"input": "Hi", "prompt_name": name}, PoolingClient(**prompts))).json()
         assert answer["data"][0]["embedding"][0] == length
-    refused = await post({"input": "Hi", "prompt_name": "other"}, client)
+    refused = await post({"input": "Hi", "prompt_name": "other"}, PoolingClient(**prompts))
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == (
         "prompt_name is 'other', which this model does not have; it has query, passage"
