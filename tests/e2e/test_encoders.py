@@ -37,6 +37,7 @@ DISTIL: dict[str, Any] = {
     "max_position_embeddings": 160,
     "initializer_range": 0.15,
 }
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
 WHOLE = PoolingParams(pooling="all", use_activation=False)
 
 
@@ -59,7 +60,7 @@ def engine(folder: Path, **settings: Any) -> EngineCore:
 
 
 @pytest.mark.parametrize("backend", ["cpu_native", "torch_ref"])
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "DistilBert"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
     theirs = make_encoder(tmp_path, name)
     core = engine(tmp_path, attention_backend=backend)
@@ -75,7 +76,7 @@ def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Pat
     assert pool(core, PROMPTS[4:], WHOLE)[0].pooled == outputs[4].pooled
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "DistilBert"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_checkpoints_with_a_head_are_read_below_it(name: str, tmp_path: Path) -> None:
     theirs = make_encoder(tmp_path, name, head=True)
     with torch.inference_mode():

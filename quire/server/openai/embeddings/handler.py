@@ -52,7 +52,7 @@ def inputs_of(body: EmbeddingsRequest) -> list[Input]:
     if not given:
         raise RequestError("input is an empty list; give a text or token ids", "input")
     if isinstance(given[0], int):
-        return [cast("list[int]", given)]
+        return [given]
     return cast("list[Input]", given)
 
 
