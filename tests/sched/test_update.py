@@ -11,14 +11,11 @@ from tests.fakes import ScriptedDrafter, pooled_sum
 from tests.sched.driver import Driver, make_request
 
 
-def answer(driver: Driver, tokens: list[list[int]], **columns: object) -> list[EngineOutput]:
+def answer(driver: Driver, tokens: list[list[int]], **columns: Any) -> list[EngineOutput]:
     """Plan a step and answer it by hand."""
     plan = driver.scheduler.schedule()
     assert plan is not None
-    result = StepResult(plan.step_id, tokens)
-    for name, column in columns.items():
-        setattr(result, name, column)
-    outputs = driver.scheduler.update(plan, result)
+    outputs = driver.scheduler.update(plan, StepResult(plan.step_id, tokens, **columns))
     driver.scheduler.check_integrity()
     return outputs
 
