@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from quire.sched.request import Request
 from quire.types.masks import Masks
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams, SamplingParams
-from quire.types.step import RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.types.step import Pooled, RowStart, StepPlan, StepResult, TokenLogprobs
 
 VOCAB_SIZE = 50
 
@@ -28,6 +29,11 @@ FIRST_READ: dict[str, Callable[[int, int], int]] = {
 
 class FakeStepError(Exception):
     """A step that failed on purpose."""
+
+
+def pooled_sum(token_ids: Sequence[int]) -> Pooled:
+    """What the fake model pools: the sum of the tokens."""
+    return Pooled(array("f", [float(sum(token_ids))]).tobytes(), (1,))
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> int:
@@ -221,7 +227,7 @@ class FakeExecutor:
         if end < len(state.token_ids):
             return []
         if isinstance(params, PoolingParams):
-            result.pooled[index] = [float(sum(state.token_ids))]
+            result.pooled[index] = pooled_sum(state.token_ids)
             return []
         tokens = [] if self._draw.random() < self.stalling else self._sample(state, drafts)
         if params.logprobs is not None:

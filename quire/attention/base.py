@@ -31,6 +31,7 @@ class AttentionSpec:
     sinks: Tensor | None = field(default=None, compare=False)
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
     norms_rotated: bool = False  # whether heads are normed after the rotation
+    causal: bool = True  # False: a query sees its whole prompt, which is computed in one step
 
     @property
     def group_size(self) -> int:
@@ -127,6 +128,10 @@ class AttentionBackend(ABC):
     def refuses(cls, dtype: torch.dtype) -> str | None:
         """Why it cannot serve this type of activations on this machine; None if it can. May build kernels."""
         return None
+
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        """What a layer asks for and this backend does not do; None if it does all."""
+        return None if spec.causal else "bidirectional attention"
 
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""

@@ -17,6 +17,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 MetricsNames = Literal["quire", "vllm"]
+RunnerName = Literal["auto", "generate", "pooling"]
+Conversion = Literal["auto", "embed"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2"
@@ -33,8 +35,17 @@ class ModelConfig:
 
     model: str = setting(
         DEFAULT_MODEL,
-        "A Hugging Face folder, a .gguf file, a hub id, or a built-in alias (smollm2).",
+        "A Hugging Face folder, a .gguf file, a hub id, or a built-in alias (smollm2; minilm, which embeds).",
         positional=True,
+    )
+    runner: RunnerName = setting(
+        "auto",
+        "What the model is for: generate (text) or pooling (vectors). auto: pooling for encoders and for folders of"
+        " sentence-transformers, which have a modules.json.",
+    )
+    convert: Conversion = setting(
+        "auto",
+        "embed makes an embedder of a model that generates, as --runner pooling does: its LM head is not read.",
     )
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
     skip_tokenizer_init: bool = setting(

@@ -9,6 +9,7 @@ from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.shares import WholePrompts
 from quire.sched.step_times import Prior, StepTimes
 from quire.sched.time_shares import make_shares
 from quire.structured.manager import GrammarManager
@@ -27,7 +28,9 @@ def build_engine(
     executor = EXECUTORS.get(executor_name)(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
-    kv = KVCacheManager(ledger.layout, ledger.pool_blocks, config.cache.enable_prefix_caching)
+    # Keys and values of a token that sees those after it are of no use to another prompt.
+    caches = config.cache.enable_prefix_caching and not worker.is_bidirectional
+    kv = KVCacheManager(ledger.layout, ledger.pool_blocks, caches)
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -35,7 +38,9 @@ def build_engine(
         policy=config.scheduler.policy,
         max_model_len=ledger.max_model_len,
         kv=kv,
-        shares=make_shares(
+        shares=WholePrompts()
+        if worker.is_bidirectional
+        else make_shares(
             settings.step_time_target,
             config.scheduler.performance_mode,
             StepTimes(Prior(*worker.step_times), worker.step_sizes),
@@ -51,6 +56,7 @@ def build_engine(
         max_num_seqs=settings.max_num_seqs,
         grammar_limits=limits,
         architecture=worker.architecture,
+        pooler=worker.pooler,
     )
     return core, info, debug_checks()
 

@@ -12,6 +12,7 @@ from quire.engine.client import EngineClient, make_inproc_client
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.pooled import as_pooling, for_embedding
 from quire.frontend.reading import Reading
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
@@ -19,8 +20,15 @@ from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
-from quire.types.outputs import EngineOutput, EngineStats, RequestOutput
-from quire.types.sampling import SamplingParams
+from quire.types.outputs import (
+    EmbeddingOutput,
+    EngineOutput,
+    EngineStats,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from quire.types.sampling import PoolingParams, SamplingParams
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -158,6 +166,48 @@ class AsyncEngine:
             return await self._process(prompt, params, request_id, priority, False, trace_headers, arrived)
 
         return self._stream(prepare)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        prompt_name: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        arrival_time: float | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """What the task reads of a prompt, a vector unless it says otherwise. Cancelling it aborts the request."""
+        arrived = time.monotonic() if arrival_time is None else arrival_time
+
+        async def prepare() -> PreparedRequest:
+            def process() -> PreparedRequest:
+                return self._inputs.process_pooling(
+                    prompt,
+                    pooling_params,
+                    prompt_name=prompt_name,
+                    request_id=request_id,
+                    priority=priority,
+                    trace_headers=trace_headers,
+                    arrival_time=arrived,
+                )
+
+            return await asyncio.to_thread(process) if _is_long(prompt) else process()
+
+        stream = self._stream(prepare)
+        try:
+            return as_pooling(await anext(stream))
+        finally:
+            await stream.aclose()
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **how: Any
+    ) -> PoolingRequestOutput[EmbeddingOutput]:
+        """The vector of a prompt as a list; otherwise like encode."""
+        found = await self.encode(prompt, for_embedding(pooling_params), request_id, **how)
+        values = EmbeddingOutput(found.outputs.data.tolist())
+        return PoolingRequestOutput(found.request_id, values, found.prompt_token_ids, found.num_cached_tokens)
 
     async def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -325,11 +375,15 @@ class AsyncEngine:
             self._mailboxes[request_id].fail(error)
 
 
-def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
-    """Whether preparing a request would block the event loop for milliseconds."""
+def _is_long(prompt: Prompt) -> bool:
     names = ("prompt", "prompt_token_ids", "suffix")
     parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
-    if any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts):
+    return any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts)
+
+
+def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether preparing a request would block the event loop for milliseconds."""
+    if _is_long(prompt):
         return True
     grammar = params.structured_outputs
     return len(params.bad_words) > _MANY_WORDS or (grammar is not None and is_large(grammar))

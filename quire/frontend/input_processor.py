@@ -17,10 +17,11 @@ import msgspec
 from quire.frontend.infill import find_infill
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
-from quire.types.errors import ContextLengthError, RequestError
+from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
+from quire.types.pooling import PoolerConfig
 from quire.types.request import EngineRequest
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.structured import GrammarSource, Vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -82,6 +83,8 @@ class InputProcessor:
         """
         self._tokenizer = tokenizer
         self._info = info
+        # What generates needs room for a token.
+        self._longest_prompt = info.max_model_len - (info.pooler is None)
         self.default_params = default_params or SamplingParams()
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
@@ -132,6 +135,8 @@ class InputProcessor:
         request_id = secrets.token_hex(8) if request_id is None else request_id
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
+        if self._info.pooler is not None:
+            raise WrongTaskError(pools=True)
         text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
         eos_token_ids = self._eos_token_ids
         if (suffix := _suffix(prompt)) is not None:
@@ -149,6 +154,70 @@ class InputProcessor:
             ),
             trace_headers=trace_headers,
         )
+
+    def process_pooling(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        prompt_name: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        arrival_time: float | None = None,
+    ) -> PreparedRequest:
+        """The same for a prompt that becomes a vector. `prompt_name`: which of the model's own goes before a text."""
+        pooler = self._info.pooler
+        params = PoolingParams() if params is None else params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"pooling_params is {_short(params)} but must be PoolingParams(...)", "pooling_params")
+        if pooler is None:
+            raise WrongTaskError(pools=False)
+        if params.dimensions is not None and params.dimensions > pooler.size:
+            raise RequestError(
+                f"dimensions is {params.dimensions} but vectors of this model have {pooler.size}; give at most that",
+                "dimensions",
+            )
+        request_id = secrets.token_hex(8) if request_id is None else request_id
+        # Towards the caller it is a request whose only output is its last.
+        shown = SamplingParams(
+            detokenize=False,
+            output_kind="final_only",
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            truncation_side="right",
+        )
+        text, token_ids, cache_salt = self._read_prompt(_with_prefix(prompt, pooler, prompt_name), shown, True)
+        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
+        if is_text and params.truncate_prompt_tokens is not None:
+            token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
+        filled = msgspec.structs.replace(
+            params,
+            pooling="all" if params.task == "token_embed" else pooler.kind,
+            use_activation=pooler.normalize if params.use_activation is None else params.use_activation,
+            truncate_prompt_tokens=None,
+        )
+        child = EngineRequest(
+            request_id=request_id,
+            token_ids=self._fit(token_ids, shown),
+            params=filled,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+        )
+        return PreparedRequest(request_id, text, shown, (child,), trace_headers)
+
+    def _keep_last_tokens(self, token_ids: list[int], keep: int) -> list[int]:
+        """Cut a text so that the special tokens that the tokenizer puts at its end stay there."""
+        assert self._tokenizer is not None
+        last = self._tokenizer.ends[1]
+        kept = self._longest_prompt if keep == -1 else min(keep, self._longest_prompt)
+        if len(token_ids) <= kept or len(last) >= kept:
+            return token_ids
+        return token_ids[: kept - len(last)] + last
+
+    def _too_long(self, num_tokens: int, *, exact: bool = True) -> ContextLengthError:
+        pools = self._info.pooler is not None
+        return ContextLengthError(num_tokens, self._info.max_model_len, exact=exact, pools=pools)
 
     def _make_grammar(self, params: SamplingParams) -> GrammarSource | None:
         if params.structured_outputs is None:
@@ -264,8 +333,8 @@ class InputProcessor:
             raise RequestError(
                 f"prompt_token_ids is {_short(token_ids)} but must be a list of token ids", "prompt_token_ids"
             )
-        if params.truncate_prompt_tokens is None and len(token_ids) >= self._info.max_model_len:
-            raise ContextLengthError(len(token_ids), self._info.max_model_len)
+        if params.truncate_prompt_tokens is None and len(token_ids) > self._longest_prompt:
+            raise self._too_long(len(token_ids))
         ids = list(token_ids)
         if not set(map(type, ids)) <= {int}:
             wrong = next(token for token in ids if type(token) is not int)
@@ -282,7 +351,7 @@ class InputProcessor:
             raise RequestError("a text prompt needs a tokenizer; give prompt_token_ids instead", "prompt")
         if not text:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
-        limit, keep = self._info.max_model_len - 1, params.truncate_prompt_tokens
+        limit, keep = self._longest_prompt, params.truncate_prompt_tokens
         try:
             if keep is not None and params.truncation_side == "right":
                 ids = self._tokenizer.encode_first(text, add_special_tokens, limit if keep == -1 else keep)
@@ -291,22 +360,21 @@ class InputProcessor:
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens, keep_last=limit if keep == -1 else keep)
         except TooManyTokensError as error:
-            raise ContextLengthError(error.num_tokens, self._info.max_model_len, exact=error.exact) from error
+            raise self._too_long(error.num_tokens, exact=error.exact) from error
         if ids:  # a tokenizer may have tokens that were added after the model was trained
             self._check_token_ids("prompt", (min(ids), max(ids)))
         return ids
 
     def _fit(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Truncate as asked, then require at least one token and room for at least one more."""
-        limit = self._info.max_model_len
+        """Truncate as asked, then require at least one token and, to generate, room for at least one more."""
         keep = params.truncate_prompt_tokens
         if keep is not None:
-            kept = limit - 1 if keep == -1 else keep
+            kept = self._longest_prompt if keep == -1 else keep
             token_ids = token_ids[:kept] if params.truncation_side == "right" else token_ids[-kept:]
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one character or token", "prompt")
-        if len(token_ids) >= limit:
-            raise ContextLengthError(len(token_ids), limit)
+        if len(token_ids) > self._longest_prompt:
+            raise self._too_long(len(token_ids))
         return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -353,6 +421,22 @@ class InputProcessor:
 
 def _suffix(prompt: Prompt) -> Any:
     return prompt.get("suffix") if isinstance(prompt, Mapping) else None
+
+
+def _with_prefix(prompt: Prompt, pooler: PoolerConfig, name: str | None) -> Prompt:
+    """A text with what the model wants before it; other prompts as they are."""
+    name = pooler.default_prompt if name is None else name
+    if name is None:
+        return prompt
+    if name not in pooler.prompts:
+        known = ", ".join(pooler.prompts) or "none"
+        raise RequestError(f"prompt_name is {name!r}, which this model does not have; it has {known}", "prompt_name")
+    prefix = pooler.prompts[name]
+    if isinstance(prompt, str):
+        return prefix + prompt
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        return {**prompt, "prompt": prefix + prompt["prompt"]}
+    return prompt
 
 
 def _short(value: object) -> str:

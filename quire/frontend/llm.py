@@ -16,6 +16,7 @@ from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prom
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.pooled import as_embedding, as_pooling, for_embedding, with_task
 from quire.frontend.progress import make_progress
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.types.errors import (
@@ -27,8 +28,8 @@ from quire.types.errors import (
     RefusedRequestError,
     RequestError,
 )
-from quire.types.outputs import EngineOutput, RequestOutput
-from quire.types.sampling import OutputKind, SamplingParams
+from quire.types.outputs import EmbeddingOutput, EngineOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.types.sampling import OutputKind, PoolingParams, PoolingTask, SamplingParams
 from quire.utils.collector import paused_collector
 
 if TYPE_CHECKING:
@@ -128,6 +129,47 @@ class LLM:
             return self._prepare(prompt, params[index], "final_only", add_special_tokens=False)
 
         return self._run(len(conversations), prepare, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """A vector of each prompt, in the order of the prompts: `outputs.embedding` of each result.
+
+        `prompt_name` chooses one of the texts that the model's folder has for what goes before a prompt.
+        """
+        batch = as_batch(prompts)
+        params = [for_embedding(p) for p in spread(pooling_params, len(batch), "pooling_params", PoolingParams())]
+        return [as_embedding(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool = True,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the task reads of each prompt, as an array: `outputs.data` of each result."""
+        batch = as_batch(prompts)
+        given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
+        params = [with_task(p, pooling_task) for p in given]
+        return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
+
+    def _pool(
+        self, batch: list[Prompt], params: list[PoolingParams], use_tqdm: bool, prompt_name: str | None
+    ) -> list[RequestOutput]:
+        def prepare(index: int) -> PreparedRequest:
+            return self._inputs.process_pooling(
+                batch[index], params[index], prompt_name=prompt_name, request_id=next(self._ids)
+            )
+
+        return self._run(len(batch), prepare, use_tqdm)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None

@@ -25,6 +25,7 @@ from quire.types.outputs import (
     RequestOutput,
 )
 from quire.types.request import FinishReason
+from quire.types.step import Pooled
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -222,6 +223,7 @@ class RequestState:
         "num_cached_tokens",
         "num_unfinished",
         "params",
+        "pooled",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -250,6 +252,7 @@ class RequestState:
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing predicts the first token
         self.num_cached_tokens: int | None = None
+        self.pooled: Pooled | None = None
         self.metrics = RequestMetrics(arrival_time=request.children[0].arrival_time)
 
     def unfinished_ids(self) -> list[str]:
@@ -271,6 +274,7 @@ class RequestState:
             self._take_prompt_logprobs(delta, finished),
             self.metrics,
             self.num_cached_tokens,
+            self.pooled,
         )
 
     def summary(self, now: float, error: str | None) -> RequestEnd:
@@ -396,6 +400,8 @@ class OutputProcessor:
             state.metrics.queue_time = output.queue_time
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             state.prompt_logprobs.extend(map(self._decoder.decode, output.prompt_logprobs))
+        if output.pooled is not None:
+            state.pooled = output.pooled
         before = completion.num_tokens
         completion.add(output)
         if completion.num_tokens > before:

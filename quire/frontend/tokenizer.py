@@ -151,7 +151,7 @@ class Tokenizer:
             at_least = self._bound.at_least(text, max_tokens)
             if at_least > max_tokens:
                 raise TooManyTokensError(at_least, exact=False)
-        first, last = self._ends if add_special_tokens else ([], [])
+        first, last = self.ends if add_special_tokens else ([], [])
         if keep_last is not None:
             text = self._long_text.tail(text, self._needed_from(text, keep_last))
         ids = list(first)
@@ -188,7 +188,7 @@ class Tokenizer:
         return LongText(self._encode_piece)
 
     @functools.cached_property
-    def _ends(self) -> tuple[list[int], list[int]]:
+    def ends(self) -> tuple[list[int], list[int]]:
         """The special tokens that the library puts before and after a text."""
         text = "Any text, 1"
         plain: list[int] = self.backend.encode(text, add_special_tokens=False).ids

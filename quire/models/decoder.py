@@ -45,6 +45,13 @@ PRE_POST_NORM_WEIGHTS = WeightMap(
 )
 
 
+# Embedders are often stored without the part of names that stands for what is below the LM head.
+_WITHOUT_PREFIX = (
+    *((name, f"model.{name}") for name in ("embed_tokens", "layers", "norm")),
+    ("model.model", "model"),
+)
+
+
 class Decoder(Stage):
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -118,6 +125,10 @@ class DecoderLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config, ctx)
+        self.lm_head = None
+        if not ctx.head:
+            self.weight_map = self.weight_map.ignoring("lm_head.*").renaming(*_WITHOUT_PREFIX)
+            return
         projection: TiedProjection | HeadProjection
         if config.tied_embeddings:
             projection = TiedProjection(self.model.embed_tokens)
@@ -164,5 +175,7 @@ class DecoderLM(CausalLM):
         return self.model.finish(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        if self.lm_head is None:
+            return super().compute_logits(hidden)
         logits: Tensor = self.lm_head(hidden)
         return logits

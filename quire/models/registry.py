@@ -12,6 +12,10 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
     "architecture",
     "quire.models",
     {
+        "BertForMaskedLM": "bert:Bert",
+        "BertModel": "bert:Bert",
+        "DistilBertForMaskedLM": "distilbert:DistilBert",
+        "DistilBertModel": "distilbert:DistilBert",
         "Dots1ForCausalLM": "dots1:Dots1",
         "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
         "Gemma2ForCausalLM": "gemma2:Gemma2",
@@ -34,7 +38,11 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2Moe",
         "Qwen3ForCausalLM": "qwen3:Qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3Moe",
+        "RobertaForMaskedLM": "roberta:Roberta",
+        "RobertaModel": "roberta:Roberta",
         "SmolLM3ForCausalLM": "smollm3:SmolLM3",
+        "XLMRobertaForMaskedLM": "roberta:Roberta",
+        "XLMRobertaModel": "roberta:Roberta",
     },
     error=UnknownArchitectureError,
 )
@@ -50,7 +58,9 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def model_class(config: dict[str, Any]) -> type[Model]:
-    return ARCHITECTURES.get(architecture_of(config))
+    name = architecture_of(config)
+    below_head = name.removesuffix("Model") + "ForCausalLM"  # how embedders call the decoder that they are
+    return ARCHITECTURES.get(below_head if name not in ARCHITECTURES and below_head in ARCHITECTURES else name)
 
 
 def generator_class(config: dict[str, Any]) -> type[CausalLM]:

@@ -18,6 +18,8 @@ GatedQuantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 _GELU_SCALE = -2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # of gpt-oss
+_ERF_SCALE = 0.3275911
+_ERF_TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)  # of the highest power first
 _STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
 
 
@@ -43,6 +45,18 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
     return torch.div(gate, denominator, out=denominator).mul_(up.add_(1.0)).to(gate_up.dtype)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), where erf is within 1.5e-7 (Abramowitz and Stegun 7.1.26); float32 inside."""
+    value = x.float()
+    distance = value.abs().mul_(math.sqrt(0.5))
+    t = distance.mul(_ERF_SCALE).add_(1.0).reciprocal_()
+    tail = torch.full_like(t, _ERF_TERMS[0])
+    for term in _ERF_TERMS[1:]:
+        tail.mul_(t).add_(term)
+    tail.mul_(t).mul_(distance.mul_(distance).neg_().exp_()).mul_(0.5)  # Phi of -|x|
+    return torch.where(value < 0.0, tail, 1.0 - tail).mul_(value).to(x.dtype)
+
+
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """silu(gate) * up quantized row by row: (values [n, width], scale [n])."""
     return quantize_rows(silu_and_mul(gate_up))
@@ -59,6 +73,7 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, width, generator=generator) * 8.0,)
 
 
+GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5)
 SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,

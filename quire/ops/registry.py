@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.ops.activation import GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
+from quire.ops.activation import GELU, GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
 from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
@@ -30,6 +30,7 @@ from quire.ops.split_k import ADD_RMS_NORM_SPLIT_K, LINEAR_SPLIT_K
 from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
+    GELU,
     SILU_AND_MUL,
     GELU_TANH_AND_MUL,
     SILU_AND_MUL_FP8,

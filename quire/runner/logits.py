@@ -7,11 +7,11 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from quire.models.base import CausalLM
+from quire.models.base import Model
 
 
 class LogitsHead:
-    def __init__(self, model: CausalLM, ladder: list[int]) -> None:
+    def __init__(self, model: Model, ladder: list[int]) -> None:
         self._model = model
         self._ladder = ladder
 

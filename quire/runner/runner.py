@@ -9,6 +9,7 @@ import torch
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
+from quire.runner.pooling import NoPooling
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
@@ -45,9 +46,11 @@ class Runner:
         containment: Containment,
         ways: Sequence[Way],
         inputs: TokenInputs = PLAIN_INPUTS,
+        pooler: NoPooling | None = None,
     ) -> None:
         """The last of `ways` takes every step."""
         self.inputs = inputs
+        self.pooler = pooler or NoPooling()
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
 
@@ -59,7 +62,7 @@ class Runner:
         way = next(way for way in self.ways if way.forward(step))
         self.rows.note_computed(plan.rows, plan.num_tokens)
         self.rows.note_appended(step.sample_rows)
-        if step.shape.num_samples and not plan.mask_slots:
+        if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots:
             way.sample(step)
         return RunningStep(self, step, way)
 
@@ -94,7 +97,7 @@ class Runner:
             num_rows=num_rows,
             num_samples=len(rows),
             is_decode=is_decode,
-            every_token=self.prompt_logprobs.wants(plan.rows),
+            every_token=self.prompt_logprobs.wants(plan.rows) or self.pooler.wants_every_token(plan.rows),
             sampling=self.sampler.kind(rows, bool(plan.mask_slots)),
         )
         return Step(plan, shape, self.rows, planned=tokens)
@@ -106,11 +109,13 @@ class Runner:
             self.sampler.remove_request(row)
             self.prompt_logprobs.remove_request(row)
             self.inputs.remove_request(row)
+            self.pooler.remove_request(row)
         for start in plan.starts:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
             self.inputs.add_request(start)
+            self.pooler.add_request(start)
         self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from quire.platform.transfer import Download
+from quire.runner.containment import MESSAGE
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.logprobs import unpack_logprobs
 from quire.runner.sampling.sampler import SamplingKind
 from quire.types.status import MESSAGES
-from quire.types.step import StepPlan, StepResult, TokenLogprobs
+from quire.types.step import Pooled, StepPlan, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,34 @@ class Sampled:
 
 
 @dataclass
+class PooledRows:
+    """Vectors of rows whose prompts are computed, still on their way."""
+
+    indices: list[int]  # into the plan's rows
+    values: Arriving  # [m, size] float32: one of each row, or of the only row one of each token
+    is_matrix: bool = False
+
+    def tell(self, result: StepResult) -> None:
+        """Wait for them; a vector that is not finite is an error."""
+        values = self.values.get().numpy()
+        for index, part in zip(self.indices, values[None] if self.is_matrix else values, strict=True):
+            if np.isfinite(part).all():
+                result.pooled[index] = Pooled(part.tobytes(), part.shape)
+            else:
+                result.errors[index] = MESSAGE
+
+
+@dataclass
 class Step:
     plan: StepPlan
     shape: StepShape
     state: RequestRows
     hidden: Tensor | None = None  # where a way leaves what it samples from
+    every_hidden: Tensor | None = None  # [num_tokens or more, hidden], where shape.every_token
     finite: Download | None = None  # [num_tokens] bool: whether each token's values are finite; None: all that matter
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     sampled: Sampled | None = None  # None: not sampled yet, or no row samples
+    pooled: list[PooledRows] = field(default_factory=list)  # instead of samples, in an engine that pools
 
     planned: PlannedTokens | None = None  # made when it is first asked for, before the step counts as computed
 
@@ -152,6 +174,10 @@ class Step:
         """What was sampled, as far as it holds. Waits for the step."""
         indices = self.sample_indices
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows], prompt_logprobs=self.prompt_logprobs)
+        if self.pooled:
+            for part in self.pooled:
+                part.tell(result)
+            return result
         if not indices:
             return result
         assert self.sampled is not None, "the step still waits for masks"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.models.base import CausalLM
+from quire.models.base import Model
 from quire.platform.base import Platform
 from quire.runner.step import Step
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -47,7 +47,7 @@ class WayContext:
 
     platform: Platform
     backend: AttentionBackend
-    model: CausalLM  # without weights, while it is planned
+    model: Model  # without weights, while it is planned
     dtype: torch.dtype
     sizes: EngineSizes
 

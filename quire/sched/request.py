@@ -46,6 +46,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "pools",
+        "pools_last",
         "queue_time",
         "repetition",
         "reported",
@@ -81,6 +82,7 @@ class Request:
 
         self.constrained = engine_request.grammar is not None
         self.pools = isinstance(params, PoolingParams)
+        self.pools_last = isinstance(params, PoolingParams) and params.pooling == "last"
         self.repetition: RepetitionDetector | None = None
         if isinstance(params, PoolingParams):
             self.max_tokens_total = num_prompt_tokens + 1
@@ -124,9 +126,9 @@ class Request:
 
     @property
     def may_reuse_prefix(self) -> bool:
-        """Logprobs and pooling need the hidden states of tokens that a prefix hit would not compute."""
+        """Logprobs and most pooling need the hidden states of tokens that a prefix hit would not compute."""
         if self.pools:
-            return False
+            return self.pools_last
         return not self.wants_prompt_logprobs or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
     @property

@@ -41,3 +41,13 @@ class TokenShares:
 
     def measured(self, work: StepWork, seconds: float) -> None:
         return None
+
+
+class WholePrompts(TokenShares):
+    """Every prompt in one step, as bidirectional attention needs it. A short prompt passes one that does not fit."""
+
+    def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
+        return request.num_tokens <= step.budget
+
+    def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
+        return wanted

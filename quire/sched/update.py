@@ -10,7 +10,7 @@ from quire.sched.state import InFlight, SchedulerState
 from quire.types.errors import EngineError
 from quire.types.outputs import EngineOutput
 from quire.types.request import FinishReason
-from quire.types.step import StepResult, TokenLogprobs
+from quire.types.step import Pooled, StepResult, TokenLogprobs
 
 
 def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> list[EngineOutput]:
@@ -78,6 +78,8 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     if request.pools:
         if index not in result.pooled:
             return first_output(request, [], "error", error="the step returned no pooled output for it")
+        if request.status is Status.RUNNING:
+            state.kv.store(request.kv, request.token_ids, end)
         return first_output(request, [], "stop", pooled=result.pooled[index])
 
     tokens = result.token_ids[index]
@@ -115,7 +117,7 @@ def first_output(
     logprobs: list[TokenLogprobs] | None = None,
     prompt_logprobs: list[TokenLogprobs] | None = None,
     error: str | None = None,
-    pooled: list[float] | None = None,
+    pooled: Pooled | None = None,
 ) -> EngineOutput:
     """An output that tells the number of cached tokens and the queue time if none before it has."""
     first = not request.reported

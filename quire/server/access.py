@@ -39,6 +39,7 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("POST", "/v1/chat/completions/render"): _JSON,
     ("POST", "/v1/completions"): _JSON,
     ("POST", "/v1/completions/render"): _JSON,
+    ("POST", "/v1/embeddings"): _JSON,
     ("POST", "/v1/responses"): _JSON,
     ("POST", "/v1/responses/input_tokens"): _JSON,
     ("GET", "/v1/responses/{response_id}"): _READ,

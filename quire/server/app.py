@@ -23,6 +23,7 @@ from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, Requ
 from quire.server.models import models_router
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
+from quire.server.openai.embeddings.router import embeddings_router
 from quire.server.openai.invocations import invocations_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
@@ -31,6 +32,7 @@ from quire.server.tool_servers import ToolServers, make_tool_servers
 ROUTERS = (
     chat_router,
     completions_router,
+    embeddings_router,
     responses_router,
     messages_router,
     invocations_router,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
@@ -18,12 +18,13 @@ from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
-from quire.types.errors import EngineUnavailableError, QueueFullError, RequestError
+from quire.types.errors import EngineUnavailableError, QueueFullError, RequestError, WrongTaskError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+Task = Literal["generate", "embed"]
 
 MAX_TOKENIZED = 1 << 20
 """The most tokens of a text for /tokenize and for counting."""
@@ -86,13 +87,21 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     _seen_fields: set[str] = field(default_factory=set)
 
-    def check_model(self, name: str | None) -> str:
-        """The model name for the answer: the given one if it is served, the first one if none is given."""
-        if name is None:
-            return self.model_names[0]
-        if name not in self.model_names:
+    def check_model(self, name: str | None, task: Task | None = None) -> str:
+        """The model name for the answer: the given one if it is served, the first one if none is given.
+
+        WrongTaskError if the model is not for what it is wanted for; while there is no engine, that is not known.
+        """
+        if name is not None and name not in self.model_names:
             raise UnknownModelError(name, self.model_names)
-        return name
+        if task is not None:
+            try:
+                pools = self.provider.engine.info.pooler is not None
+            except EngineUnavailableError:
+                pools = task == "embed"
+            if pools != (task == "embed"):
+                raise WrongTaskError(pools=pools)
+        return self.model_names[0] if name is None else name
 
     def max_model_len(self) -> int | None:
         """None while there is no engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _NO_SPEECH = "it neither hears nor speaks"
-_NO_VECTORS = "it makes text and no embeddings, scores or classes"
+_NO_VECTORS = "it makes text or embeddings, and no scores or classes"
 _NO_FILES = "it keeps no files and runs no batches"
 
 # By the beginning of the path: whole segments.
@@ -12,13 +12,12 @@ MISSING = {
     "/v1/realtime": _NO_SPEECH,
     "/v1/images": "it makes no images",
     "/v1/videos": "it makes no videos",
-    "/v1/embeddings": _NO_VECTORS,
     "/v1/rerank": _NO_VECTORS,
     "/v2/rerank": _NO_VECTORS,
     "/v1/score": _NO_VECTORS,
     "/v1/classify": _NO_VECTORS,
     "/v1/moderations": _NO_VECTORS,
-    "/embeddings": _NO_VECTORS,
+    "/embeddings": "its embeddings are at /v1/embeddings",
     "/pooling": _NO_VECTORS,
     "/score": _NO_VECTORS,
     "/rerank": _NO_VECTORS,

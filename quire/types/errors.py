@@ -81,6 +81,20 @@ class DuplicateRequestError(RequestError):
         )
 
 
+class WrongTaskError(RequestError):
+    """A model is asked for what it is not there for."""
+
+    def __init__(self, *, pools: bool) -> None:
+        """`pools`: whether the model makes embeddings, and was asked for text."""
+        super().__init__(
+            "this model makes embeddings and no text; use POST /v1/embeddings or LLM.embed, or a model that generates"
+            if pools
+            else "this model generates text and no embeddings; use POST /v1/chat/completions or LLM.generate, or"
+            " start it with --runner pooling",
+            "model",
+        )
+
+
 class ContextLengthError(RequestError):
     """The prompt leaves no room for an output in the model's context.
 
@@ -88,17 +102,24 @@ class ContextLengthError(RequestError):
     """
 
     def __init__(
-        self, num_tokens: int, max_model_len: int, field: str | None = "prompt", *, exact: bool = True
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        field: str | None = "prompt",
+        *,
+        exact: bool = True,
+        pools: bool = False,
     ) -> None:
         # Clients look for the words up to the first number: they are OpenAI's.
         super().__init__(
-            f"this model's maximum context length is {max_model_len} tokens, prompt and output together, but the"
+            f"this model's maximum context length is {max_model_len} tokens,"
+            f"{'' if pools else ' prompt and output together,'} but the"
             f" prompt has {'' if exact else 'at least '}{num_tokens}; shorten the prompt, set"
             " truncate_prompt_tokens=-1, or start with a larger max_model_len",
             field,
         )
         self.num_tokens = num_tokens
-        self.max_prompt_tokens = max_model_len - 1
+        self.max_prompt_tokens = max_model_len - (not pools)
 
 
 class RefusedRequestError(RequestError):

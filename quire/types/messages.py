@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.types.outputs import EngineOutputs
+from quire.types.pooling import PoolerConfig
 from quire.types.request import EngineRequest
 from quire.types.structured import GrammarLimits
 
@@ -39,6 +40,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     max_num_seqs: int
     grammar_limits: GrammarLimits = GrammarLimits()
     architecture: str = ""  # by its name in Hugging Face configs
+    pooler: PoolerConfig | None = None  # None: it generates
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):

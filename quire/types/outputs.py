@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.types.events import Event
 from quire.types.request import FinishReason
-from quire.types.step import TokenLogprobs
+from quire.types.step import Pooled, TokenLogprobs
+
+PooledT = TypeVar("PooledT")
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -22,7 +27,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = -1  # sent with the first output: prompt tokens found in the prefix cache
     error: str | None = None
-    pooled: list[float] | None = None
+    pooled: Pooled | None = None
     queue_time: float | None = None  # sent with the first output: seconds from arrival until it was first planned
     is_complete: bool = False  # it stopped because its grammar allows no more: the last token is part of the text
     error_field: str | None = None  # the part of the request that is wrong, if the error is the caller's
@@ -105,3 +110,34 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
+    pooled: Pooled | None = None  # of a request that pools, which has no completions' tokens
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What was read of a prompt: a vector [size], or one for each token [num_tokens, size]; float32."""
+
+    data: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[PooledT]):
+    """The result of one prompt that was pooled. Names follow vLLM's class of the same name."""
+
+    request_id: str
+    outputs: PooledT
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

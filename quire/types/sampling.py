@@ -35,6 +35,8 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
+PoolingTask = Literal["embed", "token_embed"]
+PoolingKind = Literal["cls", "last", "mean", "all"]
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -252,11 +254,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """What to read from a model that embeds, scores or classifies."""
+    """What to read from a model that embeds. Names and meanings follow vLLM's class of the same name."""
 
-    task: str = "embed"
-    normalize: bool = True
+    task: PoolingTask = "embed"
+    """embed: one vector for the prompt; token_embed: one for each of its tokens."""
+    use_activation: bool | None = None
+    """Scale each vector to length 1; None: as the model's folder says, or on."""
     dimensions: int | None = None
+    """Keep only this many of a vector's first values, of models trained for that (Matryoshka)."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's first tokens; -1 keeps as many as the model takes."""
+    pooling: PoolingKind | None = None
+    """Which hidden states become the vector. The frontend fills this in, as the task and the model have it."""
+
+    def __post_init__(self) -> None:
+        _require(self.task in get_args(PoolingTask), "task", self.task, f"one of {', '.join(get_args(PoolingTask))}")
+        active = self.use_activation
+        _require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
+        size = self.dimensions
+        _require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
+        keep = self.truncate_prompt_tokens
+        _require(
+            keep is None or (type(keep) is int and (keep == -1 or keep >= 1)),
+            "truncate_prompt_tokens",
+            keep,
+            "-1 (the model's limit) or positive",
+        )
 
 
 def _require(condition: bool, field: str, value: object, allowed: str) -> None:

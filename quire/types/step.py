@@ -68,6 +68,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int  # rank of the chosen token, 1 is the likeliest
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """What was read of a request's hidden states: float32 values in the machine's byte order."""
+
+    data: bytes
+    shape: tuple[int, ...]  # [size] of one vector, [num_tokens, size] of one for each token
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled.
 
@@ -81,4 +88,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # an entry per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
-    pooled: dict[int, list[float]] = {}
+    pooled: dict[int, Pooled] = {}  # of rows whose prompts are computed

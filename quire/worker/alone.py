@@ -7,12 +7,12 @@ from torch import Tensor
 
 from quire.attention.base import make_batch
 from quire.layers.attention import ForwardBatch
-from quire.models.base import CausalLM
+from quire.models.base import Model
 from quire.worker.planning import EnginePlan
 
 
 @torch.inference_mode()
-def forward_alone(plan: EnginePlan, model: CausalLM, block_size: int, prompts: list[list[int]]) -> Tensor:
+def forward_alone(plan: EnginePlan, model: Model, block_size: int, prompts: list[list[int]]) -> Tensor:
     """Hidden states of every token [n, hidden], one prompt after the other. The caches must be bound.
 
     Uses blocks from 1 on, as many for each group as the prompts need.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.resolve import ResolvedConfig
+from quire.types.pooling import PoolerConfig
 from quire.worker.ledger import MemoryLedger
 
 
@@ -15,4 +16,6 @@ class WorkerDescription:
     settings: ResolvedConfig
     ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context
     step_times: tuple[float, float, float, float]  # of a middling model on this device, see Platform
+    pooler: PoolerConfig | None  # None: it generates
+    is_bidirectional: bool  # every prompt has to be computed in one step
     step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them

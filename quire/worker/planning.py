@@ -27,8 +27,9 @@ from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
-from quire.models.base import BuildContext, CausalLM, ModelDescription
-from quire.models.registry import describe, generator_class
+from quire.loader.pooler import read_pooler
+from quire.models.base import BuildContext, Model, ModelDescription
+from quire.models.registry import describe, model_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
@@ -39,6 +40,7 @@ from quire.runner.ways import WAYS, WayContext
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
+from quire.types.pooling import PoolerConfig
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
 
 # What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
@@ -61,13 +63,16 @@ class EnginePlan:
     sizes: EngineSizes  # that the demand was found for
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
+    pooler: PoolerConfig | None  # None: it generates
 
-    def way_context(self, model: CausalLM) -> WayContext:
+    def way_context(self, model: Model) -> WayContext:
         return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
 
     @property
     def context(self) -> BuildContext:
-        return _build_context(self.settings, self.platform, self.ledger.max_model_len, self.deterministic)
+        return _build_context(
+            self.settings, self.platform, self.ledger.max_model_len, self.deterministic, self.pooler
+        )
 
     @property
     def deterministic(self) -> bool:
@@ -95,23 +100,38 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     reads = not made_up and (needs_weights or has_weights(source))
     checkpoint = open_checkpoint(source) if reads else None
     model_config = load_config(source) if checkpoint is None else checkpoint.config
+    architecture = model_class(model_config)
     description = describe(model_config)
-    tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
-    default_dtype = _default_dtype(
-        config, platform, generator_class(model_config), {info.scheme.element for info in tensors}
+    pooler = read_pooler(
+        config.model,
+        source,
+        size=description.hidden_size,
+        generates="generates" in architecture.capabilities,
+        is_encoder="encodes" in architecture.capabilities,
     )
+    if pooler is not None and pooler.max_tokens is not None:
+        most = min(pooler.max_tokens, description.max_position_embeddings)
+        description = replace(description, max_position_embeddings=most)
+    tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
+    default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
+    length = config.model.max_model_len or description.max_position_embeddings
     settings = resolve(config, _defaults(config, platform, default_dtype))
+    if "encodes" in architecture.capabilities:
+        settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()
     backend.start()
     _check_heads(description, backend)
-    kv_dtype = _kv_dtype(config, backend, dtype)
-    length = config.model.max_model_len or description.max_position_embeddings
+    kv_dtype = _kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     with torch.device("meta"):
-        model = generator_class(model_config).from_config(
-            model_config, _build_context(settings, platform, length, backend.name == platform.deterministic_backend)
+        model = architecture.from_config(
+            model_config,
+            _build_context(settings, platform, length, backend.name == platform.deterministic_backend, pooler),
         )
+    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
+    if lacking is not None:  # said before anything is loaded; a layer's own check comes after
+        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
     decoded: list[str] = []
     if checkpoint is not None:
         weights = planned_bytes(model, checkpoint.tensors())
@@ -158,6 +178,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         sizes=sizes,
         ledger=ledger,
         checkpoint=checkpoint,
+        pooler=pooler,
     )
 
 
@@ -173,7 +194,7 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     return tuple(line for line in lines if line.num_bytes)
 
 
-def with_measured_step(plan: EnginePlan, config: EngineConfig, model: CausalLM, num_bytes: int) -> EnginePlan:
+def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num_bytes: int) -> EnginePlan:
     """The same plan, its KV blocks sized by what the largest step of prompts took instead of the estimate."""
     count = plan.sizes.max_num_batched_tokens
     plan = replace(plan, sizes=replace(plan.sizes, token_bytes=num_bytes / count))
@@ -219,7 +240,7 @@ def _check_heads(description: ModelDescription, backend: AttentionBackend) -> No
 
 
 def _default_dtype(
-    config: EngineConfig, platform: Platform, model: type[CausalLM], gguf_formats: set[str]
+    config: EngineConfig, platform: Platform, model: type[Model], gguf_formats: set[str]
 ) -> tuple[torch.dtype, str]:
     """The type of activations that is taken unless the user says, and why; formats are of a GGUF file's tensors.
 
@@ -256,9 +277,26 @@ def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype
     )
 
 
-def _kv_dtype(config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype) -> torch.dtype:
+def _with_whole_prompts(settings: ResolvedConfig, given: int | None, length: int) -> ResolvedConfig:
+    """Settings under which a prompt of `length` tokens is computed in one step, as bidirectional attention needs."""
+    if settings.max_num_batched_tokens >= length:
+        return settings
+    if given is not None:
+        raise ConfigError(
+            f"max_num_batched_tokens is {given}, but this model attends in both directions, so that a prompt of"
+            f" max_model_len ({length}) tokens must fit into one step; raise it, or set --max-model-len {given}"
+        )
+    reasons = {**settings.reasons, "max_num_batched_tokens": "the longest prompt: attention is bidirectional"}
+    return replace(settings, max_num_batched_tokens=length, reasons=reasons)
+
+
+def _kv_dtype(
+    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, pooler: PoolerConfig | None
+) -> torch.dtype:
     possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
     name = config.cache.kv_cache_dtype
+    if name == "auto" and pooler is not None and dtype in possible.values():
+        return dtype  # keys and values live for a few steps: there is no memory to be saved
     if name == "auto":
         return backend.kv_dtypes(dtype)[0]
     wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
@@ -290,7 +328,11 @@ def kv_layout(
 
 
 def _build_context(
-    settings: ResolvedConfig, platform: Platform, max_model_len: int, deterministic: bool
+    settings: ResolvedConfig,
+    platform: Platform,
+    max_model_len: int,
+    deterministic: bool,
+    pooler: PoolerConfig | None,
 ) -> BuildContext:
     return BuildContext(
         dtype=getattr(torch, settings.dtype),
@@ -299,4 +341,5 @@ def _build_context(
         quantization=settings.quantization,
         deterministic=deterministic,
         activations=settings.activations,
+        head=pooler is None,
     )

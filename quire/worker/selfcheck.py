@@ -7,14 +7,15 @@ from torch import Tensor
 
 from quire.layers.quant.base import TableMethod
 from quire.layers.quant.plain import PlainLinear
-from quire.models.base import CausalLM
+from quire.models.base import CausalLM, Model
 from quire.ops.invariance import MatmulRecipe, find_recipe, probe_row, row_ladder
 
 
 @torch.inference_mode()
-def make_invariant(model: CausalLM, max_tokens: int, max_samples: int) -> tuple[list[int], list[int]]:
+def make_invariant(model: Model, max_tokens: int, max_samples: int) -> tuple[list[int], list[int]]:
     """Set the recipe of every product that needs one; returns the ladders of admitted tokens and of logits rows."""
-    head = model.lm_head.projection.method
+    lm_head = model.lm_head if isinstance(model, CausalLM) else None
+    head = None if lm_head is None else lm_head.projection.method
     wanting = [m for m in model.modules() if isinstance(m, PlainLinear) and not m.is_invariant]
     found: dict[tuple[object, ...], MatmulRecipe] = {}
     token_ladder: list[int] = []

@@ -13,14 +13,15 @@ from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.mapper import Progress, load_weights
-from quire.models.base import CausalLM
-from quire.models.registry import generator_class
+from quire.models.base import Model
+from quire.models.registry import model_class
 from quire.platform.allocator import return_free_memory
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
 from quire.runner.forward import StepProgram
 from quire.runner.logits import LogitsHead
+from quire.runner.pooling import Pooler
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
@@ -94,6 +95,8 @@ class Worker:
             settings=settings,
             ledger=ledger,
             step_times=self.platform.step_times,
+            pooler=plan.pooler,
+            is_bidirectional=model.is_bidirectional,
             step_sizes=self.runner.step_sizes,
         )
         logger.info(
@@ -122,10 +125,10 @@ class Worker:
         del self.runner, self.model
 
 
-def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> CausalLM:
+def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> Model:
     """Build the model and fill every parameter."""
     with plan.platform.device:
-        model = generator_class(plan.model_config).from_config(plan.model_config, plan.context)
+        model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
     if plan.checkpoint is None:
         schemes = dummy_schemes(model, plan.model_config)
         fill_dummy(model, config.model.seed, plan.platform.device, schemes=schemes)
@@ -139,7 +142,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
 
 def build_runner(
     plan: EnginePlan,
-    model: CausalLM,
+    model: Model,
     block_size: int,
     token_ladder: list[int],
     sample_ladder: list[int],
@@ -168,12 +171,13 @@ def build_runner(
         sampler=sampler,
         prompt_logprobs=prompt_logprobs,
         containment=Containment(model.cached_layers(), tables),
-        ways=list(make_ways(plan.way_context(model), program, eager, room)),
+        ways=list(make_ways(plan.way_context(model), program, eager, room)) if plan.pooler is None else [eager],
         inputs=inputs,
+        pooler=None if plan.pooler is None else Pooler(),
     )
 
 
-def measure_workspace(plan: EnginePlan, config: EngineConfig, model: CausalLM) -> EnginePlan:
+def measure_workspace(plan: EnginePlan, config: EngineConfig, model: Model) -> EnginePlan:
     """Run the largest step there can be, where the platform can measure it; KV blocks get what is left."""
     block_size, count = config.cache.block_size, plan.settings.max_num_batched_tokens
     length = min(count, plan.ledger.max_model_len)

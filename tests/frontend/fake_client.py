@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import msgspec
 import tokenizers
@@ -17,9 +19,10 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.types.errors import EngineDeadError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, EngineOutputs
+from quire.types.pooling import PoolerConfig
 from quire.types.request import EngineRequest, FinishReason
-from quire.types.sampling import SamplingParams
-from quire.types.step import TokenLogprobs
+from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.step import Pooled, TokenLogprobs
 from quire.types.structured import Vocabulary
 
 BOS, EOS = 256, 257
@@ -182,6 +185,26 @@ class FakeClient(EngineClient):
             0 if first else -1,
             self._errors.get(request.request_id),
         )
+
+
+class PoolingClient(FakeClient):
+    """Embeds: the vector of a prompt is its length, its first token and its last one."""
+
+    def __init__(self, **pooler: Any) -> None:
+        super().__init__()
+        self.info = msgspec.structs.replace(self.info, pooler=PoolerConfig("mean", 3, **pooler))
+
+    def _step(self, running: Running) -> EngineOutput:
+        request = running.request
+        params = request.params
+        assert isinstance(params, PoolingParams)
+        del self._running[request.request_id]
+        tokens = request.token_ids
+        values = [float(len(tokens)), float(tokens[0]), float(tokens[-1])][: params.dimensions]
+        vectors = values * len(tokens) if params.pooling == "all" else values
+        shape = (len(tokens), len(values)) if params.pooling == "all" else (len(values),)
+        pooled = Pooled(array("f", vectors).tobytes(), shape)
+        return EngineOutput(request.request_id, [], "stop", num_cached_tokens=0, pooled=pooled)
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:

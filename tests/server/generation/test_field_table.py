@@ -15,13 +15,14 @@ from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from quire.server.generation.field_table import ACCEPTED, ELSEWHERE, NO_EFFECT_ON_PROMPTS, RENAMED, UNSUPPORTED
 from quire.server.openai.chat.protocol import ChatCompletionRequest
 from quire.server.openai.completions.protocol import CompletionRequest
+from quire.server.openai.embeddings.protocol import EmbeddingsRequest
 from quire.server.openai.responses.prepare import HINTS as RESPONSES_HINTS
 from quire.server.openai.responses.protocol import ResponsesRequest
 from quire.server.tokenize import DetokenizeRequest, TokenizeChat, TokenizeText
 from quire.types.request import EngineRequest
 from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 from quire.types.structured import GrammarSource
-from tests.frontend.fake_client import FakeClient
+from tests.frontend.fake_client import FakeClient, PoolingClient
 from tests.server.helpers import serving
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -36,6 +37,7 @@ ENDPOINTS: dict[str, tuple[str, type[BaseModel], dict[str, Any], frozenset[str]]
     "count_tokens": (f"{MESSAGES}/count_tokens", CountTokensRequest, HELLO, MESSAGES_HINTS | NO_EFFECT_ON_PROMPTS),
     "tokenize": ("/tokenize", TokenizeText, {"prompt": "Hi"}, NO_EFFECT_ON_PROMPTS),
     "tokenize chat": ("/tokenize", TokenizeChat, HELLO, NO_EFFECT_ON_PROMPTS),
+    "embeddings": ("/v1/embeddings", EmbeddingsRequest, {"input": "Hi"}, frozenset()),
     "detokenize": ("/detokenize", DetokenizeRequest, {"tokens": [72]}, NO_EFFECT_ON_PROMPTS),
 }
 GENERATING = [name for name in ENDPOINTS if ENDPOINTS[name][0] in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)]
@@ -68,7 +70,7 @@ async def test_what_an_endpoint_does_not_honour_it_refuses_by_name(endpoint: str
         others.remove("messages")
     if endpoint == "tokenize chat":
         others.remove("prompt")
-    async with serving(FakeClient("x")) as session:
+    async with serving(PoolingClient() if endpoint == "embeddings" else FakeClient("x")) as session:
         for name in others:
             refused = await session.post(url, json={**body, name: MATTERS})
             if name == "stream_options":  # every value of it asks for what is done anyway

@@ -52,7 +52,7 @@ async def make_generation(
     context: ServerContext, body: ChatCompletionRequest, request: Request
 ) -> tuple[Generation, PreparedConversation]:
     """Check everything that can be checked without the engine."""
-    model = context.check_model(body.model)
+    model = context.check_model(body.model, "generate")
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
     ids = ids_of("chatcmpl-", body, request)

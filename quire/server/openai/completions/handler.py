@@ -45,7 +45,7 @@ async def create_completion(context: ServerContext, body: CompletionRequest, req
 
 def make_generation(context: ServerContext, body: CompletionRequest, request: Request) -> Generation:
     """Check everything that can be checked without the engine."""
-    model = context.check_model(body.model)
+    model = context.check_model(body.model, "generate")
     check_extra_fields(body.model_extra or {}, context, ROUTE)
     check_stream_options(body)
     check_best_of(body)

@@ -97,7 +97,7 @@ class Responses:
 
     async def _prepare(self, body: ResponsesRequest, request: Request) -> Plan:
         context = self._context
-        model = context.check_model(body.model)
+        model = context.check_model(body.model, "generate")
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
         # An id that a client chose may come twice, and stored responses are found by it.

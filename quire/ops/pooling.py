@@ -1,0 +1,40 @@
+"""Pooling hidden states into vectors: sums in an order that is fixed by the values' places alone.
+
+A reduction of torch may add in another order when the batch has another shape. Here a sum is a tree of elementwise
+additions, so that a vector's bits depend on its prompt and on nothing that ran beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 64  # tokens of a partial sum, at absolute positions
+_SMALLEST_NORM = 1e-12
+
+
+def tree_sum(values: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension: halves are added to each other until one is left."""
+    size = values.shape[dim]
+    whole = 1 << max(0, size - 1).bit_length()
+    if whole != size:
+        padding = list(values.shape)
+        padding[dim] = whole - size
+        values = torch.cat((values, values.new_zeros(padding)), dim)
+    while whole > 1:
+        whole //= 2
+        values = values.narrow(dim, 0, whole) + values.narrow(dim, whole, whole)
+    return values.squeeze(dim)
+
+
+def tile_sums(hidden: Tensor) -> Tensor:
+    """[n, size] -> [tiles, size] float32: sums of TILE rows each; the last tile may have fewer."""
+    missing = -hidden.shape[0] % TILE
+    padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, missing))
+    return tree_sum(padded.view(-1, TILE, hidden.shape[1]), 1)
+
+
+def normalized(vectors: Tensor) -> Tensor:
+    """[m, size] float32, each divided by its length; a vector of zeros stays one."""
+    lengths = tree_sum(vectors * vectors, 1).sqrt_().clamp_min_(_SMALLEST_NORM)
+    return vectors / lengths[:, None]

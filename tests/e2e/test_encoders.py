@@ -1,0 +1,111 @@
+"""Encoders through the whole engine, beside transformers on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from quire.attention.triton import TritonAttention
+from quire.engine.core import EngineCore
+from quire.models.registry import model_class
+from quire.types.errors import ConfigError
+from quire.types.sampling import PoolingParams
+from tests.e2e.test_pooling import PROMPTS, pool, vector
+from tests.e2e.tiny import VOCAB, make_engine
+from tests.runner.engines import worker_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.15,
+}
+DISTIL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim": 64,
+    "hidden_dim": 96,
+    "n_layers": 3,
+    "n_heads": 4,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.15,
+}
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+WHOLE = PoolingParams(pooling="all", use_activation=False)
+
+
+def make_encoder(folder: Path, name: str, head: bool = False, **keys: Any) -> torch.nn.Module:
+    sizes = DISTIL if name == "DistilBert" else SIZES
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **keys})
+    torch.manual_seed(1)
+    auto = transformers.AutoModelForMaskedLM if head else transformers.AutoModel
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "norm" in path.lower() or path.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def engine(folder: Path, **settings: Any) -> EngineCore:
+    return make_engine(folder, **{"max_model_len": 150, **settings})
+
+
+@pytest.mark.parametrize("backend", ["cpu_native", "torch_ref"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, name)
+    core = engine(tmp_path, attention_backend=backend)
+    outputs = pool(core, PROMPTS, WHOLE)
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).last_hidden_state[0]
+        assert expected.std() > 0.3, "the reference must vary, or the comparison says nothing"
+        np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-4)
+    # The same bits alone and, where the budget takes two prompts at most, beside others.
+    small = engine(tmp_path, attention_backend=backend, max_num_batched_tokens=150, max_num_seqs=2)
+    assert [output.pooled for output in pool(small, PROMPTS, WHOLE)] == [output.pooled for output in outputs]
+    assert pool(core, PROMPTS[4:], WHOLE)[0].pooled == outputs[4].pooled
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_checkpoints_with_a_head_are_read_below_it(name: str, tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, name, head=True)
+    with torch.inference_mode():
+        expected = theirs.base_model(torch.tensor(PROMPTS[4:])).last_hidden_state[0]
+    output = pool(engine(tmp_path), PROMPTS[4:], WHOLE)[0]
+    np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-4)
+
+
+def test_prompts_are_computed_whole_and_never_cached(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert")
+    core = engine(tmp_path, max_model_len=None)
+    assert worker_of(core).plan.settings.max_num_batched_tokens >= 160
+    for _ in range(2):
+        assert pool(core, PROMPTS[:1], PoolingParams(pooling="last"))[0].num_cached_tokens == 0
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 64, but this model attends in both directions"):
+        engine(tmp_path, max_num_batched_tokens=64)
+
+
+def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert", hidden_act="relu")
+    with pytest.raises(Exception, match="unknown activation 'relu'"):
+        engine(tmp_path)
+    make_encoder(tmp_path, "Bert")
+    with pytest.raises(ConfigError, match="is a model that only pools; set --runner auto"):
+        engine(tmp_path, runner="generate")
+
+
+def test_triton_attention_says_that_it_does_not_attend_in_both_directions(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert")
+    spec = worker_of(engine(tmp_path)).model.attention_layers()[0].spec
+    assert TritonAttention.lacks(TritonAttention.__new__(TritonAttention), spec) == "bidirectional attention"
+    assert "generates" not in model_class({"architectures": ["BertModel"]}).capabilities
