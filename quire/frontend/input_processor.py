@@ -310,6 +310,7 @@ class InputProcessor:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("logit_bias", params.logit_bias or ())
+        self._check_token_ids("logprob_token_ids", params.logprob_token_ids)
         for ids in params.bad_words_token_ids:
             self._check_token_ids("bad_words_token_ids", ids)
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

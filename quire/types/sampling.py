@@ -16,6 +16,7 @@ MAX_TEMPERATURE = 1e6
 MAX_REPETITION_PENALTY = 1e6
 MAX_LOGIT_BIAS = 1e12
 MAX_LOGPROBS = 1 << 20
+MAX_LOGPROB_TOKEN_IDS = 1024  # each is one more pass over a row's logits in every step
 MAX_PATTERN_SIZE = 2048  # every distance up to it may be looked at after each token
 MAX_STOP_STRINGS = 1024  # each is looked for after every token
 MAX_BAD_WORDS = 1024  # each is tokenized twice and compared with the last tokens in every step
@@ -31,7 +32,7 @@ _BOOLEANS = (
     *("ignore_eos", "detokenize", "skip_special_tokens"),
     *("spaces_between_special_tokens", "include_stop_str_in_output"),
 )
-_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
@@ -106,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Return the top-k log-probabilities, k being this number, and the sampled token's; -1 for all."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Return the log-probabilities of these token ids too, at every position; without logprobs, as if it were 0."""
     detokenize: bool = True
     """Turn tokens into text; without it only token ids are returned."""
     skip_special_tokens: bool = True
@@ -147,6 +150,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
         self._check_types()
         self._check_values()
+        if self.logprob_token_ids and self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", 0)
 
     @property
     def greedy(self) -> bool:
@@ -214,6 +219,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or -1 <= value <= MAX_LOGPROBS, name, value, "-1 (all), 0 or positive")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids holds {len(self.logprob_token_ids)} token ids; give at most"
+                f" {MAX_LOGPROB_TOKEN_IDS}",
+                "logprob_token_ids",
+            )
         _require(
             self.truncate_prompt_tokens is None
             or self.truncate_prompt_tokens == -1

@@ -61,11 +61,12 @@ class MaskedRow(NamedTuple):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
+    """Log-probabilities at one position: of the chosen (or prompt) token, of the top ones, of those asked for by id."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int  # rank of the chosen token, 1 is the likeliest
+    asked_ranks: list[int] = []  # of the last tokens, which the request asked for by id
 
 
 class StepResult(msgspec.Struct, array_like=True):

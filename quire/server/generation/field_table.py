@@ -44,7 +44,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "kv_transfer_params": empty,
     "length_penalty": one_of(1),
     "logits_processors": empty,
-    "logprob_token_ids": empty,
     "media_io_kwargs": empty,
     "mm_processor_kwargs": empty,
     "modalities": text_only,
@@ -101,6 +100,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "include_reasoning": ("", one_of(True)),
     "input": ("the name of the prompt here: messages or prompt", never),
     "instructions": ("a system message", one_of("")),
+    "logprob_token_ids": ("/v1/chat/completions", empty),
     "logprobs": ('include: ["message.output_text.logprobs"] of /v1/responses', one_of(False)),
     "max_completion_tokens": ("max_tokens, or max_output_tokens of /v1/responses", never),
     "max_output_tokens": ("max_tokens", never),
@@ -146,7 +146,7 @@ NO_EFFECT_ON_PROMPTS = frozenset(
     {
         *(GenerationFields.model_fields.keys() - _CHANGE_PROMPTS),
         *("best_of", "echo", "n", "parallel_tool_calls", "response_format"),
-        *("include_reasoning", "logprobs", "prompt_logprobs", "top_logprobs"),
+        *("include_reasoning", "logprob_token_ids", "logprobs", "prompt_logprobs", "top_logprobs"),
         *("max_completion_tokens", "max_tokens", "return_token_ids", "return_tokens_as_token_ids", "stop_sequences"),
     }
 )

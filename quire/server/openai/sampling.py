@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from quire.config.groups import ServerConfig
-from quire.server.generation.fields import GenerationFields, SmallInt
+from quire.server.generation.fields import GenerationFields, SmallInt, TokenIds
 from quire.server.openai.structured import ResponseFormat
 from quire.types.errors import RequestError
 from quire.types.sampling import OutputKind, SamplingParams
@@ -24,6 +24,9 @@ class SamplingFields(GenerationFields):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: SmallInt | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Token ids whose log-probabilities are told too, at every position; logprobs is implied."
+    )
     return_token_ids: bool | None = Field(None, description="Add the token ids of prompt and completion.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
@@ -58,6 +61,7 @@ def sampling_params(
     check_n("n", params.n, settings)
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         check_logprobs(name, count, settings.max_logprobs)
+    check_logprob_token_ids(params, settings.max_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not supported with stream; leave one of them out", "prompt_logprobs")
     return params
@@ -73,6 +77,16 @@ def check_logprobs(field: str, count: int | None, limit: int) -> None:
         raise RequestError(
             f"{field} is {count} but this server gives 0 to {limit} log-probabilities per token (--max-logprobs)",
             field,
+        )
+
+
+def check_logprob_token_ids(params: SamplingParams, limit: int) -> None:
+    count = len(params.logprob_token_ids)
+    if limit != -1 and count > limit:
+        raise RequestError(
+            f"logprob_token_ids holds {count} token ids but this server gives at most {limit} log-probabilities per"
+            " token (--max-logprobs)",
+            "logprob_token_ids",
         )
 
 

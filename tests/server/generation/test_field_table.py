@@ -237,7 +237,6 @@ async def test_harmless_values_are_accepted_silently(caplog: pytest.LogCaptureFi
         {"modalities": ["text", "audio"]},
         {"length_penalty": 1.5},
         {"use_beam_search": True},
-        {"logprob_token_ids": [1]},
         {"thinking_token_budget": 100},
     ],
 )

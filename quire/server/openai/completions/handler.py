@@ -142,7 +142,7 @@ class CompletionAnswer:
         self._no_tokens = body.max_tokens == 0
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
-        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None)
+        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None or bool(body.logprob_token_ids))
 
     async def body(self) -> bytes:
         outputs = await finished_outputs(self._context, self._generation)
