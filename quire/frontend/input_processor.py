@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError
 from quire.types.messages import EngineInfo
 from quire.types.request import EngineRequest
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import SamplingParams, ThinkingMarks
 from quire.types.structured import GrammarSource, Vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -28,6 +28,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 With a suffix, the model fills in what stands between the prompt and the suffix.
 """
+
+FindThinking = Callable[[str | None, list[int]], ThinkingMarks | None]
+"""From a prompt's text, if there is any, and its token ids to the marks of thinking, for a model that thinks."""
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "suffix"})
 _MASK_64 = (1 << 64) - 1
@@ -75,13 +78,16 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
         extra_eos_token_ids: Iterable[int] = (),
         seed: int | None = None,
+        thinking: FindThinking | None = None,
     ) -> None:
         """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json.
 
         Requests without a seed get one that is generated from `seed`, in their order; without `seed`, a random one.
+        `thinking` finds the marks of thinking for requests with a budget of it; without it the model does not think.
         """
         self._tokenizer = tokenizer
         self._info = info
+        self._find_thinking = thinking
         self.default_params = default_params or SamplingParams()
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
@@ -136,6 +142,8 @@ class InputProcessor:
         token_ids = self._fit(token_ids, params)
         self._check_params(params)
         grammar = self._make_grammar(params)
+        if params.thinking_token_budget is not None and params.thinking_marks is None and self._find_thinking:
+            params = msgspec.structs.replace(params, thinking_marks=self._find_thinking(text, token_ids))
         return PreparedRequest(
             request_id=request_id,
             prompt=text,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import msgspec
@@ -18,6 +19,7 @@ from quire.frontend.mailbox import Mailbox
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.progress import make_progress
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
+from quire.frontend.thinking import thinking_marks
 from quire.types.errors import (
     BatchError,
     EngineDeadError,
@@ -71,7 +73,14 @@ class LLM:
         self._client = client
         self._text = text
         defaults = text.defaults
-        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids, seed)
+        self._inputs = InputProcessor(
+            text.tokenizer,
+            client.info,
+            defaults.params,
+            defaults.eos_token_ids,
+            seed,
+            partial(thinking_marks, text),
+        )
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
         self._ids = map(str, itertools.count())

@@ -3,7 +3,7 @@
 Order, with the results of vLLM's:
 
 1. masks: the grammar's, and that of allowed_token_ids
-2. the features of registry.py: edits (logit_bias, min_tokens, bad_words), then penalties
+2. the features of registry.py: edits (logit_bias, min_tokens, bad_words), penalties, the end of thinking
 3. greedy rows take the highest logit, the lower id among equals; for the others
 4. temperature, min_p, top_k, top_p, then argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
 5. log-probabilities, of the logits as the model gave them

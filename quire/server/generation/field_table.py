@@ -51,7 +51,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "previous_response": never,
     "prompt_embeds": never,
     "return_prompt_text": one_of(False),
-    "thinking_token_budget": never,
     "use_beam_search": one_of(False),
     "watermarking": one_of(False),
     "web_search_options": never,
