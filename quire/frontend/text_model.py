@@ -80,7 +80,7 @@ class TextModel:
         if system_date is not None:
             self._constants[SYSTEM_DATE] = system_date.isoformat()
         self.reasoning_format: str | None = detect(self._own_source(with_tools=True)).reasoning_format
-        """The format of the model's thinking: what the chat template shows, unless a server's settings say another."""
+        """The format of the model's thinking: what the chat template shows, or a server's settings."""
         self._compiled: dict[str, ChatTemplate] = {}
         self._seen_with_tools: WeakSet[ChatTemplate] = WeakSet()
         self._own_processes: TemplateProcesses | None = None

@@ -20,7 +20,7 @@ def thinks_between_marks(text: TextModel) -> bool:
 
 
 def thinking_marks(text: TextModel, prompt: str | None, token_ids: list[int]) -> ThinkingMarks | None:
-    """The marks of a request with a thinking budget; None for a model that does not think, whose budget always holds."""
+    """The marks of a request with a thinking budget; None where the model does not think."""
     name, tokenizer = text.reasoning_format, text.tokenizer
     if name is None or tokenizer is None:
         return None

@@ -61,7 +61,7 @@ class MaskedRow(NamedTuple):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: of the chosen (or prompt) token, of the top ones, of those asked for by id."""
+    """Log-probabilities at one position: of the chosen (or prompt) token, the top ones, and those asked for by id."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -36,7 +36,7 @@ class ThinkingBudget(Feature):
         self._asking: set[int] = set()
         self._vocabulary = torch.arange(vocab_size, device=device)
         self._back = torch.arange(size, device=device)
-        # [1 + size, size]: where, counted from the last token, token i of a mark stands if j of its tokens are written.
+        # [1 + size, size]: where, from the last token back, token i of a mark stands if j of its tokens are written.
         written = torch.arange(1 + size, device=device).unsqueeze(1)
         self._mirrored = (written - 1 - self._back).clamp(min=0)
         self._beyond = self._back >= written

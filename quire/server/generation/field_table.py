@@ -42,7 +42,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "early_stopping": one_of(False),
     "ec_transfer_params": empty,
     "kv_transfer_params": empty,
-    "length_penalty": one_of(1),
     "logits_processors": empty,
     "media_io_kwargs": empty,
     "mm_processor_kwargs": empty,
@@ -51,7 +50,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "previous_response": never,
     "prompt_embeds": never,
     "return_prompt_text": one_of(False),
-    "use_beam_search": one_of(False),
     "watermarking": one_of(False),
     "web_search_options": never,
 }
@@ -91,6 +89,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "add_generation_prompt": ("", one_of(True)),
     "add_special_tokens": ("", one_of(False)),
     "background": ("/v1/responses", one_of(False)),
+    "beam_width": ("/v1/chat/completions", one_of(1)),
     "best_of": ("/v1/completions", one_of(1)),
     "continue_final_message": ("", one_of(False)),
     "echo": ("", one_of(False)),
@@ -99,6 +98,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "include_reasoning": ("", one_of(True)),
     "input": ("the name of the prompt here: messages or prompt", never),
     "instructions": ("a system message", one_of("")),
+    "length_penalty": ("/v1/chat/completions", one_of(1)),
     "logprob_token_ids": ("/v1/chat/completions", empty),
     "logprobs": ('include: ["message.output_text.logprobs"] of /v1/responses', one_of(False)),
     "max_completion_tokens": ("max_tokens, or max_output_tokens of /v1/responses", never),
@@ -133,6 +133,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "tools": ("a conversation, which has tools", empty),
     "top_logprobs": ("logprobs", one_of(0)),
     "truncation": ("truncate_prompt_tokens", one_of("disabled")),
+    "use_beam_search": ("/v1/chat/completions", one_of(False)),
     "chat_template": ("a conversation, which has a template", never),
     "chat_template_kwargs": ("a conversation, which has a template", empty),
     "documents": ("a conversation, which has a template", empty),
@@ -144,7 +145,8 @@ _CHANGE_PROMPTS = frozenset({"truncate_prompt_tokens", "truncation_side"})
 NO_EFFECT_ON_PROMPTS = frozenset(
     {
         *(GenerationFields.model_fields.keys() - _CHANGE_PROMPTS),
-        *("best_of", "echo", "n", "parallel_tool_calls", "response_format"),
+        *("beam_width", "best_of", "echo", "length_penalty", "n", "use_beam_search"),
+        *("parallel_tool_calls", "response_format"),
         *("include_reasoning", "logprob_token_ids", "logprobs", "prompt_logprobs", "top_logprobs"),
         *("max_completion_tokens", "max_tokens", "return_token_ids", "return_tokens_as_token_ids", "stop_sequences"),
     }

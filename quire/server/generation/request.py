@@ -15,6 +15,7 @@ from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.conversation.prepare import PreparedConversation
 from quire.server.generation.fields import GenerationFields, engine_prompt
 from quire.server.middleware import is_request_id, request_id_of
+from quire.types.beam_search import BeamSearchParams
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
@@ -48,6 +49,8 @@ class Generation:
     format_field: str | None = None
     """What the request calls the grammar of its answer."""
     params: SamplingParams
+    beam_search: BeamSearchParams | None = None
+    """The search for the completions, if nothing is sampled."""
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
     is_streamed: bool = False
@@ -83,6 +86,7 @@ def conversation_generation(
     model: str,
     prompt_field: str,
     add_special_tokens: bool = False,
+    beam_search: BeamSearchParams | None = None,
 ) -> Generation:
     """The request for the answer to a conversation."""
     return Generation(
@@ -92,6 +96,7 @@ def conversation_generation(
         prompt_field=prompt_field,
         format_field=prepared.format_field,
         params=prepared.params,
+        beam_search=beam_search,
         reading=prepared.reading,
         is_streamed=bool(body.stream),
         priority=body.priority or 0,

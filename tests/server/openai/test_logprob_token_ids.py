@@ -21,7 +21,9 @@ def top_of(entry: dict[str, Any]) -> list[tuple[str, float]]:
 async def test_chat_shows_them_besides_the_top_ones(top: int | None) -> None:
     async with serving(FakeClient("x")) as session:
         fields = {} if top is None else {"logprobs": True, "top_logprobs": top}
-        answer = (await session.post("/v1/chat/completions", json={**CHAT, **fields, "logprob_token_ids": ASKED})).json()
+        answer = (
+            await session.post("/v1/chat/completions", json={**CHAT, **fields, "logprob_token_ids": ASKED})
+        ).json()
     (entry,) = answer["choices"][0]["logprobs"]["content"]
     likeliest = [] if top is None else [("y", -1.0)]
     assert top_of(entry) == [*likeliest, ("Q", -81.0), ("Z", -90.0)]

@@ -23,7 +23,7 @@ from quire.server.generation.run import finished_outputs, run
 from quire.server.generation.usage import UsageCounter
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
-from quire.server.openai.sampling import check_n, check_stream_options, sampling_params
+from quire.server.openai.sampling import beam_search_params, check_n, check_stream_options, sampling_params
 from quire.server.openai.shown import Shown
 from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, usage_of
@@ -54,13 +54,17 @@ def make_generation(context: ServerContext, body: CompletionRequest, request: Re
     prompts = prompts_of(body)
     engine = context.provider.engine
     wanted = output_format(body.response_format, body.structured_outputs)
+    params = _params(context, body, engine.info.max_model_len, wanted)
     return Generation(
         ids=ids_of("cmpl-", body, request),
         model=model,
         prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
         prompt_field="prompt",
         format_field=None if wanted is None else wanted.where,
-        params=_params(context, body, engine.info.max_model_len, wanted),
+        params=params,
+        beam_search=beam_search_params(
+            body, params, context.text.defaults.params, context.settings, engine.info.max_model_len
+        ),
         is_streamed=bool(body.stream),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
@@ -72,6 +76,8 @@ def check_best_of(body: CompletionRequest) -> None:
     if body.best_of is None:
         return
     n = 1 if body.n is None else body.n
+    if body.use_beam_search and body.best_of > n:
+        raise RequestError("best_of is given with use_beam_search; use beam_width instead", "best_of")
     if body.best_of < n:
         raise RequestError(f"best_of is {body.best_of} but must be at least n ({n})", "best_of")
     if body.stream and body.best_of > n:
