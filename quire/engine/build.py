@@ -50,6 +50,7 @@ def build_engine(
         num_kv_blocks=ledger.num_kv_blocks,
         max_num_seqs=settings.max_num_seqs,
         grammar_limits=limits,
+        prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
     )
     return core, info, debug_checks()
 

@@ -330,6 +330,8 @@ class AsyncEngine:
 
 def _takes_long(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether preparing a request would block the event loop for milliseconds."""
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+        return True
     names = ("prompt", "prompt_token_ids", "suffix")
     parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
     if any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts):

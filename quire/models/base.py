@@ -114,5 +114,9 @@ class CausalLM(Model):
     lm_head: LMHead
 
     @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[n] -> [n, hidden], what the first layer reads of these tokens."""
+
+    @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] -> [m, vocab] in the model's dtype."""

@@ -87,7 +87,7 @@ class StepShape(NamedTuple):
     num_rows: int
     num_samples: int
     is_decode: bool  # every row computes its one last known token, and samples
-    every_token: bool  # hidden states of all tokens are wanted, not only of those that are sampled from
+    every_token: bool  # only an eager step does: hidden states of all tokens are wanted, or some embeddings are given
     sampling: SamplingKind
 
 

@@ -38,6 +38,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     num_kv_blocks: int
     max_num_seqs: int
     grammar_limits: GrammarLimits = GrammarLimits()
+    prompt_embeds_size: int = 0  # values of each embedding of a prompt; 0: prompts of embeddings are not taken
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):

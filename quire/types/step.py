@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.types.request import PromptEmbeds
 from quire.types.sampling import PoolingParams, SamplingParams
 
 
@@ -25,6 +26,7 @@ class RowStart(msgspec.Struct, array_like=True):
     params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: tuple[int, ...]
+    prompt_embeds: PromptEmbeds | None = None  # in place of the embeddings of the prompt's tokens
 
 
 class StepPlan(msgspec.Struct, array_like=True):

@@ -21,6 +21,7 @@ from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
 from quire.runner.forward import StepProgram
 from quire.runner.logits import LogitsHead
+from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
@@ -90,6 +91,7 @@ class Worker:
         self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
         self.description = WorkerDescription(
             vocab_size=plan.description.vocab_size,
+            hidden_size=plan.description.hidden_size,
             settings=settings,
             ledger=ledger,
             step_times=self.platform.step_times,
@@ -152,7 +154,8 @@ def build_runner(
     )
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
     with platform.device:
-        inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
+        own_inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
+    inputs = PromptEmbedInputs(own_inputs, model.embed, plan.context.dtype, platform.device)
     program = StepProgram(model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)

@@ -51,15 +51,16 @@ def make_generation(context: ServerContext, body: CompletionRequest, request: Re
     check_best_of(body)
     if body.suffix and body.echo:
         raise RequestError("suffix is given with echo; leave one of them out", "suffix")
-    prompts = prompts_of(body)
+    if body.prompt_embeds is not None:
+        check_embeds(body)
     engine = context.provider.engine
     wanted = output_format(body.response_format, body.structured_outputs)
     params = _params(context, body, engine.info.max_model_len, wanted)
     return Generation(
         ids=ids_of("cmpl-", body, request),
         model=model,
-        prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
-        prompt_field="prompt",
+        prompts=engine_prompts(body),
+        prompt_field="prompt" if body.prompt_embeds is None else "prompt_embeds",
         format_field=None if wanted is None else wanted.where,
         params=params,
         beam_search=beam_search_params(
@@ -88,9 +89,25 @@ def _with_suffix(prompt: dict[str, Any], suffix: str | None) -> dict[str, Any]:
     return {**prompt, "suffix": suffix} if suffix else prompt
 
 
+def check_embeds(body: CompletionRequest) -> None:
+    for name in ("prompt", "suffix", "echo", "use_beam_search"):
+        if getattr(body, name):
+            raise RequestError(f"{name} is given with prompt_embeds; leave one of them out", name)
+
+
+def engine_prompts(body: CompletionRequest) -> list[dict[str, Any]]:
+    if body.prompt_embeds is not None:
+        return [
+            {**engine_prompt(body, []), "prompt_token_ids": None, "prompt_embeds": body.prompt_embeds.model_dump()}
+        ]
+    return [_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts_of(body)]
+
+
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """The prompts as a list: a text or a list of integers is one prompt."""
     prompt = body.prompt
+    if prompt is None:
+        raise RequestError("prompt is missing; give it", "prompt")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
