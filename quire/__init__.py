@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from quire.frontend.async_engine import AsyncEngine
     from quire.frontend.llm import LLM
     from quire.runner.sampling.logits_processors import LogitsProcessor
+    from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from quire.types.errors import (
         ConfigError,
         EngineError,
@@ -27,6 +28,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -48,6 +52,9 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.frontend.llm",
     "AsyncEngine": "quire.frontend.async_engine",
+    "BeamSearchOutput": "quire.types.beam_search",
+    "BeamSearchParams": "quire.types.beam_search",
+    "BeamSearchSequence": "quire.types.beam_search",
     "CompletionOutput": "quire.types.outputs",
     "ConfigError": "quire.types.errors",
     "EngineConfig": "quire.config.engine",

@@ -53,6 +53,9 @@ class ModelConfig:
         "Load no tokenizer: prompts are token ids, and outputs have token ids and no text. What"
         " generation_config.json names as end of sequence still ends an output.",
     )
+    enable_prompt_embeds: bool = setting(
+        False, "Take prompts of embeddings (`prompt_embeds`) in place of text or token ids."
+    )
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
     chat_template: str | None = setting(None, "A Jinja file or a template's text, instead of the model's own.")
     system_date: str | None = setting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from quire.config.engine import EngineConfig
@@ -15,6 +16,7 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.pooled import as_pooling, for_embedding
 from quire.frontend.reading import Reading
 from quire.frontend.text_model import Message, TextModel, load_text_model
+from quire.frontend.thinking import thinking_marks
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
@@ -52,7 +54,13 @@ class AsyncEngine:
         defaults = text.defaults
         self._client = client
         self._text = text
-        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids)
+        self._inputs = InputProcessor(
+            text.tokenizer,
+            client.info,
+            defaults.params,
+            defaults.eos_token_ids,
+            thinking=partial(thinking_marks, text),
+        )
         self._outputs = OutputProcessor(text.tokenizer, observer)
         self._observer = observer
         self._mailboxes: dict[str, AsyncMailbox] = {}
@@ -376,6 +384,8 @@ class AsyncEngine:
 
 
 def _is_long(prompt: Prompt) -> bool:
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+        return True
     names = ("prompt", "prompt_token_ids", "suffix")
     parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
     return any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts)

@@ -8,29 +8,35 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from quire.frontend.infill import find_infill
+from quire.frontend.prompt_embeds import read_prompt_embeds
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
 from quire.types.pooling import PoolerConfig
-from quire.types.request import EngineRequest
-from quire.types.sampling import PoolingParams, SamplingParams
+from quire.types.request import EngineRequest, PromptEmbeds
+from quire.types.sampling import PoolingParams, SamplingParams, ThinkingMarks
 from quire.types.structured import GrammarSource, Vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt" and "suffix".
 
-With a suffix, the model fills in what stands between the prompt and the suffix.
+With a suffix, the model fills in what stands between the prompt and the suffix. Instead of either there may be
+"prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the first layer is to read.
 """
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "suffix"})
+FindThinking = Callable[[str | None, list[int]], ThinkingMarks | None]
+"""From a prompt's text, if there is any, and its token ids to the marks of thinking, for a model that thinks."""
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "suffix"})
+_Dict = Mapping[str, Any]
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, the increment of SplitMix64
 
@@ -76,15 +82,18 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
         extra_eos_token_ids: Iterable[int] = (),
         seed: int | None = None,
+        thinking: FindThinking | None = None,
     ) -> None:
         """`extra_eos_token_ids` end the output besides the tokenizer's own, e.g. those of generation_config.json.
 
         Requests without a seed get one that is generated from `seed`, in their order; without `seed`, a random one.
+        `thinking` finds the marks of thinking for requests with a budget of it; without it the model does not think.
         """
         self._tokenizer = tokenizer
         self._info = info
         # What generates needs room for a token.
         self._longest_prompt = info.max_model_len - (info.pooler is None)
+        self._find_thinking = thinking
         self.default_params = default_params or SamplingParams()
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
@@ -137,6 +146,9 @@ class InputProcessor:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
         if self._info.pooler is not None:
             raise WrongTaskError(pools=True)
+        embeds = self._read_embeds(prompt, params)
+        if embeds is not None:  # what the tokens are is not known; there are as many
+            prompt = {"prompt_token_ids": [0] * embeds.shape[0], "cache_salt": cast(_Dict, prompt).get("cache_salt")}
         text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
         eos_token_ids = self._eos_token_ids
         if (suffix := _suffix(prompt)) is not None:
@@ -145,13 +157,18 @@ class InputProcessor:
         token_ids = self._fit(token_ids, params)
         self._check_params(params)
         grammar = self._make_grammar(params)
+        if params.thinking_token_budget is not None and params.thinking_marks is None and self._find_thinking:
+            params = msgspec.structs.replace(params, thinking_marks=self._find_thinking(text, token_ids))
+        children = self._fan_out(
+            request_id, token_ids, params, priority, cache_salt, grammar, arrival_time, eos_token_ids
+        )
+        if embeds is not None:
+            children = tuple(msgspec.structs.replace(child, prompt_embeds=embeds) for child in children)
         return PreparedRequest(
             request_id=request_id,
             prompt=text,
             params=params,
-            children=self._fan_out(
-                request_id, token_ids, params, priority, cache_salt, grammar, arrival_time, eos_token_ids
-            ),
+            children=children,
             trace_headers=trace_headers,
         )
 
@@ -218,6 +235,21 @@ class InputProcessor:
     def _too_long(self, num_tokens: int, *, exact: bool = True) -> ContextLengthError:
         pools = self._info.pooler is not None
         return ContextLengthError(num_tokens, self._info.max_model_len, exact=exact, pools=pools)
+
+    def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
+        if not isinstance(prompt, Mapping) or prompt.get("prompt_embeds") is None:
+            return None
+        for name in ("prompt", "prompt_token_ids", "suffix"):
+            if prompt.get(name) is not None:
+                raise RequestError(f"prompt_embeds is given with {name}; leave one of them out", "prompt_embeds")
+        for name, unused in (
+            ("prompt_logprobs", None),
+            ("truncate_prompt_tokens", None),
+            ("repetition_penalty", 1.0),
+        ):
+            if getattr(params, name) != unused:
+                raise RequestError(f"{name} needs the tokens of a prompt, and prompt_embeds has none", name)
+        return read_prompt_embeds(prompt["prompt_embeds"], self._info)
 
     def _make_grammar(self, params: SamplingParams) -> GrammarSource | None:
         if params.structured_outputs is None:
@@ -382,6 +414,7 @@ class InputProcessor:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("logit_bias", params.logit_bias or ())
+        self._check_token_ids("logprob_token_ids", params.logprob_token_ids)
         for ids in params.bad_words_token_ids:
             self._check_token_ids("bad_words_token_ids", ids)
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import msgspec
@@ -12,6 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.config.groups import DEFAULT_MODEL
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
+from quire.frontend.beam_search import BeamSearch, candidates_of
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
@@ -19,6 +22,8 @@ from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.pooled import as_embedding, as_pooling, for_embedding, with_task
 from quire.frontend.progress import make_progress
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
+from quire.frontend.thinking import thinking_marks
+from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.types.errors import (
     BatchError,
     EngineDeadError,
@@ -72,7 +77,14 @@ class LLM:
         self._client = client
         self._text = text
         defaults = text.defaults
-        self._inputs = InputProcessor(text.tokenizer, client.info, defaults.params, defaults.eos_token_ids, seed)
+        self._inputs = InputProcessor(
+            text.tokenizer,
+            client.info,
+            defaults.params,
+            defaults.eos_token_ids,
+            seed,
+            partial(thinking_marks, text),
+        )
         self._outputs = OutputProcessor(text.tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
         self._ids = map(str, itertools.count())
@@ -170,6 +182,38 @@ class LLM:
             )
 
         return self._run(len(batch), prepare, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest completions of each prompt, in the order of the prompts.
+
+        `concurrency_limit` is the most prompts that are searched for at a time; without it, all are.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is {params!r} but must be BeamSearchParams(...)", "params")
+        batch, checked = as_batch(prompts), SamplingParams(max_tokens=params.max_tokens)
+        vocab_size, size = self._client.info.vocab_size, concurrency_limit or max(1, len(batch))
+        searches = [BeamSearch(params, self._prepare(prompt, checked, "final_only"), vocab_size) for prompt in batch]
+        with make_progress(len(searches), use_tqdm) as progress:
+            for first in range(0, len(searches), size):
+                group = searches[first : first + size]
+                while going := [search for search in group if search.beams]:
+                    beams = [prompt for search in going for prompt in search.prompts()]
+                    outputs = iter(self.generate(beams, going[0].step_params, use_tqdm=False))
+                    for search in going:
+                        search.extend([candidates_of(next(outputs)) for _ in search.beams])
+                progress.advance(len(group), 0)
+        return [BeamSearchOutput([self._with_text(found) for found in search.best()]) for search in searches]
+
+    def _with_text(self, sequence: BeamSearchSequence) -> BeamSearchSequence:
+        tokenizer = self._text.tokenizer
+        return sequence if tokenizer is None else replace(sequence, text=tokenizer.decode(sequence.tokens))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None

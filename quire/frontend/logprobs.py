@@ -17,14 +17,19 @@ class LogprobsDecoder:
         self._texts: dict[int, str] = {}  # at most one entry per token of the vocabulary
 
     def decode(self, position: TokenLogprobs) -> LogprobsAtPosition:
-        """The sampled token first, with its own rank, then the top logprobs by rank."""
+        """The sampled token first, with its own rank, then the top logprobs by rank, then tokens asked for by id."""
         token_ids, logprobs = position.token_ids, position.logprobs
+        num_ranked = len(token_ids) - len(position.asked_ranks)
         chosen = token_ids[0]
         decoded = {chosen: Logprob(logprobs[0], position.rank, self._text(chosen))}
-        for rank in range(1, len(token_ids)):
+        for rank in range(1, num_ranked):
             token = token_ids[rank]
             if token != chosen:
                 decoded[token] = Logprob(logprobs[rank], rank, self._text(token))
+        for place, rank in enumerate(position.asked_ranks, num_ranked):
+            token = token_ids[place]
+            if token not in decoded:
+                decoded[token] = Logprob(logprobs[place], rank, self._text(token))
         return decoded
 
     def _text(self, token: int) -> str | None:

@@ -20,6 +20,7 @@ from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.loader.config_schema import TokenId
 from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.model_config import load_generation_config
+from quire.parsers.detect import detect
 from quire.types.errors import CheckpointError, ConfigError, RequestError
 from quire.types.sampling import SamplingParams
 from quire.utils.log import get_logger
@@ -78,6 +79,8 @@ class TextModel:
         self._constants = dict(tokenizer.special_tokens) if tokenizer else {}
         if system_date is not None:
             self._constants[SYSTEM_DATE] = system_date.isoformat()
+        self.reasoning_format: str | None = detect(self._own_source(with_tools=True)).reasoning_format
+        """The format of the model's thinking: what the chat template shows, or a server's settings."""
         self._compiled: dict[str, ChatTemplate] = {}
         self._seen_with_tools: WeakSet[ChatTemplate] = WeakSet()
         self._own_processes: TemplateProcesses | None = None

@@ -1,7 +1,7 @@
 """The hash chain that names cached blocks: a block's hash stands for its tokens and all that came before.
 
-Two requests share a block exactly when everything that decides its KV is equal: tokens and cache salt. The hash
-is collision-resistant, since a collision would show one user's text to another.
+Two requests share a block exactly when everything that decides its KV is equal: tokens, embeddings that were given in
+their place, and cache salt. The hash is collision-resistant, since a collision would show one user's text to another.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class HashChain:
 
 def root_hash(request: EngineRequest) -> bytes:
     """The parent of the first block: everything that applies to the whole request, a part each."""
-    salt = request.cache_salt
+    salt, embeds = request.cache_salt, request.prompt_embeds
     parts = (
         _DOMAIN,
         b"" if salt is None else b"salt" + salt.encode(),
+        b"" if embeds is None else b"embeds" + _hash(f"{embeds.dtype} {embeds.shape}".encode() + embeds.data),
     )
     return _hash(b"".join(_framed(part) for part in parts))
 

@@ -123,3 +123,7 @@ class CausalLM(Model):
 
     capabilities = frozenset({"generates", "pools"})
     lm_head: LMHead | None  # None: built to pool
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[n] -> [n, hidden], what the first layer reads of these tokens."""

@@ -174,6 +174,9 @@ class DecoderLM(CausalLM):
         hidden, residual, _ = self.model.run_layers(embeds, None, positions, batch)
         return self.model.finish(hidden, residual)
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed(input_ids)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         if self.lm_head is None:
             return super().compute_logits(hidden)

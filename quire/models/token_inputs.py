@@ -6,6 +6,8 @@ another one, or one on each of several axes, and its embedding may come from els
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ class TokenInputs:
     def remove_request(self, row: int) -> None:
         """Forget the row; one that is not there does no harm."""
         return None
+
+    def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
+        """Whether the next step must run eagerly: counts[i] tokens of rows[i] from computed[rows[i]] on."""
+        return False
 
     def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
         """[n] or, for RoPE in sections, [axes, n] int64; all below max_model_len. No sync."""

@@ -89,6 +89,10 @@ class Eager:
             step.sampled.logprobs = Download(found)
             step.sampled.places, step.sampled.counts = list(wanted), list(wanted.values())
             step.sampled.lines = range(len(wanted))
+        asked = program.sampler.asked_logprobs.wanted(rows)
+        if asked:
+            step.sampled.asked = Download(program.sampler.asked_logprobs.gather(logits, asked))
+            step.sampled.asked_ids = asked
 
     def _wanted(self, step: Step) -> PlannedTokens:
         """The step's tokens with padded samples: of some token if no row samples."""

@@ -92,12 +92,15 @@ class Runner:
         is_decode = num_tokens == num_rows and all(computed[row] + 1 == known[row] for row in plan.rows)
         tokens = None if is_decode else planned_tokens(plan, self.rows)
         rows = plan.rows if tokens is None else tokens.samples.rows
+        needs_eager = self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
         shape = StepShape(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=len(rows),
             is_decode=is_decode,
-            every_token=self.prompt_logprobs.wants(plan.rows) or self.pooler.wants_every_token(plan.rows),
+            every_token=needs_eager
+            or self.prompt_logprobs.wants(plan.rows)
+            or self.pooler.wants_every_token(plan.rows),
             sampling=self.sampler.kind(rows, bool(plan.mask_slots)),
         )
         return Step(plan, shape, self.rows, planned=tokens)

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.platform.transfer import Download
 from quire.runner.containment import MESSAGE
 from quire.runner.request_rows import RequestRows
+from quire.runner.sampling.asked_logprobs import add_asked
 from quire.runner.sampling.logprobs import unpack_logprobs
 from quire.runner.sampling.sampler import SamplingKind
 from quire.types.status import MESSAGES
@@ -88,7 +89,7 @@ class StepShape(NamedTuple):
     num_rows: int
     num_samples: int
     is_decode: bool  # every row computes its one last known token, and samples
-    every_token: bool  # hidden states of all tokens are wanted, not only of those that are sampled from
+    every_token: bool  # only an eager step does: hidden states of all tokens are wanted, or some embeddings are given
     sampling: SamplingKind
 
 
@@ -120,6 +121,8 @@ class Sampled:
     lines: Sequence[int] = ()  # line of each entry of `places`
     counts: Sequence[int] = ()  # number of top logprobs of each
     places: Sequence[int] = ()  # among the rows that sample
+    asked: Arriving | None = None  # [n, 2] int32: ranks and log-probabilities of tokens that rows ask for by id
+    asked_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)  # place -> these tokens
     errors: dict[int, str] = field(default_factory=dict)  # place -> why a feature of the host failed for the row
 
 
@@ -198,6 +201,8 @@ class Step:
         if sampled.logprobs is not None:
             packed = sampled.logprobs.get()[list(sampled.lines), sampled.offset :]
             entries = unpack_logprobs(packed, [tokens[place] for place in sampled.places], list(sampled.counts))
+            if sampled.asked is not None:
+                entries = add_asked(entries, sampled.places, sampled.asked_ids, sampled.asked.get())
             for place, entry in zip(sampled.places, entries, strict=True):
                 if place not in rejected:
                     result.logprobs.setdefault(indices[place], []).append(entry)

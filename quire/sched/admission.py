@@ -126,4 +126,5 @@ def _row_start(request: Request) -> RowStart:
         source.params,
         source.seed,
         source.eos_token_ids,
+        source.prompt_embeds,
     )

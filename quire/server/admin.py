@@ -30,7 +30,6 @@ class Version(msgspec.Struct):
 
 
 class EngineSummary(msgspec.Struct):
-    architecture: str
     vocab_size: int
     max_model_len: int
     block_size: int

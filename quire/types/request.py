@@ -12,6 +12,14 @@ from quire.types.structured import GrammarSource
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
+class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings that stand for the tokens of a prompt: what the first layer reads, as a plain array."""
+
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shape: tuple[int, int]  # tokens, hidden size
+    data: bytes  # in C order, little-endian
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Built once by the frontend's input processor; read-only afterwards."""
 
@@ -33,6 +41,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Smaller runs earlier, under the priority policy."""
     cache_salt: str | None = None
     """Requests with different salts never share cached blocks."""
+    prompt_embeds: PromptEmbeds | None = None
+    """Embeddings in place of those of the prompt's tokens, which then say nothing."""
     arrival_time: float = 0.0
 
     @property

@@ -16,22 +16,27 @@ MAX_TEMPERATURE = 1e6
 MAX_REPETITION_PENALTY = 1e6
 MAX_LOGIT_BIAS = 1e12
 MAX_LOGPROBS = 1 << 20
+MAX_LOGPROB_TOKEN_IDS = 1024  # each is one more pass over a row's logits in every step
 MAX_PATTERN_SIZE = 2048  # every distance up to it may be looked at after each token
 MAX_STOP_STRINGS = 1024  # each is looked for after every token
 MAX_BAD_WORDS = 1024  # each is tokenized twice and compared with the last tokens in every step
 MAX_BAD_WORD_LENGTH = 1024  # characters
+MAX_THINKING_BUDGET = 1 << 40
+MAX_THINKING_MARK = 16  # tokens of a mark that begins or ends thinking
 
 _INTEGERS = (
-    *("n", "top_k", "seed", "max_tokens", "min_tokens"),
+    *("n", "top_k", "seed", "max_tokens", "min_tokens", "thinking_token_budget"),
     *("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "stream_interval"),
 )
-_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
+_OPTIONAL = frozenset(
+    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"}
+)
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _BOOLEANS = (
     *("ignore_eos", "detokenize", "skip_special_tokens"),
     *("spaces_between_special_tokens", "include_stop_str_in_output"),
 )
-_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
@@ -73,6 +78,14 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_
         )
 
 
+class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens between which a model thinks."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool  # whether the prompt ends inside of thinking
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """How to choose tokens and when to stop. Names and meanings follow vLLM's class of the same name."""
 
@@ -108,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Return the top-k log-probabilities, k being this number, and the sampled token's; -1 for all."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Return the log-probabilities of these token ids too, at every position; without logprobs, as if it were 0."""
     detokenize: bool = True
     """Turn tokens into text; without it only token ids are returned."""
     skip_special_tokens: bool = True
@@ -136,6 +151,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """A schema, a regular expression, choices or a grammar that the output obeys."""
     repetition_detection: RepetitionDetectionParams | None = None
     """End an output that repeats itself, with the finish reason "repetition"."""
+    thinking_token_budget: int | None = None
+    """The most tokens of thinking: the mark that ends it is forced then, where the model's format has one."""
+    thinking_marks: ThinkingMarks | None = None
+    """The marks of thinking as token ids. The frontend fills this in: the engine knows no text."""
     extra_args: dict[str, Any] | None = None
     """Values for plug-ins; Quire itself reads none."""
 
@@ -149,6 +168,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
         self._check_types()
         self._check_values()
+        if self.logprob_token_ids and self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", 0)
 
     @property
     def greedy(self) -> bool:
@@ -216,6 +237,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or -1 <= value <= MAX_LOGPROBS, name, value, "-1 (all), 0 or positive")
+        budget = self.thinking_token_budget
+        _require(
+            budget is None or 0 <= budget <= MAX_THINKING_BUDGET, "thinking_token_budget", budget, "0 or positive"
+        )
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids holds {len(self.logprob_token_ids)} token ids; give at most"
+                f" {MAX_LOGPROB_TOKEN_IDS}",
+                "logprob_token_ids",
+            )
         _require(
             self.truncate_prompt_tokens is None
             or self.truncate_prompt_tokens == -1

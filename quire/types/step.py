@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.types.request import PromptEmbeds
 from quire.types.sampling import PoolingParams, SamplingParams
 
 
@@ -25,6 +26,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: tuple[int, ...]
+    prompt_embeds: PromptEmbeds | None = None  # in place of the embeddings of the prompt's tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -61,11 +63,12 @@ class MaskedRow(NamedTuple):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token, then the likeliest ones."""
+    """Log-probabilities at one position: of the chosen (or prompt) token, the top ones, and those asked for by id."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int  # rank of the chosen token, 1 is the likeliest
+    asked_ranks: list[int] = []  # of the last tokens, which the request asked for by id
 
 
 class Pooled(msgspec.Struct, frozen=True, array_like=True):

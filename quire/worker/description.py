@@ -13,6 +13,7 @@ from quire.worker.ledger import MemoryLedger
 class WorkerDescription:
     architecture: str
     vocab_size: int
+    hidden_size: int
     settings: ResolvedConfig
     ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context
     step_times: tuple[float, float, float, float]  # of a middling model on this device, see Platform

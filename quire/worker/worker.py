@@ -13,7 +13,7 @@ from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.mapper import Progress, load_weights
-from quire.models.base import Model
+from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.platform.allocator import return_free_memory
 from quire.runner.block_tables import BlockTables
@@ -22,6 +22,7 @@ from quire.runner.eager import Eager, Padding
 from quire.runner.forward import StepProgram
 from quire.runner.logits import LogitsHead
 from quire.runner.pooling import Pooler
+from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
@@ -92,6 +93,7 @@ class Worker:
         self.description = WorkerDescription(
             architecture=plan.model_config["architectures"][0],
             vocab_size=plan.description.vocab_size,
+            hidden_size=plan.description.hidden_size,
             settings=settings,
             ledger=ledger,
             step_times=self.platform.step_times,
@@ -158,6 +160,8 @@ def build_runner(
     sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
     with platform.device:
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
+    if isinstance(model, CausalLM):
+        inputs = PromptEmbedInputs(inputs, model.embed, plan.context.dtype, platform.device)
     program = StepProgram(model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)

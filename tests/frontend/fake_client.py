@@ -180,7 +180,9 @@ class FakeClient(EngineClient):
             tokens,
             reason,
             stop_reason,
-            None if params.logprobs is None else [logprobs_of(token, params.logprobs) for token in tokens],
+            None
+            if params.logprobs is None
+            else [logprobs_of(token, params.logprobs, params.logprob_token_ids) for token in tokens],
             prompt_logprobs,
             0 if first else -1,
             self._errors.get(request.request_id),
@@ -207,7 +209,11 @@ class PoolingClient(FakeClient):
         return EngineOutput(request.request_id, [], "stop", num_cached_tokens=0, pooled=pooled)
 
 
-def logprobs_of(token: int, count: int) -> TokenLogprobs:
-    """The chosen token is always the second likeliest; each rank is half as likely as the one before."""
+def logprobs_of(token: int, count: int, asked: Sequence[int] = ()) -> TokenLogprobs:
+    """The chosen token is always the second likeliest; each rank is less likely than the one before by 1.
+
+    Tokens that are asked for by id are said to have their ids as ranks.
+    """
     likeliest = [(token + 1 + i) % VOCAB_SIZE if i != 1 else token for i in range(count)]
-    return TokenLogprobs([token, *likeliest], [-2.0, *(-1.0 - i for i in range(count))], 2)
+    logprobs = [-2.0, *(-1.0 - i for i in range(count)), *(float(-other) for other in asked)]
+    return TokenLogprobs([token, *likeliest, *asked], logprobs, 2, list(asked))

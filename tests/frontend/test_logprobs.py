@@ -26,3 +26,12 @@ def test_a_token_is_named_once() -> None:
     for _ in range(3):
         decoder.decode(TokenLogprobs([7, 5], [-1.0, -2.0], rank=1))
     assert asked == [7, 5]
+
+
+def test_tokens_asked_for_by_id_come_last_with_their_own_ranks() -> None:
+    position = TokenLogprobs([7, 5, 7, 90, 5], [-2.0, -1.0, -2.0, -8.0, -1.0], rank=2, asked_ranks=[70, 1])
+    assert list(LogprobsDecoder(None).decode(position).items()) == [
+        (7, Logprob(-2.0, 2, None)),
+        (5, Logprob(-1.0, 1, None)),
+        (90, Logprob(-8.0, 70, None)),
+    ]

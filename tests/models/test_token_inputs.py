@@ -26,6 +26,7 @@ from quire.ops.base import Target
 from quire.ops.embedding import embed_from
 from quire.ops.rope import apply_rope
 from quire.runner.eager import Eager
+from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.types.errors import ModelError
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
@@ -158,7 +159,9 @@ def answers(folder: Path, **settings: Any) -> tuple[list[Answer], ImageInputs]:
     for index, prompt in enumerate(PROMPTS):
         driver.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True))
         driver.step()
-    inputs = runner_of(core).inputs
+    wrapped = runner_of(core).inputs
+    assert isinstance(wrapped, PromptEmbedInputs)
+    inputs = wrapped.inner
     assert isinstance(inputs, ImageInputs)
     return list(driver.finish().values()), inputs
 

@@ -10,10 +10,11 @@ from quire.runner.sampling.base import Feature
 from quire.runner.sampling.edits import Edits
 from quire.runner.sampling.logits_processors import LogitsProcessor, LogitsProcessors
 from quire.runner.sampling.penalties import Penalties
+from quire.runner.sampling.thinking_budget import ThinkingBudget
 
 MakeFeature = Callable[[int, int, torch.device], Feature]  # vocab_size, max_rows, device
 
-FEATURES: list[MakeFeature] = [Edits, Penalties]
+FEATURES: list[MakeFeature] = [Edits, Penalties, ThinkingBudget]
 
 
 def sampling_features(processors: Sequence[type[LogitsProcessor]]) -> list[MakeFeature]:

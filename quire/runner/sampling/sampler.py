@@ -3,7 +3,7 @@
 Order, with the results of vLLM's:
 
 1. masks: the grammar's, and that of allowed_token_ids
-2. the features of registry.py: edits (logit_bias, min_tokens, bad_words), then penalties
+2. the features of registry.py: edits (logit_bias, min_tokens, bad_words), penalties, the end of thinking
 3. greedy rows take the highest logit, the lower id among equals; for the others
 4. temperature, min_p, top_k, top_p, then argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
 5. log-probabilities, of the logits as the model gave them
@@ -27,6 +27,7 @@ from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.logprobs import LOGPROBS
 from quire.runner.sampling import allowed_tokens, grammar_masks
 from quire.runner.sampling.allowed_tokens import AllowedTokens
+from quire.runner.sampling.asked_logprobs import AskedLogprobs
 from quire.runner.sampling.base import Feature, RowState
 from quire.runner.sampling.draw import DrawTable
 from quire.runner.sampling.grammar_masks import GrammarMasks
@@ -70,6 +71,7 @@ class Sampler:
         ]
         self._draw_table = DrawTable(*place)
         self._logprobs = Logprobs(vocab_size)
+        self.asked_logprobs = AskedLogprobs(device)
         self._max_rows = max_rows
         target = Target(device.type)
         self._keep_allowed = KEEP_ALLOWED.bind(target)
@@ -110,6 +112,7 @@ class Sampler:
             self._sampled.add(row)
         self._draw_table.set(row, params)
         self._logprobs.add_request(row, start)
+        self.asked_logprobs.add_request(row, start)
 
     def remove_request(self, row: int) -> None:
         """Forget the row; one that is not there does no harm."""
@@ -119,6 +122,7 @@ class Sampler:
         self._asked.pop(row, None)
         self._sampled.discard(row)
         self._logprobs.remove_request(row)
+        self.asked_logprobs.remove_request(row)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device. Call it before `sample`, after adding and removing rows."""
@@ -150,6 +154,7 @@ class Sampler:
             groups=frozenset(feature.group for feature in asked),
             logprobs=most,
             eager=is_wide
+            or bool(self.asked_logprobs.wanted(row_list))
             or any(not feature.capturable for feature in asked)
             or any(feature.is_oversized(row) for row in asking for feature in self._asked[row]),
         )

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.frontend.thinking import thinks_between_marks
 from quire.server.anthropic.convert import conversation_of
 from quire.server.anthropic.events import content_block, stop_info, stream_events, usage_of
 from quire.server.anthropic.protocol import (
@@ -127,6 +128,9 @@ def _params(context: ServerContext, body: MessagesRequest) -> SamplingParams:
     if body.stop_sequences:
         stop = given.get("stop", ())
         given["stop"] = [*((stop,) if isinstance(stop, str) else stop), *body.stop_sequences]
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and thinks_between_marks(context.text):  # clients send it to every model
+        given.setdefault("thinking_token_budget", budget)
     return msgspec.structs.replace(context.text.chat_params(), **given)
 
 

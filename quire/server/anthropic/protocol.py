@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.template_fields import TemplateFields
-from quire.server.generation.fields import GenerationFields, SmallInt
+from quire.server.generation.fields import INT32, GenerationFields, SmallInt
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -56,6 +56,9 @@ class Thinking(BaseModel):
 
     type: str
     display: str | None = None
+    budget_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = Field(
+        None, description="The most tokens of thinking; the mark that ends it is forced then."
+    )
 
 
 class FormatField(BaseModel):

@@ -51,6 +51,7 @@ def resolve_formats(text: TextModel, settings: ServerConfig) -> Formats:
     logger.info("tool calls are read as %s, thinking as %s", tool or "text", reasoning or "text")
     if "auto" in (settings.tool_call_parser, settings.reasoning_parser):
         logger.info("how formats were found: %s", why)
+    text.reasoning_format = reasoning
     return Formats(tool, reasoning, knows_tools, knows_calls, _special_tokens(text))
 
 

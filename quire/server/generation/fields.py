@@ -65,6 +65,9 @@ class GenerationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where a prompt is truncated: left keeps its last tokens, right its first; left."
     )
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT32)] | None = Field(
+        None, description="The most tokens of thinking; the mark that ends it is forced then."
+    )
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -15,6 +15,7 @@ from quire.metrics.tracing import TRACE_HEADERS
 from quire.server.conversation.prepare import PreparedConversation
 from quire.server.generation.fields import GenerationFields, engine_prompt
 from quire.server.middleware import is_request_id, request_id_of
+from quire.types.beam_search import BeamSearchParams
 from quire.types.errors import RequestError
 from quire.types.sampling import SamplingParams
 
@@ -48,6 +49,8 @@ class Generation:
     format_field: str | None = None
     """What the request calls the grammar of its answer."""
     params: SamplingParams
+    beam_search: BeamSearchParams | None = None
+    """The search for the completions, if nothing is sampled."""
     reading: Reading | None = None
     """How the answer is read, where it is more than text."""
     priority: int
@@ -81,6 +84,7 @@ def conversation_generation(
     model: str,
     prompt_field: str,
     add_special_tokens: bool = False,
+    beam_search: BeamSearchParams | None = None,
 ) -> Generation:
     """The request for the answer to a conversation."""
     return Generation(
@@ -90,6 +94,7 @@ def conversation_generation(
         prompt_field=prompt_field,
         format_field=prepared.format_field,
         params=prepared.params,
+        beam_search=beam_search,
         reading=prepared.reading,
         priority=body.priority or 0,
         add_special_tokens=add_special_tokens,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from quire.frontend.async_beam_search import beam_search
 from quire.frontend.async_engine import AsyncEngine
 from quire.server.context import ServerContext
 from quire.server.errors import addressed
@@ -27,8 +28,9 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
         for prompt in prompts:
             logger.info("%s: %r with %s", generation.ids.engine, prompt, params)
     field = "n" if len(prompts) == 1 else generation.prompt_field
+    width = params.n if generation.beam_search is None else generation.beam_search.beam_width
     with (
-        context.admission.enter(params.n * len(prompts), engine.info.max_num_seqs, field),
+        context.admission.enter(width * len(prompts), engine.info.max_num_seqs, field),
         addressed(request_fields(generation)),
     ):
         async with aclosing(merged(_streams(engine, generation))) as outputs:
@@ -38,7 +40,21 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
 
 def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator[RequestOutput, None]]:
     """One stream for each prompt; a request is sent when its stream is first read."""
-    prompts = generation.prompts
+    prompts, beam = generation.prompts, generation.beam_search
+    if beam is not None:
+        return [
+            beam_search(
+                engine,
+                prompt,
+                generation.params,
+                beam,
+                f"{generation.ids.engine}-{index}",
+                priority=generation.priority,
+                add_special_tokens=generation.add_special_tokens,
+                reading=generation.reading,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
     return [
         engine.generate(
             prompt,

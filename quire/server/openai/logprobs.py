@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -50,18 +50,22 @@ class PromptLogprob(msgspec.Struct):
 class LogprobsFormatter:
     """Names tokens for one request."""
 
-    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool, asked: Collection[int] = ()) -> None:
+        """`asked`: token ids that the request names, which are shown besides the top ones."""
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
+        self._asked = frozenset(asked)
 
     def chat(self, positions: Iterable[LogprobsAtPosition], num_top: int) -> ChatLogprobs:
-        """With the top `num_top` logprobs of each position; -1 for all."""
+        """With the top `num_top` logprobs of each position, -1 for all, and those of the tokens asked for by id."""
         content = []
         for position in positions:
             # The sampled token comes first, then the top logprobs by rank; it may be one of them.
             (chosen, chosen_logprob), *_ = position.items()
             ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
             shown = ranked if num_top < 0 else ranked[:num_top]
+            if self._asked and num_top >= 0:
+                shown += [item for item in ranked[num_top:] if item[0] in self._asked]
             top = [self._top(token, logprob) for token, logprob in shown]
             entry = self._top(chosen, chosen_logprob)
             content.append(ChatLogprob(entry.token, entry.logprob, entry.bytes, top))

@@ -6,8 +6,9 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from quire.config.groups import ServerConfig
-from quire.server.generation.fields import GenerationFields, SmallInt
+from quire.server.generation.fields import GenerationFields, SmallInt, TokenIds
 from quire.server.openai.structured import ResponseFormat
+from quire.types.beam_search import BeamSearchParams
 from quire.types.errors import RequestError
 from quire.types.sampling import OutputKind, SamplingParams
 
@@ -24,6 +25,18 @@ class SamplingFields(GenerationFields):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: SmallInt | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Token ids whose log-probabilities are told too, at every position; logprobs is implied."
+    )
+    use_beam_search: bool | None = Field(
+        None, description="Search for the n likeliest completions; nothing is sampled."
+    )
+    beam_width: SmallInt | None = Field(
+        None, ge=1, description="How many beams a search keeps, of which the n best are returned; n."
+    )
+    length_penalty: float | None = Field(
+        None, description="A beam's score is its log-probability, divided by its length to this power; 1."
+    )
     return_token_ids: bool | None = Field(None, description="Add the token ids of prompt and completion.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
@@ -58,9 +71,42 @@ def sampling_params(
     check_n("n", params.n, settings)
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         check_logprobs(name, count, settings.max_logprobs)
+    check_logprob_token_ids(params, settings.max_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not supported with stream; leave one of them out", "prompt_logprobs")
     return params
+
+
+# What a search would not obey: it ranks by the model's own log-probabilities, and ends at end-of-sequence tokens.
+_NOT_SEARCHED = (
+    *("stop", "stop_token_ids", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
+    *("structured_outputs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget"),
+)
+
+
+def beam_search_params(
+    body: SamplingFields, params: SamplingParams, base: SamplingParams, settings: ServerConfig, max_model_len: int
+) -> BeamSearchParams | None:
+    """The search that a request asks for, if it asks for one. `params` are its parameters over `base`."""
+    if not body.use_beam_search:
+        for name in ("beam_width", "length_penalty"):
+            if getattr(body, name) not in (None, 1):
+                raise RequestError(f"{name} is given without use_beam_search; set that to true", name)
+        return None
+    for name in _NOT_SEARCHED:
+        if getattr(params, name) != getattr(base, name):
+            raise RequestError(f"{name} is not supported with use_beam_search; leave one of them out", name)
+    width = params.n if body.beam_width is None else body.beam_width
+    check_n("beam_width", width, settings)
+    if width < params.n:
+        raise RequestError(f"beam_width is {width} but must be at least n ({params.n})", "beam_width")
+    return BeamSearchParams(
+        beam_width=width,
+        max_tokens=params.max_tokens or max_model_len,
+        ignore_eos=params.ignore_eos,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+    )
 
 
 def check_n(field: str, count: int, settings: ServerConfig) -> None:
@@ -73,6 +119,16 @@ def check_logprobs(field: str, count: int | None, limit: int) -> None:
         raise RequestError(
             f"{field} is {count} but this server gives 0 to {limit} log-probabilities per token (--max-logprobs)",
             field,
+        )
+
+
+def check_logprob_token_ids(params: SamplingParams, limit: int) -> None:
+    count = len(params.logprob_token_ids)
+    if limit != -1 and count > limit:
+        raise RequestError(
+            f"logprob_token_ids holds {count} token ids but this server gives at most {limit} log-probabilities per"
+            " token (--max-logprobs)",
+            "logprob_token_ids",
         )
 
 

@@ -21,7 +21,9 @@ class Shown:
         self._return_token_ids = bool(body.return_token_ids)
         self.formatter: LogprobsFormatter | None = None
         if with_logprobs:
-            self.formatter = LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids))
+            self.formatter = LogprobsFormatter(
+                context.tokenizer(), bool(body.return_tokens_as_token_ids), body.logprob_token_ids or ()
+            )
 
     @property
     def tokens(self) -> bool:

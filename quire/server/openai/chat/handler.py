@@ -30,7 +30,7 @@ from quire.server.openai.chat.protocol import (
     Delta,
 )
 from quire.server.openai.logprobs import ChatLogprobs, prompt_logprobs
-from quire.server.openai.sampling import check_logprobs, check_stream_options, sampling_params
+from quire.server.openai.sampling import beam_search_params, check_logprobs, check_stream_options, sampling_params
 from quire.server.openai.shown import Shown
 from quire.server.openai.usage import Usage, usage_of
 from quire.server.sse import ACCEPTED, EventStream, event, while_connected
@@ -75,6 +75,9 @@ async def make_generation(
         model=model,
         prompt_field="messages",
         add_special_tokens=bool(body.add_special_tokens),
+        beam_search=beam_search_params(
+            body, prepared.params, context.text.chat_params(), context.settings, engine.info.max_model_len
+        ),
     )
     return generation, prepared
 

@@ -23,7 +23,7 @@ from quire.server.generation.run import finished_outputs, run
 from quire.server.generation.usage import UsageCounter
 from quire.server.openai.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobsFormatter, concatenated, prompt_logprobs
-from quire.server.openai.sampling import check_n, check_stream_options, sampling_params
+from quire.server.openai.sampling import beam_search_params, check_n, check_stream_options, sampling_params
 from quire.server.openai.shown import Shown
 from quire.server.openai.structured import output_format
 from quire.server.openai.usage import Usage, usage_of
@@ -51,16 +51,21 @@ def make_generation(context: ServerContext, body: CompletionRequest, request: Re
     check_best_of(body)
     if body.suffix and body.echo:
         raise RequestError("suffix is given with echo; leave one of them out", "suffix")
-    prompts = prompts_of(body)
+    if body.prompt_embeds is not None:
+        check_embeds(body)
     engine = context.provider.engine
     wanted = output_format(body.response_format, body.structured_outputs)
+    params = _params(context, body, engine.info.max_model_len, wanted)
     return Generation(
         ids=ids_of("cmpl-", body, request),
         model=model,
-        prompts=[_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts],
-        prompt_field="prompt",
+        prompts=engine_prompts(body),
+        prompt_field="prompt" if body.prompt_embeds is None else "prompt_embeds",
         format_field=None if wanted is None else wanted.where,
-        params=_params(context, body, engine.info.max_model_len, wanted),
+        params=params,
+        beam_search=beam_search_params(
+            body, params, context.text.defaults.params, context.settings, engine.info.max_model_len
+        ),
         priority=body.priority or 0,
         add_special_tokens=body.add_special_tokens is not False,
         origin=origin_of(request),
@@ -71,6 +76,8 @@ def check_best_of(body: CompletionRequest) -> None:
     if body.best_of is None:
         return
     n = 1 if body.n is None else body.n
+    if body.use_beam_search and body.best_of > n:
+        raise RequestError("best_of is given with use_beam_search; use beam_width instead", "best_of")
     if body.best_of < n:
         raise RequestError(f"best_of is {body.best_of} but must be at least n ({n})", "best_of")
     if body.stream and body.best_of > n:
@@ -81,9 +88,25 @@ def _with_suffix(prompt: dict[str, Any], suffix: str | None) -> dict[str, Any]:
     return {**prompt, "suffix": suffix} if suffix else prompt
 
 
+def check_embeds(body: CompletionRequest) -> None:
+    for name in ("prompt", "suffix", "echo", "use_beam_search"):
+        if getattr(body, name):
+            raise RequestError(f"{name} is given with prompt_embeds; leave one of them out", name)
+
+
+def engine_prompts(body: CompletionRequest) -> list[dict[str, Any]]:
+    if body.prompt_embeds is not None:
+        return [
+            {**engine_prompt(body, []), "prompt_token_ids": None, "prompt_embeds": body.prompt_embeds.model_dump()}
+        ]
+    return [_with_suffix(engine_prompt(body, prompt), body.suffix) for prompt in prompts_of(body)]
+
+
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """The prompts as a list: a text or a list of integers is one prompt."""
     prompt = body.prompt
+    if prompt is None:
+        raise RequestError("prompt is missing; give it", "prompt")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -141,7 +164,7 @@ class CompletionAnswer:
         self._no_tokens = body.max_tokens == 0
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice: where in its text the next token begins
-        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None)
+        self._shown = Shown(context, body, with_logprobs=body.logprobs is not None or bool(body.logprob_token_ids))
 
     async def body(self) -> bytes:
         outputs = await finished_outputs(self._context, self._generation)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.generation.fields import SmallInt, TokenIds
 from quire.server.openai.logprobs import CompletionLogprobs, PromptLogprob
@@ -18,11 +18,24 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
+class PromptEmbedsField(BaseModel):
+    """A plain array; see docs/guides/serving.md."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    data: str = Field(description="The base64 of the values, in C order, little-endian.")
+    shape: Annotated[list[SmallInt], Field(min_length=2, max_length=2)] = Field(description="[tokens, hidden size]")
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+
 class CompletionRequest(SamplingFields):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time", "max_tokens": 32}]})
 
-    prompt: str | TokenIds | Texts | TokenIdLists = Field(
-        description="Text, a list of texts, token ids, or a list of lists of token ids."
+    prompt: str | TokenIds | Texts | TokenIdLists | None = Field(
+        None, description="Text, a list of texts, token ids, or a list of lists of token ids."
+    )
+    prompt_embeds: PromptEmbedsField | None = Field(
+        None, description="Embeddings in place of a prompt, if the server was started with --enable-prompt-embeds."
     )
     max_tokens: int | None = Field(None, description="Clamped to what the context leaves; 0 with echo only echoes.")
     logprobs: int | None = Field(None, description="How many candidates per token.")

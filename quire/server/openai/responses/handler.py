@@ -25,7 +25,7 @@ from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_t
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.run import Plan, begin, fail, run_response
 from quire.server.openai.responses.store import ResponseStore, StoredResponse
-from quire.server.openai.sampling import check_logprobs
+from quire.server.openai.sampling import check_logprob_token_ids, check_logprobs
 from quire.server.sse import KEEP_ALIVE, EventStream, named_event, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.utils.log import get_logger
@@ -107,6 +107,7 @@ class Responses:
         items = [self._resolved(item, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
         toolbox = toolbox_of(body.tools, await list_remote_tools(context.tool_servers, body.tools))
         params = params_of(context, body)
+        check_logprob_token_ids(params, context.settings.max_logprobs)
         maker = TurnMaker(
             context=context,
             body=body,
@@ -133,7 +134,9 @@ class Responses:
             items=items,
             formatter=None
             if params.logprobs is None
-            else LogprobsFormatter(context.tokenizer(), bool(body.return_tokens_as_token_ids)),
+            else LogprobsFormatter(
+                context.tokenizer(), bool(body.return_tokens_as_token_ids), params.logprob_token_ids
+            ),
             max_tokens=max_tokens,
         )
 

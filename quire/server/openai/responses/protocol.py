@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.conversation.schema_check import SchemaReport
 from quire.server.conversation.template_fields import TemplateFields
-from quire.server.generation.fields import GenerationFields, SmallInt
+from quire.server.generation.fields import GenerationFields, SmallInt, TokenIds
 from quire.server.openai.logprobs import ChatLogprob
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -62,6 +62,9 @@ class ResponsesRequest(GenerationFields, TemplateFields):
     background: bool | None = None
     max_output_tokens: SmallInt | None = Field(None, ge=1, description="Clamped to what the context leaves.")
     top_logprobs: SmallInt | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Token ids whose log-probabilities are told too, at every position of the text."
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
     )

@@ -1,0 +1,77 @@
+"""Beam search: what a caller may ask of it, and what it gives. Names and meanings follow vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.types.errors import RequestError
+from quire.types.outputs import LogprobsAtPosition
+from quire.types.request import FinishReason
+
+MAX_BEAM_WIDTH = 1024  # each beam asks for twice as many log-probabilities, and is a request of its own
+MAX_LENGTH_PENALTY = 16.0  # a context's length to this power is still a finite number
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search for the likeliest outputs."""
+
+    beam_width: int
+    """How many sequences are kept after each token, and returned."""
+    max_tokens: int
+    """The most tokens to generate."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    temperature: float = 0.0
+    """No effect: sequences are ranked by the model's own log-probabilities."""
+    length_penalty: float = 1.0
+    """A sequence's score is its log-probability, divided by its length to this power."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in the text of a completion."""
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.beam_width) is int and 1 <= self.beam_width <= MAX_BEAM_WIDTH,
+            "beam_width",
+            self.beam_width,
+            f"an integer from 1 to {MAX_BEAM_WIDTH}",
+        )
+        _require(
+            type(self.max_tokens) is int and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "an integer, 1 or more",
+        )
+        _require(
+            isinstance(self.length_penalty, int | float) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
+            "length_penalty",
+            self.length_penalty,
+            f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
+        )
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence: the prompt and what was found after it."""
+
+    tokens: list[int]
+    logprobs: list[LogprobsAtPosition] = field(default_factory=list)
+    """For each token that was found, the candidates it was one of."""
+    cum_logprob: float = 0.0
+    text: str | None = None
+    """Of the whole sequence, with the prompt; set for sequences that are returned."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best sequences for one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def _require(condition: bool, field: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise RequestError(f"{field} is {value!r} but must be {allowed}", field)
