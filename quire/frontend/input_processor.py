@@ -22,7 +22,7 @@ from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
 from quire.types.pooling import PoolerConfig
 from quire.types.request import EngineRequest, PromptEmbeds
-from quire.types.sampling import PoolingParams, SamplingParams, ThinkingMarks
+from quire.types.sampling import MAX_THINKING_MARK, PoolingParams, SamplingParams, ThinkingMarks
 from quire.types.structured import GrammarSource, Vocabulary
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -415,6 +415,14 @@ class InputProcessor:
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("logit_bias", params.logit_bias or ())
         self._check_token_ids("logprob_token_ids", params.logprob_token_ids)
+        marks = params.thinking_marks or ThinkingMarks()
+        for ids in (marks.begin, marks.end):
+            self._check_token_ids("thinking_marks", ids)
+            if len(ids) > MAX_THINKING_MARK:
+                raise RequestError(
+                    f"thinking_marks has a mark of {len(ids)} tokens; give at most {MAX_THINKING_MARK}",
+                    "thinking_marks",
+                )
         for ids in params.bad_words_token_ids:
             self._check_token_ids("bad_words_token_ids", ids)
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

@@ -81,9 +81,9 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_
 class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
     """The tokens between which a model thinks."""
 
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    is_open: bool  # whether the prompt ends inside of thinking
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()  # none: thinking cannot be ended
+    is_open: bool = False  # whether the prompt ends inside of thinking
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

@@ -44,7 +44,7 @@ class ThinkingBudget(Feature):
     def add_request(self, row: int, start: RowStart) -> bool:
         params = sampling_params(start)
         budget, marks = params.thinking_token_budget, params.thinking_marks
-        if budget is None or marks is None:
+        if budget is None or marks is None or not marks.end:
             return False
         self._asking.add(row)
         self._limits.set(row, budget, len(marks.begin), len(marks.end))
