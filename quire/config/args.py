@@ -33,6 +33,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
         "output_kind",
         "stream_interval",
         "bad_words_token_ids",
+        "thinking_marks",
         "extra_args",
     }
 )
