@@ -28,6 +28,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
     {
         "n",
         "logprobs",
+        "logprob_token_ids",
         "prompt_logprobs",
         "detokenize",
         "output_kind",
