@@ -7,11 +7,18 @@ from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
+from quire.server.generation.fields import TokenIds
 from quire.server.openai.chat.handler import create_chat_completion
 from quire.server.openai.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from quire.server.openai.completions.handler import create_completion
-from quire.server.openai.completions.protocol import Completion, CompletionRequest
+from quire.server.openai.completions.protocol import Completion, CompletionRequest, Texts, TokenIdLists
 from quire.server.openapi import answers
+
+
+class PromptRequest(CompletionRequest):
+    """A completion's request with its prompt, by which it is told from a chat's."""
+
+    prompt: str | TokenIds | Texts | TokenIdLists
 
 
 def invocations_router(context: ServerContext) -> APIRouter:
@@ -22,7 +29,7 @@ def invocations_router(context: ServerContext) -> APIRouter:
         response_class=Response,
         responses=answers(ChatCompletion | Completion, ChatCompletionChunk | Completion),
     )
-    async def invocations(body: ChatCompletionRequest | CompletionRequest, request: Request) -> Response:
+    async def invocations(body: ChatCompletionRequest | PromptRequest, request: Request) -> Response:
         """A chat completion for `messages`, a completion for `prompt`."""
         if isinstance(body, ChatCompletionRequest):
             return await create_chat_completion(context, body, request)
