@@ -131,7 +131,7 @@ class AttentionBackend(ABC):
 
     def lacks(self, spec: AttentionSpec) -> str | None:
         """What a layer asks for and this backend does not do; None if it does all."""
-        return None if spec.causal else "bidirectional attention"
+        return None
 
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""

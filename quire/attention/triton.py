@@ -113,6 +113,9 @@ class TritonAttention(AttentionBackend):
     unavailable = staticmethod(launch.unavailable)
     multiprocessors = staticmethod(launch.multiprocessors)
 
+    def lacks(self, spec: AttentionSpec) -> str | None:
+        return None if spec.causal else "bidirectional attention"
+
     def start(self) -> None:
         reason = self.unavailable()
         if reason is not None:

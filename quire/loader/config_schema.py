@@ -88,6 +88,16 @@ class ConfigSchema(msgspec.Struct):
     logits_scaling: Positive | None = None
     num_experts: Count | None = None
     num_local_experts: Count | None = None
+    type_vocab_size: Count | None = None
+    pad_token_id: TokenId | None = None
+    layer_norm_eps: Positive | None = None
+    position_embedding_type: str | None = None
+    is_decoder: bool | None = None
+    activation: str | None = None
+    dim: Count | None = None
+    hidden_dim: Count | None = None
+    n_layers: Layers | None = None
+    n_heads: Count | None = None
     n_routed_experts: Count | None = None
     moe_num_experts: Count | None = None
     num_experts_per_tok: Count | None = None

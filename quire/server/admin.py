@@ -30,6 +30,7 @@ class Version(msgspec.Struct):
 
 
 class EngineSummary(msgspec.Struct):
+    architecture: str
     vocab_size: int
     max_model_len: int
     block_size: int

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.types.events import Event
 from quire.types.request import FinishReason
 from quire.types.step import Pooled, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PooledT = TypeVar("PooledT")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,13 @@ def corpus_jobs() -> list[Job]:
     return [Job(f"{index:02d}", job.token_ids, job.params, job.grammar) for index, job in enumerate(jobs)]
 
 
+LOGPROBS = attrgetter("logprobs", "prompt_logprobs")
+
+
 def digest(answer: Answer) -> str:
     """Sixteen digits over all that was answered, log-probabilities to the bit."""
-    content = (answer.token_ids, answer.logprobs, answer.prompt_logprobs, answer.finish_reason, answer.error)
+    logprobs = [[(at.token_ids, at.logprobs, at.rank) for at in told] if told else told for told in LOGPROBS(answer)]
+    content = (answer.token_ids, *logprobs, answer.finish_reason, answer.error)
     return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:16]
 
 

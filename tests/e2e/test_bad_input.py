@@ -142,7 +142,7 @@ def test_a_truncated_gguf(tmp_path: Path, keep: float, capsys: pytest.CaptureFix
     ("settings", "kind", "message"),
     [
         ({"model": "/no/such/model"}, errors.ModelNotFoundError, "no model '/no/such/model'.*check the spelling"),
-        ({"model": "smollm3"}, errors.ModelNotFoundError, r"no model 'smollm3'.* alias \(smollm2\)"),
+        ({"model": "smollm3"}, errors.ModelNotFoundError, r"no model 'smollm3'.* alias \(minilm, smollm2\)"),
         ({"max_len": 3}, errors.ConfigError, "unknown setting 'max_len'; known: "),
         ({"max_model_len": 4096}, errors.MemoryPlanError, "trained for 512 tokens; set --max-model-len 512"),
         ({"kv_cache_memory": 1000}, errors.MemoryPlanError, "kv_cache_memory is 1000B.*--kv-cache-memory 1MiB"),

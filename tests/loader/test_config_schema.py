@@ -12,8 +12,9 @@ import pytest
 from quire.loader.config_schema import ConfigSchema, LayeredRopeSchema
 from quire.loader.hub import ModelSource
 from quire.loader.model_config import load_config
-from quire.models.registry import ARCHITECTURES, describe
+from quire.models.registry import describe
 from quire.types.errors import CheckpointError, ModelError
+from tests.models.architectures import GENERATORS
 from tests.models.zoo import EXPERT_KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def load(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return load_config(ModelSource(path=folder, kind="folder", name="tiny"))
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES])
+@pytest.mark.parametrize("architecture", GENERATORS)
 def test_any_value_is_taken_or_refused_by_name(tmp_path: Path, architecture: str) -> None:
     refused: list[tuple[str, str]] = []
     for key in ConfigSchema.__struct_fields__:

@@ -15,8 +15,9 @@ from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.dummy import fill_dummy
 from quire.loader.mapper import LISTED, count_parameters, load_weights, planned_bytes
 from quire.models.base import BuildContext, CausalLM
-from quire.models.registry import ARCHITECTURES, model_class
+from quire.models.registry import model_class
 from quire.types.errors import WeightMismatchError
+from tests.models.architectures import GENERATORS
 from tests.models.zoo import EXPERT_KEYS
 
 CONFIG: dict[str, Any] = {
@@ -167,7 +168,7 @@ def test_a_tensor_that_breaks_its_announcement_is_refused() -> None:
         load_weights(build(), checkpoint)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GENERATORS)
 def test_every_parameter_of_every_architecture_has_a_checkpoint_name(architecture: str) -> None:
     """`checkpoint_name` inverts `resolve`, so errors can name what a user would look for."""
     model = build(architectures=[architecture], sliding_window=8, head_dim=4, **EXPERT_KEYS)

@@ -11,7 +11,7 @@ from quire.attention.base import make_batch
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.loader.dummy import fill_dummy
 from quire.models.decoder import DecoderLM
-from quire.models.registry import ARCHITECTURES
+from tests.models.architectures import GENERATORS
 from tests.models.harness import BACKEND, BLOCK_SIZE, PagedSequence, build
 from tests.models.zoo import EXPERT_KEYS, SIZES
 
@@ -51,7 +51,7 @@ def test_two_halves_of_the_stack_give_the_whole(architecture: str) -> None:
     assert torch.equal(model.model.norm(late[4]), expected)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GENERATORS)
 def test_wanted_tokens_are_what_the_whole_gives_there(torch_kernels: None, architecture: str) -> None:
     model = make(architecture)
     sequence = PagedSequence(model, 16)
@@ -80,7 +80,7 @@ def test_inputs_embeds_replace_the_tokens_and_are_not_written() -> None:
     assert torch.equal(embeds, before)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GENERATORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_runs_in_low_precision_close_to_float32(torch_kernels: None, architecture: str, dtype: torch.dtype) -> None:
     low, full = (make(architecture, kind, **ONE_EXPERT) for kind in (dtype, torch.float32))

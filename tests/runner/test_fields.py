@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.types.sampling import RepetitionDetectionParams, SamplingParams
+from quire.types.sampling import RepetitionDetectionParams, SamplingParams, ThinkingMarks
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.kernels.triton.paged import needs_triton
 from tests.runner.engines import capture_steps, run_eagerly, spy_on
@@ -23,6 +23,8 @@ AROUND: dict[str, dict[str, Any]] = {
     "ignore_eos": {"allowed_token_ids": [2]},
     "min_tokens": {"allowed_token_ids": [2, 7], "ignore_eos": False, "logit_bias": {2: 50.0}},
     "repetition_detection": {"allowed_token_ids": [7]},
+    "thinking_token_budget": {"thinking_marks": ThinkingMarks((), (50, 51), True)},
+    "thinking_marks": {"thinking_token_budget": 3},
 }
 # A value for each field that the engine reads, which changes what the request above is answered.
 PROBES: dict[str, dict[str, Any]] = {
@@ -40,6 +42,9 @@ PROBES: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 3},
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
+    "logprob_token_ids": {"logprob_token_ids": [5, 190]},
+    "thinking_token_budget": {"thinking_token_budget": 3},
+    "thinking_marks": {"thinking_marks": ThinkingMarks((), (50, 51), True)},
     "logit_bias": {"logit_bias": {33: 60.0}},
     "allowed_token_ids": {"allowed_token_ids": [7, 8]},
     "repetition_detection": {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1, min_count=2)},

@@ -58,6 +58,8 @@ class NotingBackend(AttentionBackend):
 class NotingModel:
     """Keeps what it was given; the hidden state of a token is its index in the step."""
 
+    is_bidirectional = False
+
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, embeds: None) -> Tensor:
         self.input_ids, self.positions, self.batch = input_ids, positions, batch
         tokens = torch.arange(len(input_ids)) if batch.wanted is None else batch.wanted.tokens

@@ -16,6 +16,7 @@ import pytest
 from quire.structured.guidance import GuidanceBackend
 from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarError, GrammarSource
+from tests.frontend.fake_client import PoolingClient
 from tests.runner.sampling.helpers import MAX_ROWS, make_logits, run
 from tests.runner.sampling.reference import Row
 from tests.server.body_holes import Hole, holes
@@ -39,6 +40,7 @@ def test_the_schemas_are_looked_into() -> None:
         "/v1/chat/completions/render",
         "/v1/completions",
         "/v1/completions/render",
+        "/v1/embeddings",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
@@ -64,7 +66,7 @@ async def test_every_string_with_a_lone_surrogate(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_number_with_extremes(path: str) -> None:
-    client = long_client("x")
+    client = PoolingClient() if path == "/v1/embeddings" else long_client("x")
     async with http(make_app(client)) as session:
         for hole in holes_of(path, "number"):
             for value in EXTREMES:

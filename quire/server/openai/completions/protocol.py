@@ -29,7 +29,12 @@ class PromptEmbedsField(BaseModel):
 
 
 class CompletionRequest(SamplingFields):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time", "max_tokens": 32}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"prompt": "Once upon a time", "max_tokens": 32}],
+            "required": ["prompt"],  # unless there are prompt_embeds
+        }
+    )
 
     prompt: str | TokenIds | Texts | TokenIdLists | None = Field(
         None, description="Text, a list of texts, token ids, or a list of lists of token ids."
