@@ -108,7 +108,7 @@ class TritonAttention(AttentionBackend):
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
     # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
     fused_queries = 2048
-    few_queries = FEW_QUERIES  # at most so many
+    few_queries = FEW_QUERIES  # rows of at most this many queries are one tile whose keys are split
     min_shared_rows = 8  # from this many rows of one query on, programs share all their keys evenly
     unavailable = staticmethod(launch.unavailable)
     multiprocessors = staticmethod(launch.multiprocessors)
@@ -265,7 +265,7 @@ class TritonAttention(AttentionBackend):
 
     def fills(self, programs: int) -> bool:
         """Whether programs of equal length, one a row and KV head, leave next to nothing of the device idle."""
-        at_once = 4 * self.multiprocessors()  # so many of them fit
+        at_once = 4 * self.multiprocessors()  # programs that fit on the device
         return programs >= 0.9 * at_once * -(-programs // at_once) > 0
 
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:

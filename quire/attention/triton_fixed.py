@@ -29,7 +29,7 @@ class FixedTritonAttention(TritonAttention):
     min_segment = 512  # keys
     keys_at_a_time = 64
     few_splits = 8  # programs that share the keys of a row of few queries
-    # Up to so many rows and KV heads: programs that share a row's segments, and their warps; measured on an H200.
+    # By rows times KV heads, at most: programs that share a row's segments, and their warps; measured on an H200.
     segment_shares: tuple[tuple[int, tuple[int, int]], ...] = ((32, (16, 4)), (256, (8, 4)), (1024, (4, 2)))
     attend_whole = staticmethod(whole_attention)
 

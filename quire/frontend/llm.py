@@ -191,7 +191,7 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search for the likeliest completions of each prompt, in the order of the prompts.
+        """Search for the completions of each prompt with the highest probability, in the order of the prompts.
 
         `concurrency_limit` is the most prompts that are searched for at a time; without it, all are.
         """

@@ -89,7 +89,7 @@ class Packing:
         return len(self.order) if axis == self.axis else 1
 
     def num_words(self, axis: int, count: int) -> int:
-        """Words that so many elements along an axis take."""
+        """Return the words that `count` elements along an axis take."""
         return count if axis != self.axis else -(-count * self.bits // (8 * self.word.itemsize))
 
 
@@ -169,7 +169,7 @@ class Scheme:
         return not any(place % unit for place in places)
 
     def stored_count(self, axis: int, role: Role, count: int) -> int:
-        """How many numbers of a role's tensor so many rows or columns of the matrix take."""
+        """Return the numbers of a role's tensor that `count` rows or columns of the matrix take."""
         if role == "weight":
             if self.block is not None and axis == 1:
                 return count // self.block.values * self.block.num_bytes
@@ -229,7 +229,7 @@ class Scheme:
         return (stored if self.packing is None else self.packing.unpack(stored))[: shape[0], : shape[1]]
 
     def per_columns(self, grid: Tensor, shape: tuple[int, int], columns: int) -> Tensor:
-        """A number for each group -> [rows, parts], one for each part of so many columns, which divide a group."""
+        """A number for each group -> [rows, parts], one for every `columns` columns, which divide a group."""
         assert self.scales is not None
         rows, grid = self.scales.rows, self._grid(grid, shape)[:, : self._groups(1, shape[1])]
         grid = grid.expand(shape[0], -1) if rows is None else grid.repeat_interleave(rows, 0)[: shape[0]]

@@ -101,7 +101,7 @@ class Model(MappedModule):
         raise EngineError(f"{type(self).__name__} has no LM head: it pools, and samples nothing")
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
-        """What its tokens need besides their ids, for so many rows and one for padding."""
+        """What its tokens need besides their ids, for `max_rows` rows and one for padding."""
         return PLAIN_INPUTS
 
     def token_bytes(self, hidden_size: int, itemsize: int) -> int:

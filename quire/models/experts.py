@@ -100,7 +100,7 @@ class Experts(Stage):
         return out
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
-        """Most memory that so many tokens take between the two matmuls and inside them."""
+        """Most memory that `num_tokens` tokens take between the two matmuls and inside them."""
         gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)

@@ -31,8 +31,8 @@ class Routing:
     sigmoid, or sparse mixer's softmax, which leaves out experts chosen before and those far below the best."""
     renormalize: bool = False  # divide the weights of a token by their sum
     scale: float = 1.0  # on all weights, at the end
-    num_groups: int = 1  # experts come in so many groups of one size ...
-    top_groups: int = 1  # ... of which only so many best may be chosen from
+    num_groups: int = 1  # groups of equal size that the experts are divided into
+    top_groups: int = 1  # the best groups, which experts are chosen from
     group_score: Literal["max", "top2"] = "max"  # a group is as good as its best expert, or its best two together
     least_sum: float = 1e-20  # renormalizing divides by no less
     mixer_margin: float = 0.0  # sparse mixer: how far below the best, relatively, an expert still counts

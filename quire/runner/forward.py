@@ -27,7 +27,7 @@ from quire.runner.sampling.sampler import Sampler, SamplingKind
 
 
 class Queries(NamedTuple):
-    """The rows of a step as attention is told of them."""
+    """The rows of a step as attention sees them."""
 
     rows: Tensor  # [r] int64
     contexts: Tensor  # [r] int32
@@ -122,7 +122,7 @@ class StepProgram:
         return hidden
 
     def attention_lengths(self, lengths: HostLengths) -> HostLengths:
-        """Of the rows that attention is told of, for rows of a step with these."""
+        """Of the rows that attention sees, for rows of a step with these."""
         if not self._bidirectional:
             return lengths
         contexts = [end for count, end in zip(*lengths, strict=True) for _ in range(count)]

@@ -44,7 +44,7 @@ class Drafts:
                 step.add_drafts(index, drafts)
 
     def _room(self, state: SchedulerState, step: StepDraft, request: Request, count: int) -> int:
-        """How many of so many drafts there are blocks for."""
+        """Return how many of `count` drafts there are blocks for."""
         end = request.num_computed_tokens + count
         if end > request.capacity and state.kv.allocate(
             request.kv, request.num_certain_tokens, end, request.row, step.deltas, drafts=True

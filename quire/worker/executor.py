@@ -49,7 +49,7 @@ class Executor(ABC):
         """
 
     def mask_room(self, count: int) -> Masks:
-        """Where so many masks are best written for `sample`. What was written before may be lost."""
+        """Return an array of `count` masks to write into for `sample`. Masks written before may be lost."""
         return np.empty((count, -(-self.description.vocab_size // 32)), dtype=np.int32)
 
     def prepare(self) -> bool:

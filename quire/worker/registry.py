@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.worker.executor import Executor
 
 MakeExecutor = Callable[["EngineConfig", "ReportPhase"], "Executor"]
-"""Takes all that the engine will need; the second argument is told of each part of the work as it begins."""
+"""Takes all that the engine will need; the second argument is called with each phase of the work as it begins."""
 
 DEFAULT_EXECUTOR = "inproc"
 EXECUTORS: Registry[MakeExecutor] = Registry(

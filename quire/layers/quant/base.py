@@ -164,7 +164,7 @@ class GroupedMethod(nn.Module, ABC):
         """As LinearMethod's, for the pieces of the first expert, then those of the second, and so on."""
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
-        """Most memory that a matmul of so many tokens takes beside its arguments and result."""
+        """Most memory that a matmul of `num_tokens` tokens takes beside its arguments and result."""
         features = self.spec.in_features + self.spec.out_features
         return num_tokens * top_k * features * self.spec.target.dtype.itemsize
 

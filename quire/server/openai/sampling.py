@@ -26,10 +26,10 @@ class SamplingFields(GenerationFields):
     stream_options: StreamOptions | None = None
     prompt_logprobs: SmallInt | None = None
     logprob_token_ids: TokenIds | None = Field(
-        None, description="Token ids whose log-probabilities are told too, at every position; logprobs is implied."
+        None, description="Token ids whose log-probabilities are returned too, at each position; logprobs is implied."
     )
     use_beam_search: bool | None = Field(
-        None, description="Search for the n likeliest completions; nothing is sampled."
+        None, description="Search for the n completions with the highest probability; nothing is sampled."
     )
     beam_width: SmallInt | None = Field(
         None, ge=1, description="How many beams a search keeps, of which the n best are returned; n."

@@ -63,7 +63,7 @@ class ResponsesRequest(GenerationFields, TemplateFields):
     max_output_tokens: SmallInt | None = Field(None, ge=1, description="Clamped to what the context leaves.")
     top_logprobs: SmallInt | None = None
     logprob_token_ids: TokenIds | None = Field(
-        None, description="Token ids whose log-probabilities are told too, at every position of the text."
+        None, description="Token ids whose log-probabilities are returned too, at every position of the text."
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens in log-probabilities as "token_id:17" and not by their text.'
