@@ -12,6 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, RequestError, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.engine.build import build_engine
+from quire.engine.client import InProcClient
+from quire.engine.loop import EngineLoop
+from quire.frontend.text_model import load_text_model
+from quire.worker.planning import plan_memory
 from tests.e2e.tiny import make_model
 
 PROMPTS = [[5, 9, 33, 100], [*range(20, 90)], [7, 7, 150] * 9]
@@ -61,6 +67,26 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(model: Path, table: 
         assert answers(llm, [{"prompt_embeds": encoded(half)}]) == answers(
             llm, [{"prompt_embeds": half.float().numpy()}]
         )
+
+
+def test_preempted_prompts_of_embeddings_give_the_same(model: Path, table: np.ndarray) -> None:
+    layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=70, logprobs=1, ignore_eos=True)
+    given = [{"prompt_embeds": table[[*range(start, start + 30)]]} for start in (10, 50, 90)]
+    settings = {"enable_prompt_embeds": True, "enable_prefix_caching": False, "max_num_seqs": 4, "max_model_len": 128}
+    found = []
+    for blocks in (64, sum(layout.blocks_for(128, 64)) + 3):
+        config = EngineConfig.from_flat(
+            model=str(model), skip_tokenizer_init=True, kv_cache_memory=blocks * layout.page_bytes, **settings
+        )
+        core, info, _ = build_engine(config)
+        client = InProcClient(core, EngineLoop(core, debug_checks=True), info)
+        with LLM.from_client(client, load_text_model(config.model)) as llm:
+            outputs = llm.generate(given, params, use_tqdm=False)
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            preempted = core.scheduler.stats().num_preemptions
+    assert preempted > 0
+    assert found[0] == found[1]
 
 
 def test_what_cannot_be_read_is_refused(model: Path, table: np.ndarray) -> None:

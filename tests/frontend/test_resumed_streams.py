@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -158,6 +159,19 @@ def dies_once_at(moment: int) -> tuple[Any, Counter[str]]:
     return (lambda: MortalClient(ANSWER, kills=kills, prefill=4)), looks
 
 
+def second_dies_at_once(make: Callable[[], MortalClient]) -> Callable[[], MortalClient]:
+    """The second engine dies before it has done anything."""
+    lives: list[MortalClient] = []
+
+    def make_next() -> MortalClient:
+        lives.append(make())
+        if len(lives) == 2:
+            lives[-1].kill()
+        return lives[-1]
+
+    return make_next
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_one_death_at_each_moment_of_a_request(twice: bool) -> None:
     """Before the first token, in prefill chunks, between and after tokens, during a stop: every step, both sides."""
@@ -169,15 +183,8 @@ def test_one_death_at_each_moment_of_a_request(twice: bool) -> None:
     moment = 0
     while True:
         make, looks = dies_once_at(moment)
-        if twice:  # the next engine dies before it has done anything
-            made = make
-
-            def make(made: Any = made, lives: list[MortalClient] = []) -> MortalClient:  # noqa: B006
-                lives.append(made())
-                if len(lives) == 2:
-                    lives[-1].kill()
-                return lives[-1]
-
+        if twice:
+            make = second_dies_at_once(make)
         results, keeper = asyncio.run(answers(jobs, make, random.Random(moment)))
         assert results == whole, moment
         if looks["all"] <= moment:
