@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 # What an image with PyTorch for GPUs brings along.
 HAVE = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate")
 # For a test run on a GPU; the rest of the test extra checks sources and servers.
-TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema")
 
 
 def normal(name: str) -> str:
