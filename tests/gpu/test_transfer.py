@@ -19,9 +19,15 @@ def test_a_list_stays_until_it_is_read() -> None:
     for row in range(40):
         torch.cuda._sleep(2_000_000)  # about a millisecond
         count = 1 + 10 * row
-        plan = StepPlan(row, [], [])
-        plan.block_groups, plan.block_rows = [0] * count, [row] * count
-        plan.block_indices, plan.block_ids = list(range(count)), [1000 * row + 1 + index for index in range(count)]
+        plan = StepPlan(
+            row,
+            [],
+            [],
+            block_rows=[row] * count,
+            block_groups=[0] * count,
+            block_indices=list(range(count)),
+            block_ids=[1000 * row + 1 + index for index in range(count)],
+        )
         tables.apply(plan)
     found = tables.tables[0].cpu()
     for row in range(40):
