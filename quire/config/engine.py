@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from quire.config import env
-from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
+from quire.config.groups import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
@@ -26,6 +26,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -55,6 +56,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
     "structured": StructuredConfig,
+    "lora": LoRAConfig,
 }
 
 
@@ -99,6 +101,9 @@ def check(config: EngineConfig) -> None:
         "structured_outputs_max_bytes": config.structured.structured_outputs_max_bytes,
         "structured_outputs_max_depth": config.structured.structured_outputs_max_depth,
         "structured_outputs_cache_size": config.structured.structured_outputs_cache_size,
+        "max_loras": config.lora.max_loras,
+        "max_lora_rank": config.lora.max_lora_rank,
+        "max_cpu_loras": config.lora.max_cpu_loras,
     }
     for name, value in positive.items():
         if value is not None and value < 1:

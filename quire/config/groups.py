@@ -184,6 +184,16 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters on the model."""
+
+    enable_lora: bool = setting(False, "Serve LoRA adapters: requests may name one that is added to the model.")
+    max_loras: int = setting(8, "Adapters that are on the device at once, each with its own slot.")
+    max_lora_rank: int = setting(16, "Highest rank of an adapter; slots take memory for it.")
+    max_cpu_loras: int = setting(64, "Adapters that are kept in host memory, so that a slot is filled at once.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP server of `quire serve`. The engine knows none of these."""
 

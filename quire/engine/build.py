@@ -5,9 +5,11 @@ from __future__ import annotations
 from quire.config.engine import EngineConfig
 from quire.config.env import debug_checks
 from quire.config.groups import StructuredConfig
+from quire.engine.adapters import AdapterReader
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import AdapterSlots
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import WholePrompts
 from quire.sched.step_times import Prior, StepTimes
@@ -45,9 +47,11 @@ def build_engine(
             config.scheduler.performance_mode,
             StepTimes(Prior(*worker.step_times), worker.step_sizes),
         ),
+        adapters=AdapterSlots(config.lora.max_loras) if config.lora.enable_lora else None,
     )
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
-    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars))
+    conditions = [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
+    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars), conditions=conditions)
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,

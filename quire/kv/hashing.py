@@ -53,6 +53,8 @@ def root_hash(request: EngineRequest) -> bytes:
         b"" if salt is None else b"salt" + salt.encode(),
         b"" if embeds is None else b"embeds" + _hash(f"{embeds.dtype} {embeds.shape}".encode() + embeds.data),
     )
+    if request.adapter is not None:
+        parts = (*parts, b"adapter" + request.adapter.digest.encode())
     return _hash(b"".join(_framed(part) for part in parts))
 
 
