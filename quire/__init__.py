@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
+    from quire.frontend.adapters import LoRARequest
     from quire.frontend.async_engine import AsyncEngine
     from quire.frontend.llm import LLM
     from quire.runner.sampling.logits_processors import LogitsProcessor
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineError",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "ModelError",
@@ -58,6 +60,7 @@ _HOMES = {
     "CompletionOutput": "quire.types.outputs",
     "ConfigError": "quire.types.errors",
     "EngineConfig": "quire.config.engine",
+    "LoRARequest": "quire.frontend.adapters",
     "EngineError": "quire.types.errors",
     "LogitsProcessor": "quire.runner.sampling.logits_processors",
     "Logprob": "quire.types.outputs",

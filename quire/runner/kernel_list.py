@@ -48,7 +48,7 @@ class KernelList:
         self._limits = (tokens, rows, rows)
         self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
         self._finite = torch.zeros(tokens, dtype=torch.bool)
-        # By the kind and whether the forward pass is adapted, which leaves hidden states elsewhere; None: not recordable.
+        # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: not recordable.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
         self._forward: SizedRecording | None = None
         self._adapted: SizedRecording | None = None  # where rows have adapters
@@ -138,8 +138,8 @@ class KernelList:
             work=(),
         )
         finite = self._finite[:num_tokens]
-        kind = {"num_tokens": num_tokens, "narrow": True, "adapted": adapted}
-        return [self._program.mixed(part, num_tokens, None, finite, **kind)]
+        program = self._program
+        return [program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True, adapted=adapted)]
 
     @torch.inference_mode()
     def _trace_sampling(self, kind: SamplingKind, *, adapted: bool) -> None:

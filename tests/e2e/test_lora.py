@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from quire.loader.peft import digest_of
+from quire.loader.adapter_files import digest_of
 from quire.types.request import AdapterRef, EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import Answer, make_engine, make_model, run_all
@@ -69,14 +69,14 @@ def mixed(adapters: list[AdapterRef]) -> list[EngineRequest]:
 
 
 def test_a_mixed_batch_is_each_alone_bitwise(model: Path, adapters: list[AdapterRef]) -> None:
-    """Three adapters and two slots: some wait for a slot. Rows without an adapter have the bits of an engine without."""
+    """Three adapters and two slots: some wait for one. Rows without an adapter have the bits of an engine without."""
     requests = mixed(adapters)
     together = answers(model, requests)
     core = make_engine(model, **SETTINGS)
     alone = {request.request_id: run_all(core, [request])[request.request_id] for request in requests}
     core.executor.shutdown()
     assert all(answer.error is None for answer in together.values())
-    assert together == {name: answer for name, answer in alone.items()}
+    assert together == alone
     plain = answers(model, [request for request in requests if request.adapter is None], enable_lora=False)
     assert plain == {name: together[name] for name in plain}
 
@@ -93,4 +93,6 @@ def test_it_is_the_merged_model(model: Path, adapters: list[AdapterRef], index: 
     for name, answer in merged.items():
         assert with_adapter[name].token_ids == answer.token_ids
         for mine, theirs in zip(with_adapter[name].logprobs, answer.logprobs, strict=True):
-            torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-4
+            )

@@ -1,7 +1,7 @@
 """LoRA: two kernels that add what each token's adapter adds to the result of a linear layer.
 
-Tokens are taken in tiles. A tile multiplies by the matrices of every adapter that one of its tokens has, and each token
-keeps the result of its own: a token's sums have one order, whatever its neighbours have. Tiles without any are skipped.
+Tokens are taken in tiles. A tile multiplies by the matrices of every adapter that one of its tokens has, and each
+token keeps that of its own: its sums have one order, whatever its neighbours have. Tiles without any are skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def _shrink(
                 )
                 sums = tl.dot(x, weight.to(x.dtype), sums, input_precision="ieee")
             found = tl.where(mine[:, None], sums, found)
-    place = partial_ptr + (tl.cast(split, tl.int64) * num_tokens + tokens[:, None]) * lines + piece * RANK + ranks[None, :]
+    place = (
+        partial_ptr
+        + (tl.cast(split, tl.int64) * num_tokens + tokens[:, None]) * lines
+        + piece * RANK
+        + ranks[None, :]
+    )
     tl.store(place, found, mask=(slots >= 0)[:, None])
 
 
