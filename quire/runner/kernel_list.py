@@ -48,7 +48,7 @@ class KernelList:
         self._limits = (tokens, rows, rows)
         self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
         self._finite = torch.zeros(tokens, dtype=torch.bool)
-        # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: not recordable.
+        # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
         self._forward: SizedRecording | None = None
         self._adapted: SizedRecording | None = None  # where rows have adapters
