@@ -267,6 +267,11 @@ class ServerConfig:
         "Most of a tool server's result that the model reads; the rest is cut off.",
         unit="bytes",
     )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        'A LoRA adapter that requests may name as their model: NAME=FOLDER, or {"name": NAME, "path": FOLDER}.'
+        " Needs --enable-lora. Unset: none.",
+    )
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")
     stats_interval: float = setting(
