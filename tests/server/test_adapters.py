@@ -107,5 +107,5 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is no folder"):
         read_lora_modules([f"sql={tmp_path / 'none'}"], [MODEL])
     (tmp_path / "adapter_model.bin").touch()
-    with pytest.raises(AdapterError, match="adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
         read_lora_modules([f"sql={tmp_path}"], [MODEL])
