@@ -28,7 +28,7 @@ from report import environment
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import make_inproc_client
-from quire.types.request import EngineRequest
+from quire.types.request import AdapterRef, EngineRequest
 from quire.types.sampling import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -141,6 +141,7 @@ class Bench:
             )
         )
         self.ready = time.perf_counter() - started
+        self.adapters: list[AdapterRef | None] = [None]  # of requests, in turn
         self._count = 0
 
     def prompt(self, length: int) -> list[int]:
@@ -153,9 +154,15 @@ class Bench:
             self._count += 1
             chosen = {"temperature": 0.0, **sampling}
             params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, **chosen)
+            adapter = self.adapters[self._count % len(self.adapters)]
             self.client.add_request(
                 EngineRequest(
-                    request_id=str(self._count), token_ids=prompt, params=params, max_tokens=count, seed=self._count
+                    request_id=str(self._count),
+                    token_ids=prompt,
+                    params=params,
+                    max_tokens=count,
+                    seed=self._count,
+                    adapter=adapter,
                 )
             )
         produced = 0

@@ -29,6 +29,15 @@ class LoraPair:
     up: Tensor  # [rank, outputs]
 
 
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """What goes into a slot of one layer."""
+
+    down: Tensor  # [pieces, max_rank, inputs]
+    up: Tensor  # [max_rank, outputs]
+    rank: int
+
+
 class AdapterTokens:
     """Which adapter each token has that layers compute now. One object, which all layers of a model look at.
 
@@ -88,16 +97,25 @@ class LinearAdapters(nn.Module):
         self._add(changed, whole(x), self.down, self.up, self.tokens.slots, self.ranks, self.widths)
         return out if isinstance(out, PartialSums) else changed
 
-    def load(self, slot: int, pairs: Mapping[int, LoraPair]) -> None:
-        """Fill a slot: piece -> what is added to it; to the others nothing is."""
-        rank = max((len(pair.down) for pair in pairs.values()), default=0)
-        self.ranks[slot] = rank
-        self.down[slot].zero_()
-        self.up[slot].zero_()
+    def pack(self, pairs: Mapping[int, LoraPair]) -> PackedAdapter:
+        """As a slot has it, in host memory: piece -> what is added to it; to the others nothing is."""
+        rank = max(len(pair.down) for pair in pairs.values())
+        down = torch.zeros(self.down.shape[1:], dtype=self.down.dtype, device="cpu")
+        up = torch.zeros(self.up.shape[1:], dtype=self.up.dtype, device="cpu")
         column = 0
         for piece, width in enumerate(self.widths):
             if piece in pairs:
                 pair = pairs[piece]
-                self.down[slot, piece, : len(pair.down)] = pair.down.to(self.down)
-                self.up[slot, : len(pair.up), column : column + width] = pair.up.to(self.up)
+                down[piece, : len(pair.down)] = pair.down
+                up[: len(pair.up), column : column + width] = pair.up
             column += width
+        if self.down.device.type != "cpu":  # so that copies to the device need not wait for one another
+            down, up = down.pin_memory(), up.pin_memory()
+        return PackedAdapter(down, up, rank)
+
+    def load(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Fill a slot; None: with nothing, whose rank is 0. Does not wait."""
+        self.ranks[slot] = 0 if packed is None else packed.rank
+        if packed is not None:
+            self.down[slot].copy_(packed.down, non_blocking=True)
+            self.up[slot].copy_(packed.up, non_blocking=True)

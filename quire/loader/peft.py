@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.layers.adapters import LoraPair
+from quire.layers.adapters import LoraPair, PackedAdapter
 from quire.layers.linear import Linear
 from quire.layers.weights import MappedModule
 from quire.loader.adapter_files import WEIGHTS_FILE, digest_of, existing, read_peft_config
@@ -27,16 +27,15 @@ _SIDES: dict[str, Literal["down", "up"]] = {"lora_A": "down", "lora_B": "up"}
 
 @dataclass(frozen=True)
 class AdapterLayers:
-    """An adapter in host memory: for each linear layer of a model, what is added to each of its pieces."""
+    """An adapter in host memory: for each linear layer that it is on, what goes into a slot."""
 
     digest: str
     rank: int  # the highest
-    layers: Mapping[Linear, Mapping[int, LoraPair]]
+    layers: Mapping[Linear, PackedAdapter]
 
     @property
     def num_bytes(self) -> int:
-        pairs = (pair for parts in self.layers.values() for pair in parts.values())
-        return sum(pair.down.nbytes + pair.up.nbytes for pair in pairs)
+        return sum(packed.down.nbytes + packed.up.nbytes for packed in self.layers.values())
 
 
 def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.dtype) -> AdapterLayers:
@@ -64,14 +63,10 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
         if not (down.isfinite().all() and up.isfinite().all()):
             raise AdapterError(f"{path}: {module} has values that are not finite")
         pair = LoraPair(down.to(dtype), (up.T * config.scale(module, rank)).to(dtype).contiguous())
-        parts = layers.setdefault(layer, {})
-        parts |= {index: _held(part) for index, part in layer.adapter_parts(piece, pair).items()}
+        layers.setdefault(layer, {}).update(layer.adapter_parts(piece, pair))
         highest = max(highest, rank)
-    return AdapterLayers(digest_of(folder), highest, layers)
-
-
-def _held(pair: LoraPair) -> LoraPair:
-    return LoraPair(pair.down.contiguous(), pair.up.contiguous())
+    packed = {layer: layer.adapters.pack(parts) for layer, parts in layers.items() if layer.adapters is not None}
+    return AdapterLayers(digest_of(folder), highest, packed)
 
 
 def _by_module(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, str]]:

@@ -72,7 +72,7 @@ class RowAdapters(NoAdapters):
         layers = self._host[load.digest].layers
         for linear in self._linears:
             assert linear.adapters is not None
-            linear.adapters.load(load.slot, layers.get(linear, {}))
+            linear.adapters.load(load.slot, layers.get(linear))
 
     def add_request(self, start: RowStart) -> None:
         if start.adapter_slot >= 0:

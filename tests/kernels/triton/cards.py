@@ -87,7 +87,7 @@ def has_fp8() -> bool:
 
 
 def products(all_shapes: bool) -> None:
-    from quire.kernels.triton import fixed_matmul, fp8, matmul
+    from quire.kernels.triton import fixed_matmul, fp8, lora, matmul
 
     fixed_matmul._library_agrees = lambda *of: False
     weights = [(1024, 3072), (6144, 1024), *([(4096, 1024), (28672, 4096)] if all_shapes else []), (4096, 14336)]
@@ -100,6 +100,11 @@ def products(all_shapes: bool) -> None:
             matmul.gated_linear(x, weight, None, "silu")
             fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
     fixed_matmul.linear_transposed(numbers(2048, 1024), numbers(4096, 1024))
+    for rows in (1, 64):
+        down, up = numbers(8, 3, 16, 4096), numbers(8, 16, 6144)
+        slots, ranks = numbers(rows, dtype=torch.int32), numbers(8, dtype=torch.int32)
+        for out in (numbers(rows, 6144), numbers(rows, 6144, dtype=torch.float32)):
+            lora.add_lora(out, numbers(rows, 4096), down, up, slots, ranks, (4096, 1024, 1024))
     if not has_fp8():
         return
     for rows in (1, 64) if all_shapes else (1,):
