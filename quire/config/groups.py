@@ -211,6 +211,12 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), "A web origin whose pages may call this server (CORS), or * for any. Unset: none."
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "A name under which clients reach this server, such as llm.example.org, or * for any. Unset: addresses,"
+        " localhost, names without a dot, and --host. Other names are refused where no API key is asked for: a web"
+        " page could make its own name point here.",
+    )
     ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
     ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")
     root_path: str = setting("", "Path prefix that a proxy in front takes off, such as /llm.")

@@ -11,7 +11,7 @@ from typing import Literal
 from starlette.types import Scope
 
 Key = Literal["key", "probe", "open"]
-Origin = Literal["reads", "json", "preflight", "own"]
+Origin = Literal["reads", "json", "preflight", "own", "strict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Access:
     """What keeps web pages of other origins from using it.
 
     `reads`: it changes nothing, and browsers hide the answer; `json` and `preflight`: browsers ask the server before
-    they send such a content type or method; `own`: it refuses them by their Origin header.
+    they send such a content type or method; `own`: it refuses them by their Origin header; `strict`: the same for
+    every content type, which leaves only origins that --allowed-origins names.
     """
     body: bool
     """Whether it reads JSON, of at most --max-body-bytes; if not, it reads nothing of what is sent."""
@@ -32,6 +33,7 @@ class Access:
 
 _READ = Access("key", "reads", body=False)
 _JSON = Access("key", "json", body=True)
+_ANY_TYPE = Access("key", "strict", body=True)
 _PROBE = Access("probe", "reads", body=False)
 
 ROUTES: dict[tuple[str, str], Access] = {
@@ -48,6 +50,14 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("GET", "/v1/responses/{response_id}/input_items"): _READ,
     ("POST", "/v1/messages"): _JSON,
     ("POST", "/v1/messages/count_tokens"): _JSON,
+    ("POST", "/api/chat"): _ANY_TYPE,
+    ("POST", "/api/generate"): _ANY_TYPE,
+    ("POST", "/api/embed"): _ANY_TYPE,
+    ("POST", "/api/embeddings"): _ANY_TYPE,
+    ("POST", "/api/show"): _ANY_TYPE,
+    ("GET", "/api/tags"): _READ,
+    ("GET", "/api/ps"): _READ,
+    ("GET", "/api/version"): _READ,
     ("POST", "/invocations"): _JSON,
     ("GET", "/v1/models"): _READ,
     ("GET", "/v1/models/{model_id}"): _READ,
@@ -83,3 +93,9 @@ def is_open(scope: Scope, protect_health: bool) -> bool:
     """Whether a request may come without a key."""
     access = ROUTES.get((scope["method"], route_path(scope)))
     return access is not None and (access.key == "open" or (access.key == "probe" and not protect_health))
+
+
+def is_strict(scope: Scope) -> bool:
+    """Whether a request with a foreign Origin is refused whatever else it says."""
+    access = ROUTES.get((scope["method"], route_path(scope)))
+    return access is not None and access.origin == "strict"

@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import quire
 from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
+from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.admin import admin_router
 from quire.server.admission import Admission
@@ -19,8 +20,9 @@ from quire.server.conversation.formats import resolve_formats
 from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
-from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, OwnHosts, RequestContext
 from quire.server.models import models_router
+from quire.server.ollama.router import ollama_router
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
 from quire.server.openai.embeddings.router import embeddings_router
@@ -35,6 +37,7 @@ ROUTERS = (
     embeddings_router,
     responses_router,
     messages_router,
+    ollama_router,
     invocations_router,
     models_router,
     tokenize_router,
@@ -53,6 +56,7 @@ def build_app(
     observer: Observer = NULL_OBSERVER,
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
+    description: ModelDescription = UNKNOWN,
 ) -> FastAPI:
     """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
@@ -62,7 +66,7 @@ def build_app(
     formats = resolve_formats(text, settings)
     servers = tool_servers or make_tool_servers(ServerConfig())
     admission = Admission(settings.max_queue)
-    context = ServerContext(provider, text, settings, tuple(model_names), admission, formats, servers)
+    context = ServerContext(provider, text, settings, tuple(model_names), admission, formats, servers, description)
     app = FastAPI(
         title="Quire",
         version=quire.__version__,
@@ -76,9 +80,12 @@ def build_app(
         app.include_router(router)
     app.include_router(docs_router(app))
     install_error_handlers(app)
+    # Who has a key is no page that made its name point here.
+    own_hosts = ("*",) if api_keys else (settings.host, *settings.allowed_hosts)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
+    app.add_middleware(OwnHosts, hosts=own_hosts, origins=settings.allowed_origins)
     app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
     if settings.allowed_origins:
         app.add_middleware(

@@ -14,6 +14,7 @@ from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, TooManyTokensError
+from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
@@ -83,6 +84,7 @@ class ServerContext:
     admission: Admission
     formats: Formats
     tool_servers: ToolServers
+    description: ModelDescription = UNKNOWN
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
     _seen_fields: set[str] = field(default_factory=set)

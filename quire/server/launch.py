@@ -30,6 +30,8 @@ from quire.engine.child import print_line
 from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
 from quire.frontend.text_model import load_text_model
+from quire.loader.describe import describe_model
+from quire.loader.hub import find_model
 from quire.metrics.telemetry import make_telemetry
 from quire.platform.allocator import keep_little_free_memory
 from quire.server.app import build_app
@@ -89,6 +91,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     with listening_socket(settings) as listener:
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
+        description = describe_model(find_model(config.model))
         options = SupervisorOptions(
             stall_timeout=settings.stall_timeout,
             max_restarts=settings.max_restarts,
@@ -108,6 +111,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 observer=telemetry.observer,
                 extra_routers=[make_metrics_router(telemetry.prometheus)],
                 tool_servers=tool_servers,
+                description=description,
             )
             server = Server(uvicorn_config(app, settings))
             # A full collection would walk over all objects made until now and block the event loop.

@@ -20,8 +20,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.stats import NULL_OBSERVER, Observer
-from quire.server.access import PROBES, is_open, route_path
+from quire.server.access import PROBES, is_open, is_strict, route_path
 from quire.server.errors import STATUS_CLIENT_GONE, error_response, http_failure
+from quire.server.hosts import is_own_host, is_own_origin
 from quire.server.metrics_route import http_end
 from quire.utils.log import get_logger
 
@@ -127,6 +128,31 @@ class ApiKeys:
             hmac.compare_digest(_digest(candidate), digest) for candidate in candidates for digest in self._digests
         ]
         return any(matches)
+
+
+class OwnHosts:
+    """Refuses requests for a name that may be a stranger's, and where the route says so, strangers' pages."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = hosts
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            await error_response(scope, http_failure(403, refusal))(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host"), headers.get("origin")
+        if not is_own_host(host or "", self._hosts):
+            return f"{(host or '')[:100]!r} is not a name of this server; allow it with --allowed-hosts"
+        if is_strict(scope) and not is_own_origin(origin, host, self._origins):
+            return f"pages of {(origin or '')[:100]!r} may not use this; allow them with --allowed-origins"
+        return None
 
 
 class BodyLimits:
