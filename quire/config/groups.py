@@ -213,9 +213,8 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "A name under which clients reach this server, such as llm.example.org, or * for any. Unset: addresses,"
-        " localhost, names without a dot, and --host. Other names are refused where no API key is asked for: a web"
-        " page could make its own name point here.",
+        "A name by which clients reach this server, beside its addresses, localhost and names without a dot; * for"
+        " any. Asked of the Host header where no API key is set.",
     )
     ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
     ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")

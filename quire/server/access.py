@@ -11,7 +11,7 @@ from typing import Literal
 from starlette.types import Scope
 
 Key = Literal["key", "probe", "open"]
-Origin = Literal["reads", "json", "preflight", "own", "strict"]
+Origin = Literal["reads", "json", "preflight", "own"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class Access:
     """What keeps web pages of other origins from using it.
 
     `reads`: it changes nothing, and browsers hide the answer; `json` and `preflight`: browsers ask the server before
-    they send such a content type or method; `own`: it refuses them by their Origin header; `strict`: the same for
-    every content type, which leaves only origins that --allowed-origins names.
+    they send such a content type or method; `own`: it refuses them by their Origin header.
     """
     body: bool
     """Whether it reads JSON, of at most --max-body-bytes; if not, it reads nothing of what is sent."""
@@ -33,7 +32,7 @@ class Access:
 
 _READ = Access("key", "reads", body=False)
 _JSON = Access("key", "json", body=True)
-_ANY_TYPE = Access("key", "strict", body=True)
+_ANY_TYPE = Access("key", "own", body=True)
 _PROBE = Access("probe", "reads", body=False)
 
 ROUTES: dict[tuple[str, str], Access] = {
@@ -93,9 +92,3 @@ def is_open(scope: Scope, protect_health: bool) -> bool:
     """Whether a request may come without a key."""
     access = ROUTES.get((scope["method"], route_path(scope)))
     return access is not None and (access.key == "open" or (access.key == "probe" and not protect_health))
-
-
-def is_strict(scope: Scope) -> bool:
-    """Whether a request with a foreign Origin is refused whatever else it says."""
-    access = ROUTES.get((scope["method"], route_path(scope)))
-    return access is not None and access.origin == "strict"

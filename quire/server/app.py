@@ -20,7 +20,7 @@ from quire.server.conversation.formats import resolve_formats
 from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
-from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, OwnHosts, RequestContext
+from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext, SameSite
 from quire.server.models import models_router
 from quire.server.ollama.router import ollama_router
 from quire.server.openai.chat.router import chat_router
@@ -80,13 +80,15 @@ def build_app(
         app.include_router(router)
     app.include_router(docs_router(app))
     install_error_handlers(app)
-    # Who has a key is no page that made its name point here.
-    own_hosts = ("*",) if api_keys else (settings.host, *settings.allowed_hosts)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
-    app.add_middleware(OwnHosts, hosts=own_hosts, origins=settings.allowed_origins)
     app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
+    app.add_middleware(
+        SameSite,
+        hosts=None if api_keys else (settings.host, *settings.allowed_hosts),
+        origins=settings.allowed_origins,
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -183,7 +183,7 @@ class JsonRoute(APIRoute):
     """
 
     any_type = False
-    """Whether the content type may be any; such routes are protected by the rule of their origin instead."""
+    """Whether the content type may be any; pages of other origins are refused before they come here."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from jinja2 import Environment, Template
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse
 
 Schema = dict[str, Any]
 
@@ -47,10 +47,8 @@ def docs_router(app: FastAPI) -> APIRouter:
         return HTMLResponse(docs_page(app.openapi(), request.scope.get("root_path", "")))
 
     @router.get("/", include_in_schema=False)
-    def start(request: Request) -> Response:
-        """Whoever opens the server's address in a browser sees something; Ollama's clients ask whether it runs."""
-        if "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse("Quire is running")
+    def start(request: Request) -> RedirectResponse:
+        """Whoever opens the server's address in a browser sees something."""
         return RedirectResponse(f"{request.scope.get('root_path', '')}/docs")
 
     return router

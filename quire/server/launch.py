@@ -39,6 +39,7 @@ from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
+from quire.server.state import announced
 from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
 from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineError
@@ -88,7 +89,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         log_interval=settings.stats_interval,
         vllm_names=settings.metrics_names == "vllm",
     )
-    with listening_socket(settings) as listener:
+    with listening_socket(settings) as listener, announced(address_of(settings, listener), model_names):
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
         description = describe_model(find_model(config.model))

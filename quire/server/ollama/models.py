@@ -14,7 +14,7 @@ from quire.server.ollama.protocol import (
     RunningModels,
     ShowRequest,
 )
-from quire.types.errors import EngineUnavailableError, RequestError
+from quire.types.errors import EngineUnavailableError
 
 _NEVER = "2318-01-01T00:00:00Z"  # what Ollama says of models that are not to be unloaded
 
@@ -45,10 +45,7 @@ def running_models(context: ServerContext) -> RunningModels:
 
 
 def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
-    name = body.model or body.name
-    if not name:
-        raise RequestError("model is missing; give it", "model")
-    check_model(context, name)
+    check_model(context, body.model or body.name)
     described = context.description
     info: dict[str, str | int] = {"general.architecture": described.family}
     if described.num_parameters is not None:

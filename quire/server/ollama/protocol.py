@@ -94,18 +94,14 @@ class RunFields(BaseModel):
 
 
 class ChatRequest(RunFields):
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "smollm2", "messages": [{"role": "user", "content": "Hello!"}]}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello!"}]}]})
 
     messages: list[InputMessage] | None = Field(None, description="None at all: says that the model is loaded.")
     tools: list[ToolDefinition] | None = None
 
 
 class GenerateRequest(RunFields):
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Why is the sky blue?"}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Why is the sky blue?"}]})
 
     prompt: str | None = Field(None, description="None at all: says that the model is loaded.")
     suffix: str | None = Field(None, description="What comes after the text that is to be filled in.")
@@ -117,9 +113,7 @@ class GenerateRequest(RunFields):
 
 
 class EmbedRequest(BaseModel):
-    model_config = ConfigDict(
-        **_OPEN, json_schema_extra={"examples": [{"model": "minilm", "input": "A cat sits on the mat."}]}
-    )
+    model_config = ConfigDict(**_OPEN, json_schema_extra={"examples": [{"input": "A cat sits on the mat."}]})
 
     model: str | None = None
     input: str | list[str]
