@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from copy import copy
 from difflib import get_close_matches
@@ -88,9 +89,8 @@ class Parser(argparse.ArgumentParser):
 def _in_short(flag: argparse.Action) -> argparse.Action:
     """With the first sentence of its help, and its default."""
     short = copy(flag)
-    first, _, rest = (flag.help or "").partition(". ")
-    default = rest.rpartition("Default: ")
-    short.help = f"{first.rstrip('.')}." + (f" Default: {default[2]}" if default[1] else "")
+    first, *rest = re.split(r"(?<=[.]) (?=[A-Z])", flag.help or "")
+    short.help = " ".join([first, *(text for text in rest if text.startswith("Default: "))])
     return short
 
 

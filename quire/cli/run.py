@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="WORD",
+        metavar="[MODEL] [PROMPT]",
         help="what to answer, and before it the model; without a prompt, or with -, it is read from stdin, and on a"
         " terminal a model alone is talked with",
     )

@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 
 from quire.loader.aliases import ALIASES
-from quire.loader.describe import describe_model
 from quire.loader.hub import ModelSource, resolve_model
 from quire.loader.local import find_local
 from quire.types.errors import ModelNotFoundError
@@ -25,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     if args.template:
         print(template_of(source))
         return 0
+    from quire.loader.describe import describe_model  # imports numpy: only when it is needed
+
     described = describe_model(source)
     if args.json:
         print(json.dumps({"path": str(source.path), **asdict(described)}, indent=2))

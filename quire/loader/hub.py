@@ -63,7 +63,7 @@ def names_model(word: str) -> bool:
         exists = Path(word).expanduser().exists()
     except (OSError, RuntimeError):  # too long for a path, or ~ of nobody
         exists = False
-    return bool(word in ALIASES or exists or _HUB_ID.fullmatch(word) or find_local(word))
+    return bool(word) and bool(word in ALIASES or exists or _HUB_ID.fullmatch(word) or find_local(word))
 
 
 def find_model(config: ModelConfig) -> ModelSource:

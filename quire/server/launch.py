@@ -205,6 +205,10 @@ async def _keep_engine(supervisor: Supervisor, address: str) -> None:
     """Start the engine and wait for its final failure, which is raised."""
     await supervisor.start()
     logger.info("serving on %s, ready for requests", address)
+    if not address.startswith("unix:"):
+        logger.info(
+            "open %s/ in a browser", address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        )
     raise await supervisor.wait_failed()
 
 

@@ -99,9 +99,8 @@ def assert_names(answer: httpx.Response, hole: Hole, value: Any = None) -> None:
     assert answer.status_code == 400, (hole, value, answer.text)
     error = answer.json()["error"]
     if isinstance(error, str):  # Ollama's form
-        named = error
-    else:
-        named = error["message"] if "param" not in error else error["param"] or ""
+        error = {"message": error}
+    named = error["message"] if "param" not in error else error["param"] or ""
     assert hole.field in named, (hole, value, answer.text)
 
 
