@@ -206,9 +206,9 @@ async def _keep_engine(supervisor: Supervisor, address: str) -> None:
     await supervisor.start()
     logger.info("serving on %s, ready for requests", address)
     if not address.startswith("unix:"):
-        logger.info(
-            "open %s/ in a browser", address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-        )
+        # The address that means all of this machine's is none to go to.
+        page = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        logger.info("open %s/ in a browser", page)
     raise await supervisor.wait_failed()
 
 

@@ -127,7 +127,7 @@ def test_commands_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["--help"])
     out = capsys.readouterr().out
     for task, commands in cli.TASKS.items():
-        assert out.index(f"{task}:") < min(out.index(f"  {name} ") for name in commands)
+        assert out.index(f"{task}:") < min(out.index(f"\n  {name} ") for name in commands)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ class Terminal:
     def start(self, arguments: Sequence[str], width: int = 80, height: int = 24) -> None:
         """Run `quire ARGUMENTS`; the terminal stays when it has ended, and says so."""
         command = shlex.join([sys.executable, "-m", "quire", *arguments])
-        shell = f"cd {shlex.quote(str(ROOT))} && {command}; echo ended with $?; read -r _"
+        shell = f"unset COLUMNS LINES; cd {shlex.quote(str(ROOT))} && {command}; echo ended with $?; read -r _"
         self._run("new-session", "-d", "-x", str(width), "-y", str(height), f"sh -c {shlex.quote(shell)}")
 
     def type(self, text: str) -> None:
@@ -67,7 +68,7 @@ def terminal() -> Iterator[Terminal]:
         if os.environ.get("QUIRE_CI"):
             pytest.fail("tmux is not installed, which CI needs")
         pytest.skip("needs tmux to be installed")
-    opened = Terminal(f"quire-test-{os.getpid()}")
+    opened = Terminal(f"quire-test-{secrets.token_hex(4)}")
     try:
         yield opened
     finally:
