@@ -55,8 +55,11 @@ def converse(args: argparse.Namespace, settings: dict[str, Any]) -> int:
 
         say("Write a message. /help lists the commands.")
     for message in read_messages(read_lines()):
-        if not chat.handle(message):
-            break
+        try:
+            if not chat.handle(message):
+                break
+        except KeyboardInterrupt:  # before the answer began, or after its end
+            say("\n/exit or Ctrl-D leaves.")
     return 0
 
 

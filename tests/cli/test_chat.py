@@ -86,6 +86,18 @@ def test_ctrl_c_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert llm.requests[1] == [user("one"), assistant("You said:"), user("two")]
 
 
+def test_ctrl_c_before_an_answer_begins_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(FakeLLM):
+        def stream(self, request: Any, params: SamplingParams) -> Generator[RequestOutput, None, None]:
+            if request[-1]["content"] == "one":
+                signal.raise_signal(signal.SIGINT)
+            return super().stream(request, params)
+
+    code, (llm,) = talk(monkeypatch, "one\ntwo\n", llm_type=Interrupted)
+    assert code == 0
+    assert llm.requests == [[user("two")]]
+
+
 def test_a_bad_request_is_said_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,8 @@ class Terminal:
     def start(self, arguments: Sequence[str], width: int = 80, height: int = 24) -> None:
         """Run `quire ARGUMENTS`; the terminal stays when it has ended, and says so."""
         command = shlex.join([sys.executable, "-m", "quire", *arguments])
-        shell = f"unset COLUMNS LINES; cd {shlex.quote(str(ROOT))} && {command}; echo ended with $?; read -r _"
+        # A shell that is not told otherwise ends by a Ctrl-C that its program takes.
+        shell = f"trap : INT; unset COLUMNS LINES; cd {shlex.quote(str(ROOT))}; {command}; echo ended with $?; read _"
         self._run("new-session", "-d", "-x", str(width), "-y", str(height), f"sh -c {shlex.quote(shell)}")
 
     def type(self, text: str) -> None:

@@ -77,7 +77,8 @@ def test_ollamas_api_says_what_openais_says(server: Running, client: openai.Open
         assert entry.details is not None
         assert (entry.details.format, entry.details.quantization_level) == ("gguf", "Q4_1")
         assert entry.details.parameter_size == "134.5M"
-        assert (session.show("smollm2").modelinfo or {})["llama.context_length"] == 8192
+        served = client.models.retrieve("smollm2").model_extra or {}
+        assert (session.show("smollm2").modelinfo or {})["llama.context_length"] == served["max_model_len"]
 
 
 def test_a_prompt_is_scored_by_echo(client: openai.OpenAI) -> None:
