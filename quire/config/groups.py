@@ -213,8 +213,8 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "A name by which clients reach this server, beside its addresses, localhost and names without a dot; * for"
-        " any. Asked of the Host header where no API key is set.",
+        "A name by which clients reach this server, beside addresses, localhost and names without a dot; * for any."
+        " Asked of the Host header where no API key is set.",
     )
     ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
     ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")
