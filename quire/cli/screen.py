@@ -73,9 +73,10 @@ class Wrapped:
                 self._out.write(part)
                 self._column = 0 if part == "\n" else self._column + len(part)
             else:
-                self._word += part
-                if len(self._word) >= self._columns():  # no line can hold it
-                    self._end_word()
+                for letter in part:
+                    self._word += letter
+                    if len(self._word) == self._columns():  # no line holds more of it
+                        self._end_word()
 
     def flush(self) -> None:
         self._out.flush()
