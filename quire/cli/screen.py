@@ -85,7 +85,7 @@ class Wrapped:
         from rich.cells import cell_len
 
         size = cell_len(self._word)
-        if self._column and self._column + size > self._columns():
+        if size and self._column and self._column + size > self._columns():
             self._out.write("\n")
             self._column = 0
         self._out.write(self._word)
