@@ -25,16 +25,34 @@ EXIT_BROKEN_PIPE = 141  # and for SIGPIPE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ADDRESSES = "failed to map segment"  # the loader's error where the address space is exhausted
 
-# Name -> its line in `quire --help`; the module is quire.cli.<name>.
-COMMANDS = {
-    "serve": "serve a model over an OpenAI-compatible HTTP interface",
-    "run": "answer one prompt",
-    "chat": "talk with a model",
-    "fit": "say what memory a model needs here, without loading it",
-    "bench": "measure a server or the engine",
-    "quantize": "write a quantized checkpoint of a model",
-    "verify": "compare a model with transformers, op by op",
+# What people want to do -> name of a command -> its line in `quire --help`; the module is quire.cli.<name>.
+TASKS = {
+    "Talk with a model": {
+        "run": "answer one prompt, or talk with a model",
+        "chat": "talk with a model",
+    },
+    "Serve a model": {
+        "serve": "serve a model over HTTP: a page to chat, and the APIs of OpenAI, Anthropic and Ollama",
+        "ps": "list the servers that run here",
+        "stop": "stop a server",
+        "top": "watch a server at work",
+    },
+    "Keep models": {
+        "pull": "download a model",
+        "list": "list the models on this machine",
+        "show": "say what a model is",
+        "rm": "delete a model from Quire's folder",
+        "quantize": "write a quantized checkpoint of a model",
+    },
+    "Look after it": {
+        "doctor": "check this machine, and say what to do",
+        "fit": "say what memory a model needs here, without loading it",
+        "bench": "measure a server or the engine",
+        "verify": "compare a model with transformers, op by op",
+        "completion": "print the shell's completion of this command",
+    },
 }
+COMMANDS = {name: summary for commands in TASKS.values() for name, summary in commands.items()}
 
 # Commands that log at level info; the others print a result, and log only warnings.
 TALKATIVE = frozenset({"serve"})
@@ -43,7 +61,7 @@ TALKATIVE = frozenset({"serve"})
 class Command(Protocol):
     """What a subcommand's module offers."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: Parser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
         """Do the work and return the exit code."""
@@ -54,21 +72,32 @@ def load_command(name: str) -> Command:
     return cast(Command, importlib.import_module(f"quire.cli.{name}"))
 
 
-def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+def build_parser(chosen: str | None) -> Parser:
     """All subcommands by name, but only the chosen one with its arguments."""
-    parser = Parser(
-        prog="quire", description="Run language models.", epilog="quire COMMAND --help explains a command."
-    )
+    parser = Parser(prog="quire", usage="quire COMMAND [flags]", description="Run language models.")
+    parser.listing = listing()
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True, prog="quire"
+    )
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         subparser.add_argument("--debug", action="store_true", help="show debug messages, and tracebacks of errors")
         if name == chosen:
             command = load_command(name)
             command.add_arguments(subparser)
+            if subparser.common:
+                subparser.add_help_all()
             subparser.set_defaults(run=command.run)
     return parser
+
+
+def listing() -> str:
+    """The commands by task."""
+    lines = []
+    for task, commands in TASKS.items():
+        lines += [f"{task}:", *(f"  {name:<12}{summary}" for name, summary in commands.items()), ""]
+    return "\n".join([*lines, "quire COMMAND --help explains a command; quire --version says which this is."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

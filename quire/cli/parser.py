@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
+from copy import copy
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -16,6 +18,46 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.common: tuple[str, ...] = ()
+        """The flags that --help explains, where there are too many for one reading; --help-all explains all."""
+        self.words: str | None = None
+        """Where words go that stand between flags: argparse takes those before the first flag only."""
+        self.listing: str | None = None
+        """What --help says instead of the list of arguments."""
+
+    def format_help(self) -> str:
+        return self._short_help() if self.common or self.listing else super().format_help()
+
+    def format_all_help(self) -> str:
+        return super().format_help()
+
+    def add_help_all(self) -> None:
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags, and exit")
+
+    def _short_help(self) -> str:
+        formatter = self._get_formatter()
+        positional = [f"[{action.metavar}]" for action in self._get_positional_actions() if action.metavar]
+        usage = self.usage or " ".join([self.prog, *positional, "[flags]"])
+        formatter.add_usage(usage, [], [])
+        formatter.add_text(self.description)
+        if self.listing:
+            return f"{formatter.format_help()}\n{self.listing}\n"
+        formatter.start_section("arguments")
+        formatter.add_arguments(self._get_positional_actions())
+        formatter.end_section()
+        flags = [self._option_string_actions[flag] for flag in self.common]
+        formatter.start_section("flags that are often needed")
+        formatter.add_arguments([_in_short(flag) for flag in flags])
+        formatter.end_section()
+        formatter.add_text(f"`{self.prog} --help-all` explains all {len(self._get_optional_actions())} flags.")
+        return formatter.format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            likely = get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {likely[0]}?" if likely else f"choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
     def parse_known_args(  # type: ignore[override]  # the overloads of the base class say no more than this
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -23,8 +65,11 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments here: only the parser of the subcommand knows its flags."""
         known, left = super().parse_known_args(args, namespace)
         for word in left:
-            if word.startswith("-"):
+            if word.startswith("-") and word != "-" and " " not in word:
                 self.error(f"unknown flag {word.partition('=')[0]}{self._suggestion(word.partition('=')[0])}")
+        if self.words is not None:
+            setattr(known, self.words, [*getattr(known, self.words), *left])
+            return known, []
         if left:
             self.error(f"unexpected argument {left[0]!r}")
         return known, left
@@ -39,3 +84,18 @@ class Parser(argparse.ArgumentParser):
         prefixed = [flag for flag in known if flag.startswith(word)]
         likely = list(dict.fromkeys([*get_close_matches(word, known, n=1), *prefixed]))
         return f"; did you mean {' or '.join(likely[:_MOST_SUGGESTIONS])}?" if likely else ""
+
+
+def _in_short(flag: argparse.Action) -> argparse.Action:
+    """With the first sentence of its help, and its default."""
+    short = copy(flag)
+    first, *rest = re.split(r"(?<=[.]) (?=[A-Z])", flag.help or "")
+    short.help = " ".join([first, *(text for text in rest if text.startswith("Default: "))])
+    return short
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_all_help(), end="")
+        parser.exit()

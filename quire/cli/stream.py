@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TextIO
 
+from quire.cli.screen import Out
 from quire.types.outputs import RequestOutput
 
 
@@ -36,7 +36,7 @@ class Answer:
 
 
 def print_answer(
-    stream: Generator[RequestOutput, None, None], out: TextIO, clock: Callable[[], float] = time.perf_counter
+    stream: Generator[RequestOutput, None, None], out: Out, clock: Callable[[], float] = time.perf_counter
 ) -> Answer:
     """Write the deltas of `stream` to `out`, and a final newline. Ctrl-C ends the answer where it is."""
     answer = Answer()

@@ -51,7 +51,7 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError("ssl_keyfile is given without ssl_certfile; give the certificate too")
     if config.root_path and not config.root_path.startswith("/"):
         raise ConfigError(f"root_path is {config.root_path!r} but must begin with a slash")
-    for name in ("served_model_name", "api_key", "allowed_origins"):
+    for name in ("served_model_name", "api_key", "allowed_origins", "allowed_hosts"):
         if not all(getattr(config, name)):
             raise ConfigError(f"{name} is empty; give a text, or leave the flag out")
     tool_server_addresses(config)

@@ -16,6 +16,7 @@ from quire.types.messages import AbortRequests, EngineInfo
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
 from quire.utils.log import get_logger
+from quire.utils.phases import ReportPhase, ignore_phase
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
@@ -169,10 +170,10 @@ class InProcClient(EngineClient):
         self._thread.start()
 
 
-def make_inproc_client(config: EngineConfig) -> EngineClient:
-    """Load the model in this process and wire scheduler, KV manager, worker and loop."""
+def make_inproc_client(config: EngineConfig, report: ReportPhase = ignore_phase) -> EngineClient:
+    """Load the model in this process and wire scheduler, KV manager, worker and loop; `report` hears of phases."""
     from quire.engine.build import build_engine
     from quire.engine.loop import EngineLoop
 
-    core, info, debug_checks = build_engine(config)
+    core, info, debug_checks = build_engine(config, report)
     return InProcClient(core, EngineLoop(core, debug_checks=debug_checks), info)

@@ -37,6 +37,7 @@ from quire.types.errors import (
 from quire.types.outputs import EmbeddingOutput, EngineOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.types.sampling import OutputKind, PoolingParams, PoolingTask, SamplingParams
 from quire.utils.collector import paused_collector
+from quire.utils.phases import ReportPhase, ignore_phase
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -53,11 +54,18 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = DEFAULT_MODEL, *, tokenizer: str | None = None, seed: int | None = None, **settings: Any
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        tokenizer: str | None = None,
+        seed: int | None = None,
+        on_phase: ReportPhase = ignore_phase,
+        **settings: Any,
     ) -> None:
         """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048.
 
         With a `seed`, requests that bring none are reproducible too: those of another LLM, asked in the same order.
+        `on_phase` hears what loading is busy with.
         """
         if seed is not None:
             settings["seed"] = seed
@@ -66,7 +74,7 @@ class LLM:
         check_settings(config)
         with paused_collector():
             text = load_text_model(config.model)
-            self._wire(make_inproc_client(config), text, seed)
+            self._wire(make_inproc_client(config, on_phase), text, seed)
 
     @classmethod
     def from_client(cls, client: EngineClient, text: TextModel, seed: int | None = None) -> Self:

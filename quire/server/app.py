@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import quire
 from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
+from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.adapters import ServedAdapters
 from quire.server.admin import admin_router
@@ -20,8 +21,9 @@ from quire.server.conversation.formats import resolve_formats
 from quire.server.docs_page import docs_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
-from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext, SameSite
 from quire.server.models import models_router
+from quire.server.ollama.router import ollama_router
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
 from quire.server.openai.embeddings.router import embeddings_router
@@ -36,6 +38,7 @@ ROUTERS = (
     embeddings_router,
     responses_router,
     messages_router,
+    ollama_router,
     invocations_router,
     models_router,
     tokenize_router,
@@ -55,6 +58,7 @@ def build_app(
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
     adapters: ServedAdapters | None = None,
+    description: ModelDescription = UNKNOWN,
 ) -> FastAPI:
     """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
@@ -65,7 +69,15 @@ def build_app(
     servers = tool_servers or make_tool_servers(ServerConfig())
     admission = Admission(settings.max_queue)
     context = ServerContext(
-        provider, text, settings, tuple(model_names), admission, formats, servers, adapters or ServedAdapters()
+        provider,
+        text,
+        settings,
+        tuple(model_names),
+        admission,
+        formats,
+        servers,
+        description,
+        adapters=adapters or ServedAdapters(),
     )
     app = FastAPI(
         title="Quire",
@@ -84,6 +96,11 @@ def build_app(
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
     app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
+    app.add_middleware(
+        SameSite,
+        hosts=None if api_keys else (settings.host, *settings.allowed_hosts),
+        origins=settings.allowed_origins,
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -176,18 +176,23 @@ def _surrogate(name: str) -> BodyError:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is JSON and read by JsonRequest.
+    """A route whose body, if it has one, is JSON by its content type too, and read by JsonRequest.
 
     A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
     keeps strangers' pages from using a server on this machine. A POST without a body is refused by its origin.
     """
 
+    any_type = False
+    """Whether the content type may be any; pages of other origins are refused before they come here."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        has_body = self.body_field is not None
+        has_body, any_type = self.body_field is not None, self.any_type
 
         async def handle_json(request: Request) -> Response:
-            if has_body:
+            if has_body and any_type:
+                request.scope["headers"] = _with_json_type(request.scope["headers"])
+            elif has_body:
                 _check_content_type(request)
             elif request.method == "POST":
                 _check_origin(request)
@@ -197,6 +202,18 @@ class JsonRoute(APIRoute):
             return await handle(read)
 
         return handle_json
+
+
+class AnyTypeRoute(JsonRoute):
+    """For an API whose clients send JSON under any content type, or under none."""
+
+    any_type = True
+
+
+def _with_json_type(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers as of JSON, which is all that FastAPI reads a body as."""
+    kept = [(name, value) for name, value in headers if name != b"content-type"]
+    return [*kept, (b"content-type", b"application/json")]
 
 
 def _content_type(request: Request) -> str:

@@ -14,6 +14,7 @@ from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, TooManyTokensError
+from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.server.adapters import ServedAdapters
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
@@ -84,6 +85,7 @@ class ServerContext:
     admission: Admission
     formats: Formats
     tool_servers: ToolServers
+    description: ModelDescription = UNKNOWN
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -1,7 +1,7 @@
 """Every failure as a status, a code, a field, and the error form of the API that was called.
 
 The one place where errors get their address: `addressed` names fields as a request does, `failure_of` says what an
-error means to a client, and the rest puts that into OpenAI's and Anthropic's forms.
+error means to a client, and the rest puts that into OpenAI's, Anthropic's and Ollama's forms.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class AnthropicErrorInfo(msgspec.Struct):
 class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
     error: AnthropicErrorInfo
     request_id: str | None = None
+
+
+class OllamaErrorBody(msgspec.Struct):
+    error: str
 
 
 class UnknownModelError(RequestError):
@@ -173,6 +177,11 @@ def anthropic_error(failure: Failure, request_id: str | None) -> bytes:
     return msgspec.json.encode(AnthropicErrorBody(info, request_id))
 
 
+def ollama_error(failure: Failure) -> bytes:
+    """The same in the form of Ollama's API, as a response or as the last line of a stream."""
+    return msgspec.json.encode(OllamaErrorBody(_printable(failure.message)))
+
+
 def responses_code(failure: Failure) -> str:
     """The code of a response that has failed: the Responses API has no statuses within a stream."""
     return "server_error" if failure.status >= 500 else failure.code or "invalid_prompt"
@@ -183,10 +192,18 @@ def is_anthropic(scope: Scope) -> bool:
     return route_path(scope).startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
+def is_ollama(scope: Scope) -> bool:
+    """Whether a request speaks Ollama's API."""
+    return route_path(scope).startswith("/api/")
+
+
 def error_response(scope: Scope, failure: Failure) -> Response:
     """The failure in the form of the API that was called."""
     request_id: str | None = scope.get("state", {}).get("request_id")
-    body = anthropic_error(failure, request_id) if is_anthropic(scope) else openai_error(failure)
+    if is_ollama(scope):
+        body = ollama_error(failure)
+    else:
+        body = anthropic_error(failure, request_id) if is_anthropic(scope) else openai_error(failure)
     return json_response(body, failure.status, failure.headers)
 
 

@@ -30,6 +30,8 @@ from quire.engine.child import print_line
 from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
 from quire.frontend.text_model import load_text_model
+from quire.loader.describe import describe_model
+from quire.loader.hub import find_model
 from quire.metrics.telemetry import make_telemetry
 from quire.platform.allocator import keep_little_free_memory
 from quire.server.adapters import read_lora_modules
@@ -38,6 +40,7 @@ from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
+from quire.server.state import announced
 from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
 from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineError
@@ -90,9 +93,10 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         log_interval=settings.stats_interval,
         vllm_names=settings.metrics_names == "vllm",
     )
-    with listening_socket(settings) as listener:
+    with listening_socket(settings) as listener, announced(address_of(settings, listener), model_names):
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
+        description = describe_model(find_model(config.model))
         options = SupervisorOptions(
             stall_timeout=settings.stall_timeout,
             max_restarts=settings.max_restarts,
@@ -113,6 +117,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 extra_routers=[make_metrics_router(telemetry.prometheus)],
                 tool_servers=tool_servers,
                 adapters=adapters,
+                description=description,
             )
             server = Server(uvicorn_config(app, settings))
             # A full collection would walk over all objects made until now and block the event loop.
@@ -205,6 +210,10 @@ async def _keep_engine(supervisor: Supervisor, address: str) -> None:
     """Start the engine and wait for its final failure, which is raised."""
     await supervisor.start()
     logger.info("serving on %s, ready for requests", address)
+    if not address.startswith("unix:"):
+        # The address that means all of this machine's is none to go to.
+        page = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        logger.info("open %s/ in a browser", page)
     raise await supervisor.wait_failed()
 
 

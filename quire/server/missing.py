@@ -6,6 +6,8 @@ _NO_SPEECH = "it neither hears nor speaks"
 _NO_VECTORS = "it makes text or embeddings, and no scores or classes"
 _NO_FILES = "it keeps no files and runs no batches"
 
+_NO_CHANGES = "it changes no models of this machine; use the command line"
+
 # By the beginning of the path: whole segments.
 MISSING = {
     "/v1/audio": _NO_SPEECH,
@@ -28,6 +30,12 @@ MISSING = {
     "/v1/uploads": _NO_FILES,
     "/v1/vector_stores": _NO_FILES,
     "/v1/fine_tuning": "it does not train",
+    "/api/pull": f"{_NO_CHANGES}: quire pull NAME",
+    "/api/delete": f"{_NO_CHANGES}: quire rm NAME",
+    "/api/create": f"{_NO_CHANGES}: quire quantize, or put a .gguf file into Quire's folder of models",
+    "/api/copy": f"{_NO_CHANGES}: quire list says where models are",
+    "/api/push": f"{_NO_CHANGES}: it pushes models nowhere",
+    "/api/blobs": f"{_NO_CHANGES}: quire list says where models are",
     "/v1/assistants": "it keeps no assistants; use /v1/responses",
     "/v1/threads": "it keeps no threads; use /v1/responses with previous_response_id",
     "/v1/conversations": "it keeps no conversations; use /v1/responses with previous_response_id",

@@ -15,11 +15,13 @@ _ERRORS: dict[int | str, str] = {
 }
 
 
-def answers(body: Any, event: Any = None, *, error: type[Any] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+def answers(
+    body: Any, event: Any = None, *, error: type[Any] = ErrorBody, stream_type: str = "text/event-stream"
+) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that answers with `body`, or with `event`s when it streams."""
     content = {"application/json": {"schema": schema_of(body)}}
     if event is not None:
-        content["text/event-stream"] = {"schema": schema_of(event)}
+        content[stream_type] = {"schema": schema_of(event)}
     failed = {"application/json": {"schema": schema_of(error)}}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     return found | {status: {"description": text, "content": failed} for status, text in _ERRORS.items()}

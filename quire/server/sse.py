@@ -61,13 +61,15 @@ class EventStream(Response):
         keep_alive: Callable[[], bytes] = lambda: KEEP_ALIVE,
         failed: Callable[[QuireError], bytes] = lambda error: event(openai_error(failure_of(error))),
         end: bytes = DONE,
+        media_type: str | None = None,
     ) -> None:
         """What an API says apart from the events themselves.
 
         `opening` comes before the first event where that takes long, `keep_alive` whenever the stream is silent,
-        `failed` tells of an error, and `end` closes the stream.
+        `failed` tells of an error, and `end` closes the stream. `media_type` is that of other lines than
+        events.
         """
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
         self._opening = opening

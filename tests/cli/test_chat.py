@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,18 @@ def test_ctrl_c_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert llm.requests[1] == [user("one"), assistant("You said:"), user("two")]
 
 
+def test_ctrl_c_before_an_answer_begins_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(FakeLLM):
+        def stream(self, request: Any, params: SamplingParams) -> Generator[RequestOutput, None, None]:
+            if request[-1]["content"] == "one":
+                signal.raise_signal(signal.SIGINT)
+            return super().stream(request, params)
+
+    code, (llm,) = talk(monkeypatch, "one\ntwo\n", llm_type=Interrupted)
+    assert code == 0
+    assert llm.requests == [[user("two")]]
+
+
 def test_a_bad_request_is_said_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,3 +147,60 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert main(["chat"]) == 0
     assert [len(request) for request in made[0].requests] == [1, 3]
     assert "/exit or Ctrl-D leaves." in capsys.readouterr().err
+
+
+def test_parameters_are_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "/set parameter temperature 0.25",
+        "/set parameter num_predict 9",
+        "/set parameter stop END",
+        "one",
+        "/set parameter temperature hot",
+        "/set parameter top_p 7",
+        "/set parameter warmth 1",
+        "/set parameter seed",
+        "/set nothing",
+        "/show",
+        "two",
+    ]
+    _, (llm,) = talk(monkeypatch, "\n".join(lines))
+    params = llm.params[0]
+    assert (params.temperature, params.max_tokens, params.stop) == (0.25, 9, ("END",))
+    assert llm.params[1] == params
+    err = capsys.readouterr().err
+    for said in (
+        "temperature cannot be 'hot'",
+        "top_p is 7.0",
+        "no parameter 'warmth'",
+        "give a value too",
+        "set what?",
+    ):
+        assert f"error: {said}" in err or said in err
+    assert "temperature 0.25" in err
+
+
+def test_the_system_message_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (llm,) = talk(monkeypatch, "one\n/set system Be brief.\ntwo\n/clear\nthree\n", "--system", "Be kind.")
+    brief = {"role": "system", "content": "Be brief."}
+    assert llm.requests[1] == [brief, user("one"), assistant("You said: one"), user("two")]
+    assert llm.requests[2] == [brief, user("three")]
+
+
+def test_a_conversation_is_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    talk(monkeypatch, "one\n/save my-chat\n/save ../evil\n/load nothing\n")
+    assert (tmp_path / "chats" / "my-chat.json").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "chats").iterdir()] == ["my-chat.json"]
+    err = capsys.readouterr().err
+    assert "'../evil' is no name" in err
+    assert "there are: my-chat" in err
+    _, (llm,) = talk(monkeypatch, "/load my-chat\ntwo\n")
+    assert llm.requests == [[user("one"), assistant("You said: one"), user("two")]]
+
+
+def test_a_message_may_have_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (llm,) = talk(monkeypatch, '"""first\nsecond\n\nthird"""\nnext\n"""one line"""\n"""never\nclosed')
+    said = [request[-1]["content"] for request in llm.requests if isinstance(request[-1], dict)]
+    assert said == ["first\nsecond\n\nthird", "next", "one line", "never\nclosed"]

@@ -100,8 +100,44 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         cli.main([name, "--help"])
     assert exit_info.value.code == 0
     help_text = capsys.readouterr().out
-    assert cli.COMMANDS[name][1:] in help_text
-    assert ("KIND" if name == "bench" else "--max-model-len") in help_text
+    assert cli.COMMANDS[name][1:] in " ".join(help_text.split())
+    assert ("KIND" if name == "bench" else "MODEL" if "MODEL" in help_text else "--debug") in help_text
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "serve"])
+def test_help_explains_ten_flags_and_says_where_the_others_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def help_text(flag: str) -> str:
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main([name, flag])
+        assert exit_info.value.code == 0
+        return capsys.readouterr().out
+
+    def flags(text: str) -> set[str]:
+        return {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
+
+    short, whole = help_text("--help"), help_text("--help-all")
+    assert len(flags(short)) == 10
+    assert flags(short) < flags(whole)
+    assert "--enforce-eager" in whole or "--block-size" in whole
+    assert f"`quire {name} --help-all` explains all" in short
+
+
+def test_commands_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    for task, commands in cli.TASKS.items():
+        assert out.index(f"{task}:") < min(out.index(f"\n  {name} ") for name in commands)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(["sevre"], "did you mean serve?"), (["serve", "--dtype", "float61"], "did you mean float16?")],
+)
+def test_a_wrong_choice_gets_a_suggestion(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)])

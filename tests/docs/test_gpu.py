@@ -25,7 +25,7 @@ def test_commands_are_understood(command: str) -> None:
 
 def test_flags_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser("run").parse_args(["run", "--help"])
+        build_parser("run").parse_args(["run", "--help-all"])
     known = capsys.readouterr().out
     named = set(re.findall(r"`(--[a-z-]+)", PAGE))
     assert "--deterministic" in named

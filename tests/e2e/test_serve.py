@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import ollama
 import openai
 import pytest
 
@@ -54,6 +56,29 @@ def test_streams_equal_bodies_and_hit_the_prefix_cache(client: openai.OpenAI) ->
     assert whole.usage is not None
     assert whole.usage.prompt_tokens_details is not None
     assert whole.usage.prompt_tokens_details.cached_tokens
+
+
+def test_ollamas_api_says_what_openais_says(server: Running, client: openai.OpenAI) -> None:
+    fields = {"temperature": 0.8, "seed": 3, "top_k": 20}
+    wanted = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, max_tokens=12, temperature=0.8, seed=3, extra_body={"top_k": 20}
+    )
+    with closing(ollama.Client(server.url)) as session:
+        answer = session.chat("smollm2", QUESTION, options={**fields, "num_predict": 12})
+        streamed = session.chat("smollm2:latest", QUESTION, options={**fields, "num_predict": 12}, stream=True)
+        text = wanted.choices[0].message.content
+        assert answer.message.content == "".join(part.message.content or "" for part in streamed) == text
+        assert wanted.usage is not None
+        assert (answer.prompt_eval_count, answer.eval_count) == (
+            wanted.usage.prompt_tokens,
+            wanted.usage.completion_tokens,
+        )
+        (entry,) = session.list().models
+        assert entry.details is not None
+        assert (entry.details.format, entry.details.quantization_level) == ("gguf", "Q4_1")
+        assert entry.details.parameter_size == "134.5M"
+        served = client.models.retrieve("smollm2").model_extra or {}
+        assert (session.show("smollm2").modelinfo or {})["llama.context_length"] == served["max_model_len"]
 
 
 def test_a_prompt_is_scored_by_echo(client: openai.OpenAI) -> None:

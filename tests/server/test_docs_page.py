@@ -54,12 +54,14 @@ async def test_it_loads_nothing_and_its_examples_are_answered() -> None:
         assert "://" not in answer.text
         tried = {path: example for path, example in page.examples.items() if "{" not in path}
         assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= set(tried)
-        embedded = tried.pop("/v1/embeddings")
+        embedded = {path: tried.pop(path) for path in ("/v1/embeddings", "/api/embed")}
+        del tried["/api/embeddings"]  # its form before
         for path, example in tried.items():
             response = await session.post(path, json=json.loads(example))
             assert response.status_code == 200, (path, response.text)
     async with http(make_app(PoolingClient())) as session:
-        assert (await session.post("/v1/embeddings", json=json.loads(embedded))).status_code == 200
+        for path, example in embedded.items():
+            assert (await session.post(path, json=json.loads(example))).status_code == 200
 
 
 async def test_it_stands_behind_a_proxy_and_behind_a_key() -> None:

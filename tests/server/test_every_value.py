@@ -33,6 +33,11 @@ PATHS = sorted({hole.path for hole in HOLES})
 def test_the_schemas_are_looked_into() -> None:
     found = {(hole.path, hole.field, hole.kind) for hole in HOLES}
     assert PATHS == [
+        "/api/chat",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/generate",
+        "/api/show",
         "/detokenize",
         "/invocations",
         "/tokenize",
@@ -66,7 +71,7 @@ async def test_every_string_with_a_lone_surrogate(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_number_with_extremes(path: str) -> None:
-    client = PoolingClient() if path == "/v1/embeddings" else long_client("x")
+    client = PoolingClient() if "/embed" in path else long_client("x")
     async with http(make_app(client)) as session:
         for hole in holes_of(path, "number"):
             for value in EXTREMES:
@@ -93,6 +98,8 @@ async def post(session: httpx.AsyncClient, path: str, body: str) -> httpx.Respon
 def assert_names(answer: httpx.Response, hole: Hole, value: Any = None) -> None:
     assert answer.status_code == 400, (hole, value, answer.text)
     error = answer.json()["error"]
+    if isinstance(error, str):  # Ollama's form
+        error = {"message": error}
     named = error["message"] if "param" not in error else error["param"] or ""
     assert hole.field in named, (hole, value, answer.text)
 

@@ -36,6 +36,9 @@ def test_no_request_crashes_or_hangs_the_server(case: schemathesis.Case, server:
     response = case.call(base_url=server.url, timeout=10)
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
+        if case.path.startswith("/api/"):
+            assert isinstance(response.json()["error"], str)
+            return
         names = {"message", "type"} if "/messages" in case.path else {"message", "type", "param", "code"}
         assert set(response.json()["error"]) == names
 

@@ -1,0 +1,96 @@
+"""What is served, as Ollama's clients ask for it: /api/tags, /api/ps, /api/show."""
+
+from __future__ import annotations
+
+from quire.server.context import ServerContext
+from quire.server.ollama.answer import timestamp
+from quire.server.ollama.convert import LATEST, check_model
+from quire.server.ollama.protocol import (
+    Details,
+    ModelEntry,
+    ModelInfo,
+    ModelList,
+    RunningModel,
+    RunningModels,
+    ShowRequest,
+)
+from quire.types.errors import EngineUnavailableError
+
+_NEVER = "2318-01-01T00:00:00Z"  # what Ollama says of models that are not to be unloaded
+
+
+def model_list(context: ServerContext) -> ModelList:
+    described, details = context.description, _details(context)
+    when = timestamp(described.modified or context.created)
+    return ModelList(
+        [
+            ModelEntry(name, name, when, described.num_bytes, described.digest, details)
+            for name in map(tagged, context.model_names)
+        ]
+    )
+
+
+def running_models(context: ServerContext) -> RunningModels:
+    """The model, once it is loaded."""
+    longest = context.max_model_len()
+    if longest is None:
+        return RunningModels([])
+    described, details = context.description, _details(context)
+    return RunningModels(
+        [
+            RunningModel(name, name, described.num_bytes, described.digest, details, _NEVER, 0, longest)
+            for name in map(tagged, context.model_names)
+        ]
+    )
+
+
+def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
+    check_model(context, body.model or body.name)
+    described = context.description
+    info: dict[str, str | int] = {"general.architecture": described.family}
+    if described.num_parameters is not None:
+        info["general.parameter_count"] = described.num_parameters
+    longest = context.max_model_len() or described.context_length
+    for key, value in (("context_length", longest), ("embedding_length", described.embedding_length)):
+        if value is not None:
+            info[f"{described.family or 'model'}.{key}"] = value
+    template = context.text.own_template(with_tools=True)
+    return ModelInfo(
+        modelfile=f"# Served by Quire.\nFROM {tagged(context.model_names[0])}\n",
+        parameters="",
+        template="" if template is None else template.source,
+        details=_details(context),
+        model_info=info,
+        capabilities=capabilities(context),
+        modified_at=timestamp(described.modified or context.created),
+    )
+
+
+def capabilities(context: ServerContext) -> list[str]:
+    """In Ollama's words."""
+    try:
+        pools = context.provider.engine.info.pooler is not None
+    except EngineUnavailableError:
+        pools = False
+    if pools:
+        return ["embedding"]
+    formats = context.formats
+    extra = [("tools", formats.tool), ("thinking", formats.reasoning)]
+    return ["completion", *(name for name, found in extra if found is not None)]
+
+
+def tagged(name: str) -> str:
+    """Names of models have a tag in Ollama."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def _details(context: ServerContext) -> Details:
+    described = context.description
+    return Details(
+        "",
+        described.format,
+        described.family,
+        [described.family] if described.family else [],
+        described.parameter_size,
+        described.quantization,
+    )
