@@ -35,4 +35,11 @@ def test_the_project_declares_what_a_gpu_machine_lacks() -> None:
     plain = {requirement.name for requirement in declared(pyproject, None)}
     tested = {requirement.name for requirement in declared(pyproject, "test")}
     assert {"msgspec", "pyzmq", "torch"} <= plain
-    assert tested - plain == {"pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis"}
+    assert tested - plain == {
+        "pytest",
+        "pytest-asyncio",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+        "jsonschema",
+    }

@@ -8,9 +8,26 @@ import pytest
 
 from quire.kernels.cpu import library
 from tests.attention import test_cpu_native
-from tests.kernels.cpu import test_extremes, test_grouped, test_matrix, test_native, test_sampling, test_step
+from tests.kernels.cpu import (
+    test_extremes,
+    test_grouped,
+    test_lora,
+    test_matrix,
+    test_native,
+    test_sampling,
+    test_step,
+)
 
-MODULES = (test_cpu_native, test_extremes, test_grouped, test_matrix, test_native, test_sampling, test_step)
+MODULES = (
+    test_cpu_native,
+    test_extremes,
+    test_grouped,
+    test_lora,
+    test_matrix,
+    test_native,
+    test_sampling,
+    test_step,
+)
 
 
 class Held(NamedTuple):
@@ -35,6 +52,11 @@ COVERED = {
         "test_quantization_errs_by_half_a_step_at_most", "test_what_cannot_be_quantized_is_refused", LOOKED_UP
     ),
     "unpack_rows": Held(LOOKED_UP, "test_any_blocks", LOOKED_UP),
+    "add_lora": Held(*["test_adapters_are_added_token_by_token"] * 3),
+    **{
+        name: Held(*["test_tokens_have_the_slots_of_their_rows"] * 3)
+        for name in ("gather_adapters", "select_adapters")
+    },
     "linear": Held(
         "test_a_row_of_a_product_has_the_same_bits_in_any_batch", "test_plain_products", "test_plain_products"
     ),

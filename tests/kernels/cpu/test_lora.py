@@ -1,0 +1,49 @@
+"""LoRA on the CPU: odd sizes, extreme values, and a token's bits beside any others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.cpu import lora
+from quire.ops.lora import add_lora, gather_adapters, generate_rows, generate_tokens, select_adapters
+from tests.kernels.cpu.test_extremes import (
+    WIDTHS,
+    assert_bits,
+    assert_same_kind,
+    each_instruction_set,
+    rows_with_special,
+    using,
+)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("inner", WIDTHS)
+def test_adapters_are_added_token_by_token(isa: str, inner: int) -> None:
+    generator = torch.Generator().manual_seed(inner)
+    widths, rank = (inner, 1, 19), 5
+    x, out = rows_with_special(40, inner), torch.randn(40, sum(widths), generator=generator)
+    down = torch.randn(3, len(widths), rank, inner, generator=generator)
+    up = torch.randn(3, rank, sum(widths), generator=generator)
+    slots = torch.randint(-1, 3, (40,), generator=generator, dtype=torch.int32)
+    ranks = torch.tensor([5, 0, 3], dtype=torch.int32)
+
+    def run(start: int, end: int) -> torch.Tensor:
+        return lora.add_lora(out[start:end].clone(), x[start:end], down, up, slots[start:end], ranks, widths)
+
+    with using(isa):
+        found = run(0, 40)
+        for start, end in ((0, 1), (7, 9), (11, 40)):
+            assert_bits(run(start, end), found[start:end])
+    assert_bits(found[slots < 0], out[slots < 0])
+    assert_same_kind(found, add_lora(out.clone(), x, down, up, slots, ranks, widths), 1e-4)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_have_the_slots_of_their_rows(isa: str, seed: int) -> None:
+    """Rows without tokens among them, padding behind them."""
+    rows, tokens = generate_rows(seed), generate_tokens(seed)
+    with using(isa):
+        assert_bits(lora.gather_adapters(*rows), gather_adapters(*rows))
+        assert_bits(lora.select_adapters(*tokens), select_adapters(*tokens))
