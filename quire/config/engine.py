@@ -12,7 +12,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from quire.config import env
-from quire.config.groups import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, StructuredConfig
+from quire.config.groups import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredConfig,
+    TracingConfig,
+)
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
@@ -26,6 +33,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -55,6 +63,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
     "structured": StructuredConfig,
+    "tracing": TracingConfig,
 }
 
 
@@ -99,6 +108,7 @@ def check(config: EngineConfig) -> None:
         "structured_outputs_max_bytes": config.structured.structured_outputs_max_bytes,
         "structured_outputs_max_depth": config.structured.structured_outputs_max_depth,
         "structured_outputs_cache_size": config.structured.structured_outputs_cache_size,
+        "trace_size": config.tracing.trace_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:

@@ -184,6 +184,29 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """What an engine writes down about its own steps."""
+
+    trace: str | None = setting(
+        None,
+        "A file for a trace of all that enters the engine and of every step, for `quire replay` and `quire plan`. It"
+        " holds the token ids of prompts and outputs, and is readable by its owner only. Unset: none.",
+    )
+    trace_redact: bool = setting(
+        False, "Keep lengths and salted prefix hashes in the trace, and no token ids: good for `quire plan` only."
+    )
+    trace_size: int = setting(
+        256 << 20, "Most bytes of a trace; its oldest quarter goes when it is full.", unit="bytes"
+    )
+    dump_dir: str | None = setting(
+        None,
+        "A folder where the engine keeps its last 1,000 steps while it runs (counts and request ids, no tokens); the"
+        " file stays if the engine dies, for `quire explain`. Unset: `quire serve` uses the folder dumps of Quire's"
+        " cache.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP server of `quire serve`. The engine knows none of these."""
 

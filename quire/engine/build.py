@@ -7,11 +7,11 @@ from quire.config.env import debug_checks
 from quire.config.groups import StructuredConfig
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
-from quire.kv.manager import KVCacheManager
-from quire.sched.scheduler import Scheduler
-from quire.sched.shares import WholePrompts
-from quire.sched.step_times import Prior, StepTimes
-from quire.sched.time_shares import make_shares
+from quire.engine.setup import SchedulerSetup
+from quire.engine.step_log import NO_LOG, StepLog
+from quire.engine.trace.recorder import make_recorder
+from quire.loader.digest import model_digest
+from quire.loader.hub import find_model
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
@@ -28,26 +28,28 @@ def build_engine(
     executor = EXECUTORS.get(executor_name)(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
-    # Keys and values of a token that sees those after it are of no use to another prompt.
-    caches = config.cache.enable_prefix_caching and not worker.is_bidirectional
-    kv = KVCacheManager(ledger.layout, ledger.pool_blocks, caches)
-    scheduler = Scheduler(
+    setup = SchedulerSetup(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         policy=config.scheduler.policy,
         max_model_len=ledger.max_model_len,
-        kv=kv,
-        shares=WholePrompts()
-        if worker.is_bidirectional
-        else make_shares(
-            settings.step_time_target,
-            config.scheduler.performance_mode,
-            StepTimes(Prior(*worker.step_times), worker.step_sizes),
-        ),
+        layout=ledger.layout,
+        pool_blocks=tuple(ledger.pool_blocks),
+        # Keys and values of a token that sees those after it are of no use to another prompt.
+        caches_prefixes=config.cache.enable_prefix_caching and not worker.is_bidirectional,
+        takes_whole_prompts=worker.is_bidirectional,
+        step_time_target=settings.step_time_target,
+        performance_mode=config.scheduler.performance_mode,
+        step_times=worker.step_times,
+        step_sizes=tuple(worker.step_sizes),
+        steps_in_flight=settings.steps_in_flight,
     )
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
-    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars))
+    log = _step_log(config, setup, worker.kernel_path)
+    core = EngineCore(
+        setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log
+    )
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,
@@ -60,6 +62,12 @@ def build_engine(
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
     )
     return core, info, debug_checks()
+
+
+def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:
+    if config.tracing.trace is None:
+        return NO_LOG
+    return make_recorder(config, setup, model_digest(find_model(config.model), config.model), kernel_path)
 
 
 def grammar_limits(config: StructuredConfig) -> GrammarLimits:

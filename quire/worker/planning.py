@@ -79,6 +79,19 @@ class EnginePlan:
         return self.backend.name == self.platform.deterministic_backend
 
     @property
+    def kernel_path(self) -> dict[str, str]:
+        """What decides the bits of results, besides the model and the requests."""
+        return {
+            "device": self.platform.hardware,
+            "instruction_set": self.backend.instruction_set,
+            "dtype": self.settings.dtype,
+            "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "quantization": self.settings.quantization,
+            "activations": self.settings.activations,
+            "attention_backend": self.backend.name,
+        }
+
+    @property
     def backends(self) -> list[AttentionBackend]:
         """Of each KV group: one serves them all."""
         return [self.backend] * len(self.ledger.layout.groups)
