@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from quire.utils.version import VERSION
+
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.frontend.async_engine import AsyncEngine
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from quire.types.sampling import PoolingParams, RepetitionDetectionParams, SamplingParams
     from quire.types.structured import StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "LLM",

@@ -108,7 +108,8 @@ def _crashes(file: Path, model: str | None, some: Sequence[RecordedRequest]) -> 
         ids.flush()
         command = [sys.executable, "-P", "-m", "quire", "replay", str(file), "--requests", ids.name]
         command += [] if model is None else ["--model", model]
-        return subprocess.run(command, capture_output=True, env=env.child_environment(**import_path())).returncode != 0
+        environment = env.child_environment(**import_path())
+        return subprocess.run(command, capture_output=True, env=environment).returncode != 0
 
 
 def _print(report: ReplayReport) -> None:

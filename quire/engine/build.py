@@ -47,9 +47,7 @@ def build_engine(
     )
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
     log = _step_log(config, setup, worker.kernel_path)
-    core = EngineCore(
-        setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log
-    )
+    core = EngineCore(setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log)
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,

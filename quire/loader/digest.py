@@ -34,7 +34,5 @@ def _files(path: Path, made_up: bool) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(
-        file
-        for file in path.iterdir()
-        if file.name in _CONFIGS or (file.suffix in _SUFFIXES and not made_up)
+        file for file in path.iterdir() if file.name in _CONFIGS or (file.suffix in _SUFFIXES and not made_up)
     )

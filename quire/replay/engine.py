@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import quire
 from quire.config import env
 from quire.config.engine import EngineConfig
 from quire.engine.build import grammar_limits
@@ -19,6 +18,7 @@ from quire.replay.steps import Comparison, ReplayedCore
 from quire.structured.manager import GrammarManager
 from quire.types.errors import TraceError
 from quire.utils.phases import ignore_phase
+from quire.utils.version import VERSION
 from quire.worker.executor import Executor
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
@@ -33,9 +33,9 @@ def check_trace(trace: Trace, model: str | None = None) -> EngineConfig:
             "the beginning of the trace was rotated away, so that its engine's state is not known;"
             " record it with a larger --trace-size"
         )
-    if header.version != quire.__version__:
+    if header.version != VERSION:
         raise TraceError(
-            f"the trace was recorded by Quire {header.version} and this is {quire.__version__}; install that version"
+            f"the trace was recorded by Quire {header.version} and this is {VERSION}; install that version"
         )
     config = _config(header, model)
     digest = model_digest(find_model(config.model), config.model)
@@ -64,13 +64,12 @@ def make_executor(header: Header, config: EngineConfig) -> Executor:
     blocks = tuple(executor.description.ledger.pool_blocks)
     if blocks != header.setup.pool_blocks:
         executor.shutdown()
-        raise TraceError(f"the trace was recorded with {header.setup.pool_blocks} KV blocks and there are {blocks} here")
+        recorded_blocks = header.setup.pool_blocks
+        raise TraceError(f"the trace was recorded with {recorded_blocks} KV blocks and there are {blocks} here")
     return executor
 
 
-def make_replayed_core(
-    header: Header, config: EngineConfig, executor: Executor, log: Comparison
-) -> ReplayedCore:
+def make_replayed_core(header: Header, config: EngineConfig, executor: Executor, log: Comparison) -> ReplayedCore:
     """A core that takes its times from the trace."""
     constraints = _constraints(config, executor)
     return ReplayedCore(header.setup.make_scheduler(), executor, header.setup.steps_in_flight, constraints, log=log)

@@ -112,9 +112,7 @@ class Comparison(StepLog):
             for part, was, now in pairs:
                 if was != now:
                     detail = f"{was:08x} is now {now:08x}"
-                    raise _StopReplayError(
-                        Difference(plan.step_id, (names[index],), f"{part} of the result", detail)
-                    )
+                    raise _StopReplayError(Difference(plan.step_id, (names[index],), f"{part} of the result", detail))
         if self.rolling.add(self._plans.pop(plan.step_id), result.token_ids, digests) != end.rolling:
             raise _StopReplayError(Difference(plan.step_id, names, "rolling hashes", "the trace was changed"))
         self.num_steps += 1
@@ -191,9 +189,7 @@ class ReplayedCore(EngineCore):
 MakeCore = Callable[[Comparison], ReplayedCore]
 
 
-def replay_steps(
-    records: Iterable[Record], make_core: MakeCore, *, into_crash: bool = False
-) -> ReplayReport:
+def replay_steps(records: Iterable[Record], make_core: MakeCore, *, into_crash: bool = False) -> ReplayReport:
     """Run all that was recorded. A step that the recorded engine never finished is run with `into_crash` only."""
     comparison = Comparison()
     core = make_core(comparison)
@@ -206,7 +202,7 @@ def replay_steps(
         for turn in turns(records):
             for took in turn.took:
                 if not isinstance(took, Took):
-                    raise TraceError("the trace is redacted: it has no tokens to run; record one without --trace-redact")
+                    raise TraceError("the trace is redacted: it has no tokens to run")
                 core.take(took.message)
                 if isinstance(took.message, EngineRequest):
                     num_requests += 1

@@ -73,7 +73,7 @@ def test_a_trace_of_another_kernel_path_model_or_version_is_refused(
     path = {**header.kernel_path, "kv_cache_dtype": "float31"}
     for change, cause in (
         ({"kernel_path": path}, "recorded with kv_cache_dtype 'float31' and this machine has 'float16'"),
-        ({"kernel_path": {**header.kernel_path, "instruction_set": "abacus"}}, "recorded with instruction_set 'abacus'"),
+        ({"kernel_path": {**header.kernel_path, "instruction_set": "abacus"}}, "instruction_set 'abacus'"),
         ({"model_digest": "0"}, "is not the recorded one"),
         ({"version": "0.0.1"}, "was recorded by Quire 0.0.1"),
         ({"redacted": True}, "the trace is redacted"),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-import quire
 from quire.config.engine import EngineConfig
 from quire.engine.setup import SchedulerSetup
 from quire.engine.step_log import NO_LOG, StepLog
@@ -34,6 +33,7 @@ from quire.types.messages import ToEngine
 from quire.types.request import EngineRequest
 from quire.types.step import StepPlan, StepResult
 from quire.utils.log import get_logger
+from quire.utils.version import VERSION
 
 logger = get_logger(__name__)
 
@@ -126,7 +126,7 @@ def make_recorder(
         return NO_LOG
     header = Header(
         format=FORMAT,
-        version=quire.__version__,
+        version=VERSION,
         life=secrets.token_hex(8),
         segment=0,
         began=time.time(),

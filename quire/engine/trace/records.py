@@ -154,4 +154,3 @@ def redacted(request: EngineRequest, at: float, block_size: int, salt: bytes) ->
         request.priority,
         isinstance(request.params, PoolingParams),
     )
-
