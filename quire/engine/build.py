@@ -17,6 +17,7 @@ from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
+from quire.worker.description import WorkerDescription
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 
@@ -28,7 +29,28 @@ def build_engine(
     executor = EXECUTORS.get(executor_name)(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
-    setup = SchedulerSetup(
+    setup = scheduler_setup(config, worker)
+    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
+    log = _step_log(config, setup, worker.kernel_path)
+    core = EngineCore(setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log)
+    info = EngineInfo(
+        vocab_size=worker.vocab_size,
+        max_model_len=ledger.max_model_len,
+        block_size=config.cache.block_size,
+        num_kv_blocks=ledger.num_kv_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        grammar_limits=limits,
+        architecture=worker.architecture,
+        pooler=worker.pooler,
+        prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
+    )
+    return core, info, debug_checks()
+
+
+def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> SchedulerSetup:
+    """What the settings and the worker make of a scheduler."""
+    settings, ledger = worker.settings, worker.ledger
+    return SchedulerSetup(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
@@ -45,21 +67,6 @@ def build_engine(
         step_sizes=tuple(worker.step_sizes),
         steps_in_flight=settings.steps_in_flight,
     )
-    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
-    log = _step_log(config, setup, worker.kernel_path)
-    core = EngineCore(setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log)
-    info = EngineInfo(
-        vocab_size=worker.vocab_size,
-        max_model_len=ledger.max_model_len,
-        block_size=config.cache.block_size,
-        num_kv_blocks=ledger.num_kv_blocks,
-        max_num_seqs=settings.max_num_seqs,
-        grammar_limits=limits,
-        architecture=worker.architecture,
-        pooler=worker.pooler,
-        prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
-    )
-    return core, info, debug_checks()
 
 
 def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.constraints import Constraints
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.engine.parked import Condition, ParkedRequests
@@ -26,10 +27,12 @@ from quire.engine.trace.records import (
     result_digests,
 )
 from quire.replay.turns import Turn, turns
+from quire.sched.scheduler import Scheduler
 from quire.types.errors import TraceError
 from quire.types.messages import AbortRequests, Command
 from quire.types.request import EngineRequest
 from quire.types.step import StepPlan, StepResult
+from quire.worker.executor import Executor
 
 _READY_LIMIT = 60.0  # seconds that a grammar may take to compile here
 
@@ -99,8 +102,8 @@ class Comparison(StepLog):
     def finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         end, names = self.turn.end, self.names(plan)
         if not isinstance(end, Finished):
-            was = end.error if isinstance(end, Failed) else "no result"
-            raise _StopReplayError(Difference(plan.step_id, names, "ends", f"{was!r} is now a result"))
+            said = end.error if isinstance(end, Failed) else "no result"
+            raise _StopReplayError(Difference(plan.step_id, names, "ends", f"{said!r} is now a result"))
         digests = result_digests(result)
         for index, (was_ids, now_ids) in enumerate(zip(end.token_ids, result.token_ids, strict=True)):
             if was_ids != now_ids:
@@ -132,7 +135,7 @@ class Comparison(StepLog):
 class _GatedRequests(ParkedRequests):
     """Requests that become ready when the trace says so, and in its order."""
 
-    def __init__(self, conditions: list[Condition]) -> None:
+    def __init__(self, conditions: Sequence[Condition]) -> None:
         super().__init__(conditions)
         self._arrived: dict[tuple[str, str], Any] = {}
         self._changed = threading.Condition()
@@ -154,8 +157,16 @@ class _GatedRequests(ParkedRequests):
 class ReplayedCore(EngineCore):
     """A core that takes its times, and how far it plans ahead, from a trace."""
 
-    def __init__(self, *arguments: Any, log: Comparison, **options: Any) -> None:
-        super().__init__(*arguments, log=log, **options)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        steps_in_flight: int,
+        constraints: Constraints | None = None,
+        *,
+        log: Comparison,
+    ) -> None:
+        super().__init__(scheduler, executor, steps_in_flight, constraints, log=log)
         self._comparison = log
         self.parked = self._gated = _GatedRequests(self.parked.conditions)
 
