@@ -32,6 +32,8 @@ COMMANDS = {
     "chat": "talk with a model",
     "fit": "say what memory a model needs here, without loading it",
     "bench": "measure a server or the engine",
+    "ctl": "have a running server do something, such as restart its engine",
+    "explain": "say what an engine that died was doing",
     "plan": "say what clients would see of a load on a machine, by simulation",
     "replay": "run a recorded trace again and compare every step",
     "quantize": "write a quantized checkpoint of a model",

@@ -56,6 +56,12 @@ class EngineConfig:
         device = replace(self.device, reserved_memory=self.device.reserved_memory + num_bytes)
         return replace(self, device=device)
 
+    def keeping_dumps_in(self, folder: str) -> EngineConfig:
+        """The same with this dump_dir, where none is set."""
+        if self.tracing.dump_dir is not None:
+            return self
+        return replace(self, tracing=replace(self.tracing, dump_dir=folder))
+
 
 GROUP_TYPES: dict[str, type[Any]] = {
     "model": ModelConfig,

@@ -45,6 +45,11 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())
 
 
+def admin_keys() -> tuple[str, ...]:
+    """QUIRE_ADMIN_KEY: keys of the admin surface, separated by commas, besides those of --admin-key-file."""
+    return tuple(key.strip() for key in os.environ.get("QUIRE_ADMIN_KEY", "").split(",") if key.strip())
+
+
 def system_date() -> str | None:
     """QUIRE_SYSTEM_DATE: what --system-date is when it is not set."""
     return os.environ.get("QUIRE_SYSTEM_DATE") or None

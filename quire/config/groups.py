@@ -162,6 +162,11 @@ class DeviceConfig:
         " process to it.",
         unit="bytes",
     )
+    standby: bool = setting(
+        False,
+        "`quire serve` keeps a second engine process with the model loaded, which takes over at once when the engine"
+        " dies. Its weights and workspace are in the memory ledger. For engines on a CPU.",
+    )
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
     deterministic: bool = setting(
         False,
@@ -213,6 +218,14 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in.")
     port: int = setting(8000, "TCP port; 0 takes a free one and says which.")
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    admin: str | None = setting(
+        None,
+        "Where the admin surface listens, for `quire ctl`: unix:PATH (its owner may connect) or HOST:PORT (needs an"
+        " admin key). Unset: there is none.",
+    )
+    admin_key_file: str | None = setting(
+        None, "File with one admin key per line; API keys do not open the admin surface. Also: QUIRE_ADMIN_KEY."
+    )
     served_model_name: tuple[str, ...] = setting(
         (), "The model's name for clients; the first is in the answers. Unset: as given with --model."
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 from quire.config.engine import EngineConfig
 from quire.config.env import debug_checks
 from quire.config.groups import StructuredConfig
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
+from quire.engine.flight import FlightInfo, make_flight_recorder
 from quire.engine.setup import SchedulerSetup
-from quire.engine.step_log import NO_LOG, StepLog
+from quire.engine.step_log import NO_LOG, StepLog, join_logs
 from quire.engine.trace.recorder import make_recorder
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
@@ -17,6 +22,7 @@ from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
+from quire.utils.version import VERSION
 from quire.worker.description import WorkerDescription
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
@@ -70,9 +76,19 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
 
 
 def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:
-    if config.tracing.trace is None:
+    """What the settings ask for: a trace, the last steps, both or nothing."""
+    trace: StepLog = NO_LOG
+    if config.tracing.trace is not None:
+        digest = model_digest(find_model(config.model), config.model)
+        trace = make_recorder(config, setup, digest, kernel_path)
+    return join_logs(trace, flight_log(config, setup.max_num_seqs))
+
+
+def flight_log(config: EngineConfig, max_num_seqs: int) -> StepLog:
+    if config.tracing.dump_dir is None:
         return NO_LOG
-    return make_recorder(config, setup, model_digest(find_model(config.model), config.model), kernel_path)
+    info = FlightInfo(os.getpid(), time.time(), max_num_seqs, config.model.model, VERSION)
+    return make_flight_recorder(Path(config.tracing.dump_dir).expanduser(), info) or NO_LOG
 
 
 def grammar_limits(config: StructuredConfig) -> GrammarLimits:

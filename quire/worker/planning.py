@@ -163,13 +163,22 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
     )
+    if config.device.standby and not platform.uses_host_memory:
+        raise ConfigError(
+            "--standby is for engines on a CPU: two engines do not share one GPU's memory; leave it out"
+        )
     num_parameters = count_parameters(model)
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
     if decoded:
         note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
+    weights_line = LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note)
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes))
+    if config.device.standby:  # its KV blocks are taken when it computes, and this engine is gone by then
+        twin = weights_line.num_bytes + sum(line.num_bytes for line in parts)
+        others = [*others, LedgerLine("standby engine", twin, "a second process of `quire serve`, loaded and idle")]
     demand = MemoryDemand(
-        weights=LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note),
-        parts=contributions(WayContext(platform, backend, model, dtype, sizes)),
+        weights=weights_line,
+        parts=parts,
         layout=kv_layout(model.cached_layers(), backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""The simulator: the real scheduler in virtual time plans what the real engine planned; tables, loads, the command."""
+"""The simulator: the real scheduler in virtual time plans what the real engine planned; tables and loads."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ class Ignore:
     def on_end(self, *arguments: object) -> None: ...
 
 
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_with_the_measured_times_of_a_run_the_simulator_plans_its_steps(tmp_path: Path, seed: int) -> None:
     """Outputs of both are the same token, so that hashes of blocks are equal too."""
@@ -77,7 +75,9 @@ def test_with_the_measured_times_of_a_run_the_simulator_plans_its_steps(tmp_path
     core = EngineCore(made.make_scheduler(), device, 1, log=log)
     loop = EngineLoop(core)
     waiting = [
-        simulated(f"r{i}", [draw.choice((1, 2)) if k < 8 else k for k in range(draw.randint(1, 20))], draw.randint(1, 12))
+        simulated(
+            f"r{i}", [draw.choice((1, 2)) if k < 8 else k for k in range(draw.randint(1, 20))], draw.randint(1, 12)
+        )
         for i in range(12)
     ]
     while waiting or loop.has_unfinished():
@@ -180,7 +180,9 @@ def test_the_best_of_several_settings_is_said(table: CostTable) -> None:
     ]
     best = min(results, key=OBJECTIVES["itl"].of)
     assert best.settings == {"max_num_batched_tokens": 128}
-    assert best_of(results, OBJECTIVES["itl"]).startswith("max_num_batched_tokens 128 has the best p99 ITL of these: ")
+    assert best_of(results, OBJECTIVES["itl"]).startswith(
+        "max_num_batched_tokens 128 has the best p99 ITL of these: "
+    )
     picture = capacity_picture(results, "Planned")
     assert picture.startswith("<svg")
     assert "max_num_batched_tokens 128" in picture
