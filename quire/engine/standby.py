@@ -24,6 +24,8 @@ def standby_config(config: EngineConfig) -> EngineConfig:
 class StandbyEngine:
     """At most one. A Spare, whose process has a client already."""
 
+    starts_at_once = True
+
     def __init__(self, launch: Callable[[], ZmqClient]) -> None:
         self._launch = launch
         self._client: ZmqClient | None = None

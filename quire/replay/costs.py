@@ -70,7 +70,8 @@ def interpolated(curve: Curve, size: int) -> float:
 def shipped_tables() -> dict[tuple[str, str], CostTable]:
     """The tables that come with the package, by machine and model."""
     folder = resources.files("quire.replay").joinpath("tables")
-    found = (read_table(Path(str(file))) for file in folder.iterdir() if file.name.endswith(".json"))
+    files = folder.iterdir() if folder.is_dir() else ()
+    found = (read_table(Path(str(file))) for file in files if file.name.endswith(".json"))
     return {(table.machine, table.model): table for table in found}
 
 
@@ -82,7 +83,7 @@ def find_table(machine: str, model: str) -> CostTable:
     tables = shipped_tables()
     if (machine, model) in tables:
         return tables[machine, model]
-    known = ", ".join(sorted(f"{name} ({of})" for name, of in tables))
+    known = ", ".join(sorted(f"{name} ({of})" for name, of in tables)) or "none"
     raise ConfigError(
         f"no cost table of {model!r} on {machine!r}; there are: {known}. Measure one there with"
         f" `quire bench steps {model} --table FILE`, and give the file as --machine"

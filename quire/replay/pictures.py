@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.bench.svg import Panel, Svg, linear_ticks
 from quire.bench.tables import Grid
@@ -12,26 +12,24 @@ _WIDTH = 960
 
 
 def capacity_grid(results: Sequence[Capacity]) -> Grid:
-    header = ["settings", "tokens/s", "TTFT p50 / p90 / p99, ms", "ITL p50 / p90 / p99, ms", "E2E p99, s"]
-    header += ["KV peak", "preempted", "refused", "device busy"]
-    priced = any(result.cost_per_million is not None for result in results)
-    grid = Grid([*header, "per million tokens"] if priced else header)
-    for result in results:
-        row = [
-            _settings(result),
-            f"{result.output_tokens_per_s:.1f}",
-            _three(result.ttft_ms, "{:.0f}"),
-            _three(result.itl_ms, "{:.1f}"),
-            f"{result.e2e_ms.get('p99', 0) / 1000:.1f}",
-            f"{result.peak_kv_use:.0%}",
-            str(result.preemptions),
-            str(result.refused),
-            f"{result.device_busy:.0%}",
-        ]
-        if priced:
-            row.append("" if result.cost_per_million is None else f"{result.cost_per_million:.3f}")
-        grid.rows.append(row)
-    return grid
+    """A column for each setting."""
+    measures: list[tuple[str, Callable[[Capacity], str]]] = [
+        ("output tokens/s", lambda c: f"{c.output_tokens_per_s:.1f}"),
+        ("requests/s", lambda c: f"{c.requests_per_s:.2f}"),
+        ("TTFT p50 / p90 / p99, ms", lambda c: _three(c.ttft_ms, "{:.0f}")),
+        ("ITL p50 / p90 / p99, ms", lambda c: _three(c.itl_ms, "{:.1f}")),
+        ("E2E p99, s", lambda c: f"{c.e2e_ms.get('p99', 0) / 1000:.1f}"),
+        ("completed, refused", lambda c: f"{c.completed}, {c.refused}"),
+        ("most running at once", lambda c: str(c.peak_running)),
+        ("KV blocks in use, mean and peak", lambda c: f"{c.mean_kv_use:.0%}, {c.peak_kv_use:.0%}"),
+        ("preemptions", lambda c: str(c.preemptions)),
+        ("prefix hits", lambda c: f"{c.prefix_hit_rate:.0%}"),
+        ("device busy", lambda c: f"{c.device_busy:.0%}"),
+    ]
+    if any(result.cost_per_million is not None for result in results):
+        measures.append(("cost of a million tokens", lambda c: f"{c.cost_per_million or 0.0:.3f}"))
+    rows = [[name, *(shown(result) for result in results)] for name, shown in measures]
+    return Grid(["settings", *map(_settings, results)], list(rows))
 
 
 def capacity_picture(results: Sequence[Capacity], title: str, subtitle: str = "") -> str:

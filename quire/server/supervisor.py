@@ -327,7 +327,7 @@ class EngineSupervisor:
 
     async def _start_spare(self, engine: AsyncEngine) -> None:
         """Launch the next spare while nobody needs the cores that its imports take; under endless load, late."""
-        for _ in range(_SPARE_LOOKS):
+        for _ in range(0 if self._spare.starts_at_once else _SPARE_LOOKS):
             await asyncio.sleep(self._options.spare_delay)
             if engine.num_requests == 0:
                 break
