@@ -279,6 +279,12 @@ class ServerConfig:
         1000, "Most responses kept in memory for previous_response_id; the one used longest ago goes first."
     )
     max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses.", unit="bytes")
+    journal: str | None = setting(
+        None,
+        "A folder where background responses are kept until they have ended, so that they outlive the server: another"
+        " one with this setting takes them over. Unset: none.",
+    )
+    journal_ttl: float = setting(3600.0, "Seconds that a response is kept in the journal.")
     tool_server: tuple[str, ...] = setting(
         (),
         "An MCP server whose tools the Responses API may call: LABEL=http://HOST:PORT/mcp or"

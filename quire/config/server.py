@@ -79,6 +79,7 @@ def check_server(config: ServerConfig) -> None:
         "header_timeout": (config.header_timeout, 0),
         "drain_timeout": (config.drain_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
+        "journal_ttl": (config.journal_ttl, 0),
         "max_stored_responses": (config.max_stored_responses, 0),
         "max_stored_bytes": (config.max_stored_bytes, 0),
         "tool_call_timeout": (config.tool_call_timeout, 0),

@@ -79,8 +79,10 @@ class StepBench:
 
     def machine_name(self, found: dict[str, Any]) -> str:
         """What to call this machine: by its device."""
-        device = self.executor.description.kernel_path["device"]
-        return f"{found['cpu']}, {found['cores']} cores" if device == "cpu" else device
+        description = self.executor.description
+        # Where kernels are compiled for instructions of a processor, that is what computes.
+        on_host = bool(description.kernel_path["instruction_set"])
+        return f"{found['cpu']}, {found['cores']} cores" if on_host else description.kernel_path["device"]
 
     def table(self, machine: str, model: str, environment: dict[str, Any]) -> CostTable:
         budget, most_rows = self.setup.max_num_batched_tokens, self.setup.max_num_seqs

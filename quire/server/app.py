@@ -62,7 +62,9 @@ def build_app(
     formats = resolve_formats(text, settings)
     servers = tool_servers or make_tool_servers(ServerConfig())
     admission = Admission(settings.max_queue)
-    context = ServerContext(provider, text, settings, tuple(model_names), admission, formats, servers)
+    context = ServerContext(
+        provider, text, settings, tuple(model_names), admission, formats, servers, observer=observer
+    )
     app = FastAPI(
         title="Quire",
         version=quire.__version__,
@@ -70,6 +72,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.on_ready = context.on_ready
     for make_router in ROUTERS:
         app.include_router(make_router(context))
     for router in extra_routers:

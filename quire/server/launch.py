@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
             gc.freeze()
             try:
                 async with serving_admin(settings, admin_listener, supervisor, str(settings.admin)):
-                    await serve(server, supervisor, listener, address_of(settings, listener))
+                    await serve(server, supervisor, listener, address_of(settings, listener), app.state.on_ready)
             finally:
                 await tool_servers.close()
                 telemetry.observer.close()
@@ -189,14 +189,20 @@ def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
     )
 
 
-async def serve(server: Server, supervisor: Supervisor, listener: socket.socket, address: str) -> None:
+async def serve(
+    server: Server,
+    supervisor: Supervisor,
+    listener: socket.socket,
+    address: str,
+    on_ready: Sequence[Callable[[], Awaitable[None]]] = (),
+) -> None:
     """Serve until a signal or a failure. The first signal drains, a second SIGINT stops at once."""
     stop = _Stop(server, supervisor)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.on_signal, number)
     http = asyncio.create_task(server.serve(sockets=[listener]), name="quire-http")
-    engine = asyncio.create_task(_keep_engine(supervisor, address), name="quire-engine")
+    engine = asyncio.create_task(_keep_engine(supervisor, address, on_ready), name="quire-engine")
     try:
         await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -214,9 +220,13 @@ async def serve(server: Server, supervisor: Supervisor, listener: socket.socket,
     logger.info("stopped")
 
 
-async def _keep_engine(supervisor: Supervisor, address: str) -> None:
+async def _keep_engine(
+    supervisor: Supervisor, address: str, on_ready: Sequence[Callable[[], Awaitable[None]]]
+) -> None:
     """Start the engine and wait for its final failure, which is raised."""
     await supervisor.start()
+    for work in on_ready:
+        await work()
     logger.info("serving on %s, ready for requests", address)
     raise await supervisor.wait_failed()
 

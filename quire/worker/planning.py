@@ -173,9 +173,8 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
     weights_line = LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
-    if config.device.standby:  # its KV blocks are taken when it computes, and this engine is gone by then
-        twin = weights_line.num_bytes + sum(line.num_bytes for line in parts)
-        others = [*others, LedgerLine("standby engine", twin, "a second process of `quire serve`, loaded and idle")]
+    if config.device.standby:
+        others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
@@ -224,6 +223,16 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
     return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+
+
+def _standby(platform: Platform, lines: Sequence[LedgerLine]) -> LedgerLine:
+    """What a second engine takes that has loaded: KV blocks when it computes, and this engine is gone by then."""
+    if not platform.uses_host_memory:
+        raise ConfigError(
+            "--standby is for engines on a CPU: two engines do not share one GPU's memory; leave it out"
+        )
+    total = sum(line.num_bytes for line in lines)
+    return LedgerLine("standby engine", total, "a second process of `quire serve`, loaded and idle")
 
 
 def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerLine, ...]:
