@@ -9,6 +9,7 @@ from quire.utils.version import VERSION
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
+    from quire.frontend.adapters import LoRARequest
     from quire.frontend.async_engine import AsyncEngine
     from quire.frontend.llm import LLM
     from quire.runner.sampling.logits_processors import LogitsProcessor
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineError",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "ModelError",
@@ -60,6 +62,7 @@ _HOMES = {
     "CompletionOutput": "quire.types.outputs",
     "ConfigError": "quire.types.errors",
     "EngineConfig": "quire.config.engine",
+    "LoRARequest": "quire.frontend.adapters",
     "EngineError": "quire.types.errors",
     "LogitsProcessor": "quire.runner.sampling.logits_processors",
     "Logprob": "quire.types.outputs",

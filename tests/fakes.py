@@ -94,6 +94,7 @@ class FakeRow:
     start: RowStart
     token_ids: list[int]
     num_computed_tokens: int
+    adapter: str | None  # what its slot holds
 
 
 class FakeStep(Future[StepResult]):
@@ -125,6 +126,8 @@ class FakeExecutor:
     max_rows_seen: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    adapters: dict[str, str] = field(default_factory=dict)  # request -> digest of its adapter
+    slots: dict[int, str] = field(default_factory=dict)  # slot -> digest of the adapter in it
 
     def __post_init__(self) -> None:
         self.pool_blocks = [self.num_blocks] if isinstance(self.num_blocks, int) else self.num_blocks
@@ -155,11 +158,16 @@ class FakeExecutor:
     def _apply_changes(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self.rows.pop(row, None)  # after a failed step a row may be freed that was never started
+        for load in plan.adapter_loads:
+            assert all(row.start.adapter_slot != load.slot for row in self.rows.values()), "a slot changes in use"
+            self.slots[load.slot] = load.digest
         for start in plan.starts:
+            adapter = self.slots[start.adapter_slot] if start.adapter_slot >= 0 else None
+            assert adapter == self.adapters.get(start.request_id), "a request runs with a wrong adapter"
             assert start.row not in self.rows, f"row {start.row} has an owner"
             assert start.row in plan.rows, "a row starts in a step it is not part of"
             assert 0 <= start.num_computed_tokens < len(start.token_ids)
-            self.rows[start.row] = FakeRow(start, list(start.token_ids), start.num_computed_tokens)
+            self.rows[start.row] = FakeRow(start, list(start.token_ids), start.num_computed_tokens, adapter)
         columns = (plan.block_rows, plan.block_groups, plan.block_indices, plan.block_ids)
         for row, group, index, block in zip(*columns, strict=True):
             assert row in plan.rows, "a block table changes of a row that does not run"
@@ -178,7 +186,7 @@ class FakeExecutor:
             assert count >= 1 + len(drafts)
             assert end <= len(tokens), "more tokens are planned than the row has"
             assert end == len(tokens) or not drafts, "a row verifies drafts before it has caught up"
-            hashes = _prefix_hashes(tokens[:end])
+            hashes = _prefix_hashes(tokens[:end], state.adapter)
             for group in self.layout.groups:
                 if group.kind == "state":
                     self._check_state(row, group, begin, hashes)
@@ -205,7 +213,7 @@ class FakeExecutor:
         """Read what attention would read, then sample if the row caught up, and advance it by what holds."""
         state = self.rows[row]
         begin, end = state.num_computed_tokens, state.num_computed_tokens + count
-        hashes = _prefix_hashes((state.token_ids + drafts)[:end])
+        hashes = _prefix_hashes((state.token_ids + drafts)[:end], state.adapter)
         size = self.layout.block_size
         for group in self.layout.groups:
             if group.kind == "state":
@@ -248,9 +256,9 @@ class FakeExecutor:
         return tokens
 
 
-def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+def _prefix_hashes(token_ids: Sequence[int], adapter: str | None) -> list[int]:
     hashes: list[int] = []
-    value = 0
+    value = hash(adapter)
     for token in token_ids:
         value = hash((value, token))
         hashes.append(value)

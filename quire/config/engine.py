@@ -15,6 +15,7 @@ from quire.config import env
 from quire.config.groups import (
     CacheConfig,
     DeviceConfig,
+    LoRAConfig,
     ModelConfig,
     SchedulerConfig,
     StructuredConfig,
@@ -33,6 +34,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
     @classmethod
@@ -69,6 +71,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
     "structured": StructuredConfig,
+    "lora": LoRAConfig,
     "tracing": TracingConfig,
 }
 
@@ -114,6 +117,9 @@ def check(config: EngineConfig) -> None:
         "structured_outputs_max_bytes": config.structured.structured_outputs_max_bytes,
         "structured_outputs_max_depth": config.structured.structured_outputs_max_depth,
         "structured_outputs_cache_size": config.structured.structured_outputs_cache_size,
+        "max_loras": config.lora.max_loras,
+        "max_lora_rank": config.lora.max_lora_rank,
+        "max_cpu_loras": config.lora.max_cpu_loras,
         "trace_size": config.tracing.trace_size,
     }
     for name, value in positive.items():

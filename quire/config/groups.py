@@ -189,6 +189,16 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters on the model."""
+
+    enable_lora: bool = setting(False, "Serve LoRA adapters: requests may name one that is added to the model.")
+    max_loras: int = setting(8, "Adapters that are on the device at once, each with its own slot.")
+    max_lora_rank: int = setting(16, "Highest rank of an adapter; slots take memory for it.")
+    max_cpu_loras: int = setting(64, "Adapters that are kept in host memory, so that a slot is filled at once.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TracingConfig:
     """What an engine writes down about its own steps."""
 
@@ -298,6 +308,11 @@ class ServerConfig:
         64 << 10,
         "Most of a tool server's result that the model reads; the rest is cut off.",
         unit="bytes",
+    )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        'A LoRA adapter that requests may name as their model: NAME=FOLDER, or {"name": NAME, "path": FOLDER}.'
+        " Needs --enable-lora. Unset: none.",
     )
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")

@@ -9,9 +9,11 @@ from pathlib import Path
 from quire.config.engine import EngineConfig
 from quire.config.env import debug_checks
 from quire.config.groups import StructuredConfig
+from quire.engine.adapters import AdapterReader
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.flight import FlightInfo, make_flight_recorder
+from quire.engine.parked import Condition
 from quire.engine.setup import SchedulerSetup
 from quire.engine.step_log import NO_LOG, StepLog, join_logs
 from quire.engine.trace.recorder import make_recorder
@@ -24,6 +26,7 @@ from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.version import VERSION
 from quire.worker.description import WorkerDescription
+from quire.worker.executor import Executor
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 
@@ -37,8 +40,14 @@ def build_engine(
     settings, ledger = worker.settings, worker.ledger
     setup = scheduler_setup(config, worker)
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
-    log = _step_log(config, setup, worker.kernel_path)
-    core = EngineCore(setup.make_scheduler(), executor, settings.steps_in_flight, Constraints(grammars), log=log)
+    core = EngineCore(
+        setup.make_scheduler(),
+        executor,
+        settings.steps_in_flight,
+        Constraints(grammars),
+        conditions=make_conditions(config, executor),
+        log=_step_log(config, setup, worker.kernel_path),
+    )
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,
@@ -48,6 +57,7 @@ def build_engine(
         grammar_limits=limits,
         architecture=worker.architecture,
         pooler=worker.pooler,
+        takes_adapters=config.lora.enable_lora,
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
     )
     return core, info, debug_checks()
@@ -72,7 +82,13 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
         step_times=worker.step_times,
         step_sizes=tuple(worker.step_sizes),
         steps_in_flight=settings.steps_in_flight,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
     )
+
+
+def make_conditions(config: EngineConfig, executor: Executor) -> list[Condition]:
+    """What requests may have to wait for, besides their grammars."""
+    return [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
 
 
 def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.kv.layout import KVLayout
 from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import AdapterSlots
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import WholePrompts
 from quire.sched.step_times import Prior, StepTimes
@@ -31,6 +32,7 @@ class SchedulerSetup:
     step_times: tuple[float, float, float, float]
     step_sizes: tuple[int, ...]
     steps_in_flight: int
+    max_loras: int = 0  # 0: adapters are not served
 
     def make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -47,4 +49,5 @@ class SchedulerSetup:
                 self.performance_mode,
                 StepTimes(Prior(*self.step_times), self.step_sizes),
             ),
+            adapters=AdapterSlots(self.max_loras) if self.max_loras else None,
         )

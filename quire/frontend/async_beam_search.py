@@ -17,6 +17,7 @@ from quire.frontend.reading import Reading
 from quire.frontend.tokenizer import Tokenizer
 from quire.types.beam_search import BeamSearchParams, BeamSearchSequence
 from quire.types.outputs import EngineOutput, LogprobsAtPosition, RequestOutput
+from quire.types.request import AdapterRef
 from quire.types.sampling import SamplingParams
 from quire.types.step import TokenLogprobs
 
@@ -31,6 +32,7 @@ async def beam_search(
     priority: int = 0,
     add_special_tokens: bool = True,
     reading: Reading | None = None,
+    adapter: AdapterRef | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield an announcement without completions, then the `params.n` best completions in one output.
 
@@ -45,7 +47,9 @@ async def beam_search(
             break
         names = [f"{request_id}-{step}-{index}" for index in range(len(search.beams))]
         tasks = [
-            asyncio.create_task(_last(engine.generate(beam_prompt, search.step_params, name, priority=priority)))
+            asyncio.create_task(
+                _last(engine.generate(beam_prompt, search.step_params, name, priority=priority, adapter=adapter))
+            )
             for beam_prompt, name in zip(search.prompts(), names, strict=True)
         ]
         try:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, make_inproc_client
+from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
@@ -30,6 +31,7 @@ from quire.types.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
+from quire.types.request import AdapterRef
 from quire.types.sampling import PoolingParams, SamplingParams
 from quire.utils.log import get_logger
 
@@ -125,6 +127,8 @@ class AsyncEngine:
         arrival_time: float | None = None,
         reading: Reading | None = None,
         announce: bool = False,
+        adapter: AdapterRef | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Closing or cancelling the iteration aborts the request.
 
@@ -132,14 +136,16 @@ class AsyncEngine:
         in one output; it delays nobody else. `add_special_tokens` lets the tokenizer add its own to a text.
         `arrival_time`, on the monotonic clock, is when the request came to the caller; it came now if not given.
         With a `reading`, outputs also have the text as events. With `announce`, the first output comes as soon as
-        the request was checked and sent to the engine, and has no completions.
+        the request was checked and sent to the engine, and has no completions. `lora_request` names an adapter;
+        `adapter` is one that was found already.
         """
         params = sampling_params or self.get_default_sampling_params()
         arrived = time.monotonic() if arrival_time is None else arrival_time
 
         async def prepare() -> PreparedRequest:
+            found = adapter or find_adapter(lora_request)
             return await self._process(
-                prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived
+                prompt, params, request_id, priority, add_special_tokens, trace_headers, arrived, found
             )
 
         return self._stream(prepare, reading, announce)
@@ -157,6 +163,7 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise like generate. By default an answer goes on until the model ends it."""
         params = sampling_params or self._text.chat_params()
@@ -171,7 +178,8 @@ class AsyncEngine:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return await self._process(prompt, params, request_id, priority, False, trace_headers, arrived)
+            adapter = find_adapter(lora_request)
+            return await self._process(prompt, params, request_id, priority, False, trace_headers, arrived, adapter)
 
         return self._stream(prepare)
 
@@ -275,6 +283,7 @@ class AsyncEngine:
         add_special_tokens: bool,
         trace_headers: Mapping[str, str] | None,
         arrival_time: float,
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         def process() -> PreparedRequest:
             return self._inputs.process(
@@ -285,6 +294,7 @@ class AsyncEngine:
                 add_special_tokens=add_special_tokens,
                 trace_headers=trace_headers,
                 arrival_time=arrival_time,
+                adapter=adapter,
             )
 
         # For what is quick the hop to a thread would cost more.

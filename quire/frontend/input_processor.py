@@ -21,7 +21,7 @@ from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
 from quire.types.pooling import PoolerConfig
-from quire.types.request import EngineRequest, PromptEmbeds
+from quire.types.request import AdapterRef, EngineRequest, PromptEmbeds
 from quire.types.sampling import MAX_THINKING_MARK, PoolingParams, SamplingParams, ThinkingMarks
 from quire.types.structured import GrammarSource, Vocabulary
 
@@ -128,11 +128,14 @@ class InputProcessor:
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, before it is sent to the engine.
 
         `arrival_time` is on the monotonic clock; without it the request arrives now.
         """
+        if adapter is not None and not self._info.takes_adapters:
+            raise RequestError("this engine serves no LoRA adapters; start it with --enable-lora", "lora_request")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
@@ -162,8 +165,9 @@ class InputProcessor:
         children = self._fan_out(
             request_id, token_ids, params, priority, cache_salt, grammar, arrival_time, eos_token_ids
         )
-        if embeds is not None:
-            children = tuple(msgspec.structs.replace(child, prompt_embeds=embeds) for child in children)
+        if embeds is not None or adapter is not None:
+            more = {"prompt_embeds": embeds, "adapter": adapter}
+            children = tuple(msgspec.structs.replace(child, **more) for child in children)
         return PreparedRequest(
             request_id=request_id,
             prompt=text,

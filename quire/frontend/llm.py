@@ -14,6 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.config.groups import DEFAULT_MODEL
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
+from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.beam_search import BeamSearch, candidates_of
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Lora = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
 
 
@@ -98,18 +100,23 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: Lora = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or a dict (see Prompt). Without sampling_params the model's own
-        suggestions are used. `use_tqdm` shows a progress bar on a terminal.
+        suggestions are used. `use_tqdm` shows a progress bar on a terminal. `lora_request` is the adapter for all
+        prompts, or one or None for each.
         """
         batch = as_batch(prompts)
         params = spread(sampling_params, len(batch), "sampling_params", self.get_default_sampling_params())
         priorities = spread(priority, len(batch), "priority", 0)
+        adapters = spread(lora_request, len(batch), "lora_request", None)
 
         def prepare(index: int) -> PreparedRequest:
-            return self._prepare(batch[index], params[index], "final_only", priority=priorities[index])
+            return self._prepare(
+                batch[index], params[index], "final_only", priority=priorities[index], lora=adapters[index]
+            )
 
         return self._run(len(batch), prepare, use_tqdm)
 
@@ -124,10 +131,12 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Lora = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Without sampling_params an answer goes on until the model ends it."""
         conversations: list[Any] = list(messages) if is_batch(messages) else [messages]
         params = spread(sampling_params, len(conversations), "sampling_params", self._text.chat_params())
+        adapters = spread(lora_request, len(conversations), "lora_request", None)
 
         def prepare(index: int) -> PreparedRequest:
             prompt = self._text.render_chat(
@@ -138,7 +147,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return self._prepare(prompt, params[index], "final_only", add_special_tokens=False)
+            return self._prepare(prompt, params[index], "final_only", add_special_tokens=False, lora=adapters[index])
 
         return self._run(len(conversations), prepare, use_tqdm)
 
@@ -258,11 +267,17 @@ class LLM:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        lora: LoRARequest | None = None,
     ) -> PreparedRequest:
         if isinstance(params, SamplingParams) and params.output_kind != kind:
             params = msgspec.structs.replace(params, output_kind=kind)
         return self._inputs.process(
-            prompt, params, request_id=next(self._ids), priority=priority, add_special_tokens=add_special_tokens
+            prompt,
+            params,
+            request_id=next(self._ids),
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            adapter=find_adapter(lora),
         )
 
     def _run(self, count: int, prepare: Callable[[int], PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:

@@ -48,11 +48,13 @@ class HashChain:
 def root_hash(request: EngineRequest) -> bytes:
     """The parent of the first block: everything that applies to the whole request, a part each."""
     salt, embeds = request.cache_salt, request.prompt_embeds
-    parts = (
+    parts: tuple[bytes, ...] = (
         _DOMAIN,
         b"" if salt is None else b"salt" + salt.encode(),
         b"" if embeds is None else b"embeds" + _hash(f"{embeds.dtype} {embeds.shape}".encode() + embeds.data),
     )
+    if request.adapter is not None:
+        parts = (*parts, b"adapter" + request.adapter.digest.encode())
     return _hash(b"".join(_framed(part) for part in parts))
 
 

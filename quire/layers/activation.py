@@ -55,7 +55,10 @@ def gated_matmul(gate_up: Linear, name: str, target: Target, accepted: Forms = P
     """`gate_up` and the activation after it, as one kernel where its method has one."""
     activation = gated_activation(name, target, accepted)
     fused = None if Form.E4M3_PER_TOKEN in accepted else gate_up.method.gated(_ops(name).in_matmul)
-    return fused or (lambda hidden: activation(gate_up(hidden)))
+    if fused is None or gate_up.adapters is None:
+        return fused or (lambda hidden: activation(gate_up(hidden)))
+    adapters, alone = gate_up.adapters, fused
+    return lambda hidden: activation(gate_up(hidden)) if adapters.is_active else alone(hidden)
 
 
 def activation_in_matmul(name: str) -> str:

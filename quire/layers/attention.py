@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.layers.adapters import AdapterTokens
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import WeightedLayer, empty_parameter
@@ -34,6 +35,7 @@ class ForwardBatch:
 
     attention: list[AttentionMetadata]  # one per KV group
     wanted: WantedTokens | None = None  # None: all of them
+    adapters: AdapterTokens | None = None  # of the tokens that are computed; None: no row has one
 
 
 class AttentionSinks(WeightedLayer):
@@ -132,4 +134,6 @@ class Attention(CachedLayer):
             return self.backend.attend(self.spec, written, self.cache, metadata)
         self.backend.note_finite(qkv[:, self.spec.num_heads * self.spec.head_dim :], wanted.finite)
         query = self._gather_rows(written.query, wanted.tokens)
+        if batch.adapters is not None:
+            batch.adapters.narrow(wanted.tokens)
         return self.backend.attend(self.spec, Written(query), self.cache, wanted.attention[self.group])

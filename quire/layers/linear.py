@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from quire.layers.adapters import AdapterSizes, LinearAdapters, LoraPair
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec
 from quire.layers.quant.registry import choose_method
@@ -57,6 +58,13 @@ class Linear(WeightedLayer, Stage):
         self._pieces, self._bias = tuple(pieces), bias
         self._target, self._device = target, torch.get_default_device()
         self._split_k: Callable[[Tensor], Tensor | PartialSums] | None = None
+        self.adapters: LinearAdapters | None = None
+
+    def adapt(self, sizes: AdapterSizes) -> None:
+        """Make room for LoRA adapters on this layer."""
+        widths = [piece.size for piece in self._pieces]
+        with self._device:
+            self.adapters = LinearAdapters(self.in_features, widths, sizes, self._target)
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         sizes = tuple(piece.size for piece in self._pieces)
@@ -76,9 +84,11 @@ class Linear(WeightedLayer, Stage):
     def forward(self, x: Passed) -> Passed:
         """x: [n, in_features] -> [n, out_features]."""
         if isinstance(x, QuantizedActivations):
-            return self.method.multiply_quantized(x)
-        x = whole(x)
-        return self.method.multiply(x) if self._split_k is None else self._split_k(x)
+            out: Passed = self.method.multiply_quantized(x)
+        else:
+            x = whole(x)
+            out = self.method.multiply(x) if self._split_k is None else self._split_k(x)
+        return out if self.adapters is None else self.adapters.add(out, x)
 
     def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
         num_bytes = self.method.workspace_bytes()
@@ -107,6 +117,15 @@ class Linear(WeightedLayer, Stage):
     def _arranged(self, index: int, rows: Weight) -> Weight:
         """A piece's rows in the order in which they are kept."""
         return rows
+
+    def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
+        """Of an adapter on a checkpoint's matrix, what this rank holds, by the index of its piece here."""
+        down = pair.down[:, self.in_start : self.in_start + self.in_features]
+        for index, part in enumerate(self._pieces):
+            if piece == part.name:
+                rows = self._arranged(index, pair.up.T[part.start : part.start + part.size].contiguous())
+                return {index: LoraPair(down, as_tensor(rows).T)}
+        raise KeyError(piece)
 
     def finish(self) -> None:
         self.method.finish()

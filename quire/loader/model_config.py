@@ -12,6 +12,8 @@ from quire.loader.hub import ModelSource
 from quire.types.errors import CheckpointError
 from quire.utils.schema import check_values, decode_json
 
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # files that are never read
+
 
 def load_config(source: ModelSource) -> dict[str, Any]:
     """The keys of config.json, whatever the source is."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.hub import ModelSource
+from quire.loader.model_config import PICKLED
 from quire.loader.quantized.registry import logical
-from quire.loader.safetensors import PICKLED, SafetensorsCheckpoint
+from quire.loader.safetensors import SafetensorsCheckpoint
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:

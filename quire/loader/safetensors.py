@@ -14,13 +14,12 @@ from torch import Tensor
 
 from quire.loader.checkpoint import Checkpoint, TensorInfo, natural_key
 from quire.loader.mapped import MappedFile
-from quire.loader.model_config import read_config_file, read_json
+from quire.loader.model_config import PICKLED, read_config_file, read_json
 from quire.types.errors import CheckpointError
 from quire.utils.schema import decode_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # never read
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

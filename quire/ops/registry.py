@@ -17,6 +17,7 @@ from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
+from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
@@ -49,6 +50,9 @@ OPS: tuple[Op[Any], ...] = (
     PACKED_LINEAR,
     PACKED_SPARSE_MLP,
     ADD_SHARED,
+    ADD_LORA,
+    GATHER_ADAPTERS,
+    SELECT_ADAPTERS,
     LAYER_NORM,
     ADD_LAYER_NORM,
     RMS_NORM,

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config import env
 from quire.config.engine import EngineConfig
-from quire.engine.build import grammar_limits
+from quire.engine.build import grammar_limits, make_conditions
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.trace.file import Trace
@@ -71,14 +71,25 @@ def make_executor(header: Header, config: EngineConfig) -> Executor:
 
 def make_replayed_core(header: Header, config: EngineConfig, executor: Executor, log: Comparison) -> ReplayedCore:
     """A core that takes its times from the trace."""
-    constraints = _constraints(config, executor)
-    return ReplayedCore(header.setup.make_scheduler(), executor, header.setup.steps_in_flight, constraints, log=log)
+    return ReplayedCore(
+        header.setup.make_scheduler(),
+        executor,
+        header.setup.steps_in_flight,
+        _constraints(config, executor),
+        conditions=make_conditions(config, executor),
+        log=log,
+    )
 
 
 def make_core(header: Header, config: EngineConfig, executor: Executor) -> EngineCore:
     """A core that plans its own steps."""
-    constraints = _constraints(config, executor)
-    return EngineCore(header.setup.make_scheduler(), executor, header.setup.steps_in_flight, constraints)
+    return EngineCore(
+        header.setup.make_scheduler(),
+        executor,
+        header.setup.steps_in_flight,
+        _constraints(config, executor),
+        conditions=make_conditions(config, executor),
+    )
 
 
 def _constraints(config: EngineConfig, executor: Executor) -> Constraints:

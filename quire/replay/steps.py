@@ -164,9 +164,10 @@ class ReplayedCore(EngineCore):
         steps_in_flight: int,
         constraints: Constraints | None = None,
         *,
+        conditions: Sequence[Condition] = (),
         log: Comparison,
     ) -> None:
-        super().__init__(scheduler, executor, steps_in_flight, constraints, log=log)
+        super().__init__(scheduler, executor, steps_in_flight, constraints, conditions=conditions, log=log)
         self._comparison = log
         self.parked = self._gated = _GatedRequests(self.parked.conditions)
 

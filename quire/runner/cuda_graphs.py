@@ -88,6 +88,7 @@ class _Forward(NamedTuple):
     size: int
     is_decode: bool
     kind: Hashable
+    adapted: bool = False
 
 
 class CudaGraphs:
@@ -102,6 +103,7 @@ class CudaGraphs:
         self._forwards: dict[_Forward, _Graph] = {}
         self._samples: dict[tuple[int, SamplingKind], _Graph] = {}
         self._loaded: list[int] = []  # the rows of the last decode step, if the buffer still holds them
+        self._loaded_adapted = False  # and whether one of them had an adapter
         self._decode: _Graph | None = None  # and its graph
         self._sample_size = 0
         self._usual = self._usual_captures()
@@ -155,15 +157,16 @@ class CudaGraphs:
 
     def _forward_decode(self, step: Step) -> bool:
         rows = step.plan.rows
-        if self._decode is None or rows != self._loaded:
+        adapted = step.shape.adapted
+        if self._decode is None or rows != self._loaded or adapted != self._loaded_adapted:
             size = self._sizes.decode[bisect_left(self._sizes.decode, len(rows))]
             computed = self._program.rows.host_num_computed
             kind = self._program.backend.decode_kind([computed[row] for row in rows], size)
-            self._decode = self._captured(_Forward(size, True, kind))
+            self._decode = self._captured(_Forward(size, True, kind, adapted))
             self._sampling(size, step.shape.sampling)  # captured before the rows are there: it overwrites them
             padding = [self._program.rows.scratch_row] * (size - len(rows))
             self._sample_rows[:size] = upload([*rows, *padding], self._sample_rows.device, torch.int64)
-            self._loaded, self._sample_size = list(rows), size
+            self._loaded, self._loaded_adapted, self._sample_size = list(rows), adapted, size
         elif (self._sample_size, step.shape.sampling) not in self._samples:
             self._decode = None
             return self._forward_decode(step)
@@ -180,7 +183,7 @@ class CudaGraphs:
         if not self._program.backend.captures(work, size) or not inputs.has_room_for(len(plan.rows), work.lists):
             return False
         self._decode = None
-        replay, finite = self._captured(_Forward(size, False, work.kind))
+        replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted))
         if len(tokens.samples):
             self._sample_size = 1 << (len(tokens.samples) - 1).bit_length()
             self._sampling(self._sample_size, step.shape.sampling)
@@ -227,7 +230,7 @@ class CudaGraphs:
         return self._samples[size, kind]
 
     def _run_decode(self, key: _Forward) -> Tensor:
-        hidden = self._program.decode(self._sample_rows[: key.size], key.kind)
+        hidden = self._program.decode(self._sample_rows[: key.size], key.kind, adapted=key.adapted)
         return self._hidden[: key.size].copy_(hidden)
 
     def _run_mixed(self, key: _Forward, inputs: StepInputs) -> Tensor:
@@ -235,7 +238,9 @@ class CudaGraphs:
         finite = torch.empty(key.size, dtype=torch.bool, device=self._hidden.device)
         narrow = key.size == self._sizes.full
         lists = inputs.lists
-        hidden = self._program.mixed(lists, key.size, key.kind, finite, num_tokens=key.size, narrow=narrow)
+        hidden = self._program.mixed(
+            lists, key.size, key.kind, finite, num_tokens=key.size, narrow=narrow, adapted=key.adapted
+        )
         self._hidden.copy_(hidden if narrow else self._program.select(hidden, lists.sample_tokens))
         self._sample_rows.copy_(lists.sample_rows)
         return finite

@@ -59,6 +59,7 @@ class Eager:
             finite,
             num_tokens=shape.num_tokens,
             narrow=narrow,
+            adapted=shape.adapted,
             lengths=lengths,
             sample_lengths=HostLengths([1] * num_samples, wanted.samples.lengths) if narrow else None,
             max_context=max(tokens.contexts),

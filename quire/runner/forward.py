@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch, AttentionMetadata, HostLengths
 from quire.attention.groups import GroupBackends
+from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import Model
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
@@ -44,8 +45,9 @@ class StepProgram:
         sampler: Sampler,
         max_model_len: int,
         inputs: TokenInputs = PLAIN_INPUTS,
+        adapters: AdapterTokens | None = None,
     ) -> None:
-        self.inputs = inputs
+        self.inputs, self.adapters = inputs, adapters
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
         self._bidirectional = model.is_bidirectional
@@ -55,14 +57,18 @@ class StepProgram:
         limit = 2 * max(8, rows.scratch_row)  # samples are padded, to less than twice their number
         self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
 
-    def decode(self, rows: Tensor, kind: Hashable) -> Tensor:
-        """Hidden states [n, hidden] of rows [n] int64 that each compute their one last known token."""
+    def decode(self, rows: Tensor, kind: Hashable, *, adapted: bool = False) -> Tensor:
+        """Hidden states [n, hidden] of rows [n] int64 that each compute their one last known token.
+
+        `adapted`: adapters of rows count.
+        """
         state, tables, count = self.rows, self.tables, rows.shape[0]
         input_ids, index, contexts, *slots = self._gather_decode(
             rows, state.token_ids, state.num_computed, tables.tables, tables.block_size
         )
         attention = self._single_queries(rows, contexts, slots, kind, None)
-        hidden = self._run(input_ids, index, rows, self._single_starts[: count + 1], ForwardBatch(attention))
+        batch = ForwardBatch(attention, adapters=self.adapters if adapted else None)
+        hidden = self._run(input_ids, index, rows, self._single_starts[: count + 1], batch)
         assert hidden.shape[0] == count
         return hidden
 
@@ -75,6 +81,7 @@ class StepProgram:
         *,
         num_tokens: int,
         narrow: bool,
+        adapted: bool = False,
         lengths: HostLengths | None = None,
         sample_lengths: HostLengths | None = None,
         max_context: int | None = None,
@@ -116,7 +123,8 @@ class StepProgram:
             decode = self.backend.decode_kind(None, lists.sample_rows.shape[0])
             place = (lists.sample_rows, lists.sample_contexts, nothing, decode, sample_lengths)
             wanted = WantedTokens(lists.sample_tokens, self._single_queries(*place), finite)
-        hidden = self._run(input_ids, index, rows, starts, ForwardBatch(attention, wanted))
+        batch = ForwardBatch(attention, wanted, self.adapters if adapted else None)
+        hidden = self._run(input_ids, index, rows, starts, batch)
         if not narrow:
             self.backend.note_finite(hidden, finite)
         return hidden
@@ -143,7 +151,12 @@ class StepProgram:
     def _run(self, input_ids: Tensor, index: Tensor, rows: Tensor, starts: Tensor, batch: ForwardBatch) -> Tensor:
         """The model over tokens at `index` of their sequences, which their slots have followed."""
         positions = self.inputs.rotary_positions(index, rows, starts)
-        hidden: Tensor = self.model(input_ids, positions, batch, self.inputs.embeds(input_ids, index, rows, starts))
+        embeds = self.inputs.embeds(input_ids, index, rows, starts)
+        if batch.adapters is None:
+            hidden: Tensor = self.model(input_ids, positions, batch, embeds)
+            return hidden
+        with batch.adapters.of_tokens(rows, starts, input_ids.shape[0]):
+            hidden = self.model(input_ids, positions, batch, embeds)
         return hidden
 
     def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:

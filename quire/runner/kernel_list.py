@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 import torch
@@ -47,10 +48,14 @@ class KernelList:
         self._limits = (tokens, rows, rows)
         self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
         self._finite = torch.zeros(tokens, dtype=torch.bool)
-        self._samples: dict[SamplingKind, tuple[SizedRecording, Arrived] | None] = {}  # None: not recordable
+        # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
+        self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
         self._forward: SizedRecording | None = None
+        self._adapted: SizedRecording | None = None  # where rows have adapters
         try:
-            self._forward = self._record_forward()
+            self._forward = self._record_forward(adapted=False)
+            if program.adapters is not None:
+                self._adapted = self._record_forward(adapted=True)
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
 
@@ -77,29 +82,30 @@ class KernelList:
         """Trace a usual kind of sampling that is missing."""
         if self._forward is None:
             return False
-        missing = [kind for kind in self._program.sampler.usual_kinds if kind not in self._samples]
+        missing = [kind for kind in self._program.sampler.usual_kinds if (kind, False) not in self._samples]
         if missing:
-            self._trace_sampling(missing[0])
+            self._trace_sampling(missing[0], adapted=False)
         return bool(missing)
 
     def forward(self, step: Step) -> bool:
         shape = step.shape
-        if self._forward is None or shape.every_token or shape.num_samples > self._limits[2]:
+        forward = self._adapted if shape.adapted else self._forward
+        if forward is None or shape.every_token or shape.num_samples > self._limits[2]:
             return False
         # There is no forward pass for no sample: then it has one that nobody reads.
         tokens = step.tokens if shape.num_samples else step.tokens.padded_samples(step.plan, 1)
         self._inputs.load(step.plan.rows, tokens, ())
-        self._forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
-        step.hidden = self._forward.results[0]
+        forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
+        step.hidden = forward.results[0]
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(self._finite[: shape.num_tokens])
         return True
 
     def sample(self, step: Step) -> None:
-        kind = step.shape.sampling
-        if kind not in self._samples:
-            self._trace_sampling(kind)
-        traced = self._samples[kind]
+        kind, adapted = step.shape.sampling, step.shape.adapted
+        if (kind, adapted) not in self._samples:
+            self._trace_sampling(kind, adapted=adapted)
+        traced = self._samples[kind, adapted]
         if traced is None:
             self._eager.sample(step)
             return
@@ -108,17 +114,18 @@ class KernelList:
         step.sampled = Sampled(results)
 
     @torch.inference_mode()
-    def _record_forward(self) -> SizedRecording:
+    def _record_forward(self, *, adapted: bool) -> SizedRecording:
+        run = partial(self._run_forward, adapted)
         with self._scratch_sequence():
-            recording = self._recorder.record(self._run_forward, _TRIALS, self._limits)
+            recording = self._recorder.record(run, _TRIALS, self._limits)
             self._load_trial(*_CHECK)
-            (expected,) = self._run_forward(*_CHECK)
+            (expected,) = run(*_CHECK)
             recording(*_CHECK)
             if not torch.equal(recording.results[0][: len(expected)], expected):
                 raise NotRecordableError("does more than call kernels")
         return recording
 
-    def _run_forward(self, num_tokens: int, num_rows: int, num_samples: int) -> list[Tensor]:
+    def _run_forward(self, adapted: bool, num_tokens: int, num_rows: int, num_samples: int) -> list[Tensor]:
         """The forward pass of what the buffers hold."""
         lists = self._inputs.lists
         part = InputLists(
@@ -131,23 +138,25 @@ class KernelList:
             work=(),
         )
         finite = self._finite[:num_tokens]
-        return [self._program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True)]
+        program = self._program
+        return [program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True, adapted=adapted)]
 
     @torch.inference_mode()
-    def _trace_sampling(self, kind: SamplingKind) -> None:
-        self._samples[kind] = None
+    def _trace_sampling(self, kind: SamplingKind, *, adapted: bool) -> None:
+        self._samples[kind, adapted] = None
         if kind.eager or kind.logprobs is not None:
             return
         try:
-            recording = self._record_sampling(kind)
+            recording = self._record_sampling(kind, adapted=adapted)
         except NotRecordableError as error:
             logger.info("some sampling runs eagerly: it %s", error)
         else:
-            self._samples[kind] = (recording, Arrived(recording.results[0]))
+            self._samples[kind, adapted] = (recording, Arrived(recording.results[0]))
 
-    def _record_sampling(self, kind: SamplingKind) -> SizedRecording:
-        assert self._forward is not None
-        program, lists, hidden = self._program, self._inputs.lists, self._forward.results[0]
+    def _record_sampling(self, kind: SamplingKind, *, adapted: bool) -> SizedRecording:
+        forward = self._adapted if adapted else self._forward
+        assert forward is not None
+        program, lists, hidden = self._program, self._inputs.lists, forward.results[0]
         kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
 
         def run(count: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
+from quire.runner.adapters import NoAdapters
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
 from quire.runner.pooling import NoPooling
@@ -47,9 +48,11 @@ class Runner:
         ways: Sequence[Way],
         inputs: TokenInputs = PLAIN_INPUTS,
         pooler: NoPooling | None = None,
+        adapters: NoAdapters | None = None,
     ) -> None:
         """The last of `ways` takes every step."""
         self.inputs = inputs
+        self.adapters = adapters or NoAdapters()
         self.pooler = pooler or NoPooling()
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
@@ -102,6 +105,7 @@ class Runner:
             or self.prompt_logprobs.wants(plan.rows)
             or self.pooler.wants_every_token(plan.rows),
             sampling=self.sampler.kind(rows, bool(plan.mask_slots)),
+            adapted=self.adapters.are_in(plan.rows),
         )
         return Step(plan, shape, self.rows, planned=tokens)
 
@@ -113,12 +117,16 @@ class Runner:
             self.prompt_logprobs.remove_request(row)
             self.inputs.remove_request(row)
             self.pooler.remove_request(row)
+            self.adapters.remove_request(row)
+        for load in plan.adapter_loads:
+            self.adapters.load(load)
         for start in plan.starts:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
             self.inputs.add_request(start)
             self.pooler.add_request(start)
+            self.adapters.add_request(start)
         self.rows.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.tables.apply(plan)

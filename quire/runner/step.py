@@ -91,6 +91,7 @@ class StepShape(NamedTuple):
     is_decode: bool  # every row computes its one last known token, and samples
     every_token: bool  # only an eager step does: hidden states of all tokens are wanted, or some embeddings are given
     sampling: SamplingKind
+    adapted: bool = False  # some row has a LoRA adapter
 
 
 class Arriving(Protocol):

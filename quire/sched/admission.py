@@ -65,7 +65,7 @@ def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
         request = waiting.peek()
         if request.num_pending:
             break
-        if not state.shares.may_start(state, step, request):
+        if not state.shares.may_start(state, step, request) or not state.adapters.may_start(request):
             if len(passed) == _MOST_PASSED:
                 break
             passed.append(waiting.pop())
@@ -80,8 +80,10 @@ def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
 
 
 def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
-    """Give a request a row and blocks and plan its first tokens; False, changing nothing, if blocks are short."""
+    """Give a request a row and blocks and plan its first tokens; False, changing nothing, if there is no room."""
     kv = state.kv
+    if not state.adapters.has_room(request):
+        return False
     may_reuse_prefix = request.may_reuse_prefix
     hit = kv.find_prefix(request.kv, request.token_ids) if may_reuse_prefix else kv.no_prefix()
     num_cached = hit.num_tokens
@@ -105,13 +107,15 @@ def admit(state: SchedulerState, step: StepDraft, request: Request) -> bool:
             state.prefix_queries += request.num_tokens
             state.prefix_hits += num_cached
     state.add_running(request)
-    step.starts.append(_row_start(request))
+    slot, loads = state.adapters.take(request)
+    step.adapter_loads += loads
+    step.starts.append(_row_start(request, slot))
     step.add(request, count)
     state.note_progress(request)
     return True
 
 
-def _row_start(request: Request) -> RowStart:
+def _row_start(request: Request, adapter_slot: int) -> RowStart:
     source = request.engine_request
     # The worker may read the plan after more tokens have become known, so outputs are copied.
     token_ids = source.token_ids
@@ -127,4 +131,5 @@ def _row_start(request: Request) -> RowStart:
         source.seed,
         source.eos_token_ids,
         source.prompt_embeds,
+        adapter_slot,
     )

@@ -44,6 +44,7 @@ def detach(state: SchedulerState, request: Request) -> None:
     """Take row and blocks from a running request, which keeps its tokens and its hashes."""
     state.kv.free(request.kv)
     state.rows.give_back(request.row)
+    state.adapters.give_back(request)
     request.row = -1
     state.prefilling.pop(request, None)
     request.status = Status.WAITING

@@ -43,6 +43,8 @@ def unwind(state: SchedulerState, failed: InFlight) -> None:
             state.waiting.push_back_in(request)
             state.num_preemptions += 1
     state.running = [request for request in state.running if request not in hit]
+    for step in steps:
+        state.adapters.forget(step.plan.adapter_loads)
     state.retries = sorted(hit.union(state.retries), key=order_key)
     told_in_vain = [row for step in steps for row in step.plan.freed_rows]
     state.rows.untold = list(dict.fromkeys(told_in_vain + state.rows.untold))

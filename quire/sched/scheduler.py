@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import NoAdapterSlots
 from quire.sched.admission import admit_waiting, check_request
 from quire.sched.drafts import NoDrafts
 from quire.sched.queues import make_queue
@@ -36,11 +37,19 @@ class Scheduler:
         kv: KVCacheManager,
         shares: Shares | None = None,
         drafting: Drafting | None = None,
+        adapters: NoAdapterSlots | None = None,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
         limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
-        self._state = SchedulerState(limits, kv, make_queue(policy), shares or TokenShares(), drafting or NoDrafts())
+        self._state = SchedulerState(
+            limits,
+            kv,
+            make_queue(policy),
+            shares or TokenShares(),
+            drafting or NoDrafts(),
+            adapters or NoAdapterSlots(),
+        )
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -80,6 +89,7 @@ class Scheduler:
         """Plan the next step, or None if there is nothing to compute now. `now` is on the clock of arrival times."""
         state = self._state
         step = StepDraft(state.limits.max_num_batched_tokens, now)
+        state.adapters.begin()
         if state.retries:
             plan_retry(state, step)
         else:
@@ -224,6 +234,7 @@ class Scheduler:
             deltas.ids,
             {rows[index]: token_ids for index, token_ids in step.drafts.items()} if step.drafts else {},
             _mask_slots(step) if state.num_constrained else {},
+            step.adapter_loads,
         )
         self._next_step_id += 1
         state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.drafts, step.retry, step.work))

@@ -9,10 +9,11 @@ from typing import Protocol
 
 from quire.kv.deltas import BlockDeltas
 from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import NoAdapterSlots
 from quire.sched.queues import WaitingQueue
 from quire.sched.request import OrderKey, Request, Status
 from quire.sched.step_times import StepWork, pairs_of
-from quire.types.step import RowStart, StepPlan
+from quire.types.step import AdapterLoad, RowStart, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class StepDraft:
     """A step while it is being planned."""
 
     __slots__ = (
+        "adapter_loads",
         "budget",
         "chunks",
         "deltas",
@@ -59,6 +61,7 @@ class StepDraft:
         self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk
         self.drafts: dict[int, list[int]] = {}  # index into requests -> tokens to verify
         self.starts: list[RowStart] = []
+        self.adapter_loads: list[AdapterLoad] = []
         self.deltas = BlockDeltas()
         self.out_of_blocks = False  # some request was preempted, or waits, for lack of them
         self.retry = False
@@ -160,9 +163,16 @@ class Drafting(Protocol):
 
 class SchedulerState:
     def __init__(
-        self, limits: Limits, kv: KVCacheManager, waiting: WaitingQueue, shares: Shares, drafting: Drafting
+        self,
+        limits: Limits,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        shares: Shares,
+        drafting: Drafting,
+        adapters: NoAdapterSlots,
     ) -> None:
         self.limits = limits
+        self.adapters = adapters
         self.kv = kv
         self.shares = shares
         self.drafting = drafting
@@ -202,6 +212,7 @@ class SchedulerState:
         if request.status is Status.RUNNING:
             self.kv.free(request.kv)
             self.rows.give_back(request.row)
+            self.adapters.give_back(request)
         self.prefilling.pop(request, None)
         request.status = Status.FINISHED
         request.steady = False

@@ -11,6 +11,7 @@ import quire
 from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
 from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.server.adapters import ServedAdapters
 from quire.server.admin import admin_router
 from quire.server.admission import Admission
 from quire.server.anthropic.router import messages_router
@@ -53,6 +54,7 @@ def build_app(
     observer: Observer = NULL_OBSERVER,
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> FastAPI:
     """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
@@ -63,7 +65,15 @@ def build_app(
     servers = tool_servers or make_tool_servers(ServerConfig())
     admission = Admission(settings.max_queue)
     context = ServerContext(
-        provider, text, settings, tuple(model_names), admission, formats, servers, observer=observer
+        provider,
+        text,
+        settings,
+        tuple(model_names),
+        admission,
+        formats,
+        servers,
+        adapters or ServedAdapters(),
+        observer=observer,
     )
     app = FastAPI(
         title="Quire",

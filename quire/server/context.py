@@ -15,6 +15,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, TooManyTokensError
 from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.server.adapters import ServedAdapters
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
@@ -84,6 +85,7 @@ class ServerContext:
     admission: Admission
     formats: Formats
     tool_servers: ToolServers
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
     observer: Observer = NULL_OBSERVER
@@ -96,8 +98,8 @@ class ServerContext:
 
         WrongTaskError if the model is not for what it is wanted for; while there is no engine, that is not known.
         """
-        if name is not None and name not in self.model_names:
-            raise UnknownModelError(name, self.model_names)
+        if name is not None and name not in self.model_names and self.adapters.get(name) is None:
+            raise UnknownModelError(name, (*self.model_names, *self.adapters.names))
         if task is not None:
             try:
                 pools = self.provider.engine.info.pooler is not None

@@ -35,6 +35,7 @@ from quire.engine.zmq_client import ZmqClient
 from quire.frontend.text_model import load_text_model
 from quire.metrics.telemetry import make_telemetry
 from quire.platform.allocator import keep_little_free_memory
+from quire.server.adapters import read_lora_modules
 from quire.server.app import build_app
 from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
@@ -96,6 +97,9 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     check_tls(settings)
     tool_servers = make_tool_servers(settings)
     model_names = settings.served_model_name or (config.model.model,)
+    adapters = read_lora_modules(settings.lora_modules, model_names)
+    if adapters.names and not config.lora.enable_lora:
+        raise ConfigError("lora_modules names adapters; set --enable-lora too")
     telemetry = make_telemetry(
         model_names[0],
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
@@ -125,6 +129,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 observer=telemetry.observer,
                 extra_routers=[make_metrics_router(telemetry.prometheus)],
                 tool_servers=tool_servers,
+                adapters=adapters,
             )
             server = Server(uvicorn_config(app, settings))
             # A full collection would walk over all objects made until now and block the event loop.

@@ -17,6 +17,7 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     created: int
     max_model_len: int | None
     owned_by: str = "quire"
+    parent: str | None = None  # of an adapter, the model that it is on
 
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):
@@ -27,14 +28,15 @@ def models_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     def card(name: str) -> ModelCard:
-        return ModelCard(name, context.created, context.max_model_len())
+        parent = None if context.adapters.get(name) is None else context.model_names[0]
+        return ModelCard(name, context.created, context.max_model_len(), parent=parent)
 
     @router.get("/v1/models", response_class=Response, responses=answers(ModelList))
     async def list_models(request: Request) -> Response:
-        """The model, once for each of its names."""
+        """The model, once for each of its names, and its adapters."""
         if is_anthropic(request.scope):
             return json_response(model_page(context))
-        return json_response(ModelList([card(name) for name in context.model_names]))
+        return json_response(ModelList([card(name) for name in (*context.model_names, *context.adapters.names)]))
 
     @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
     async def get_model(model_id: str, request: Request) -> Response:

@@ -44,6 +44,10 @@ class WeightMismatchError(CheckpointError):
     """Checkpoint tensors and model parameters are not a bijection."""
 
 
+class AdapterError(ModelError):
+    """A LoRA adapter cannot be found, read or served on this model."""
+
+
 class TokenizerError(ModelError):
     """A tokenizer or chat template is missing or cannot be used."""
 

@@ -20,6 +20,14 @@ class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True):
     data: bytes  # in C order, little-endian
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter. The digest of its bytes is what it is; name and folder are how people and loaders find it."""
+
+    name: str
+    digest: str
+    path: str  # of a folder that an operator named
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Built once by the frontend's input processor; read-only afterwards."""
 
@@ -43,6 +51,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests with different salts never share cached blocks."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of those of the prompt's tokens, which then say nothing."""
+    adapter: AdapterRef | None = None
+    """What is added to the model's weights for this request."""
     arrival_time: float = 0.0
 
     @property

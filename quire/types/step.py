@@ -27,6 +27,14 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     eos_token_ids: tuple[int, ...]
     prompt_embeds: PromptEmbeds | None = None  # in place of the embeddings of the prompt's tokens
+    adapter_slot: int = -1  # of its LoRA adapter; -1: none
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter, which the worker has in host memory, goes into a slot."""
+
+    slot: int
+    digest: str
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +61,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # row samples there, and all before it hold.
     draft_token_ids: dict[int, list[int]] = {}
     mask_slots: dict[int, int] = {}  # row -> line of its first sample position among the step's grammar masks
+    adapter_loads: list[AdapterLoad] = []  # before the starts; no row that runs has one of these slots
 
 
 class MaskedRow(NamedTuple):

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from quire.types.errors import ConfigError
 from quire.types.masks import Masks
+from quire.types.request import AdapterRef
 from quire.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:  # it knows the ledger, and the ledger torch
@@ -59,6 +61,19 @@ class Executor(ABC):
         raises.
         """
         return False
+
+    def read_adapter(self, ref: AdapterRef) -> Future[int]:
+        """Bring a LoRA adapter into the workers' host memory, whole and checked: the bytes that it takes.
+
+        Plans may name it in adapter_loads from then on, until `forget_adapter`. QuireError if it cannot be served.
+        """
+        failed: Future[int] = Future()
+        failed.set_exception(ConfigError("adapters are not enabled; start the engine with --enable-lora"))
+        return failed
+
+    def forget_adapter(self, digest: str) -> None:
+        """No later plan loads it."""
+        return None
 
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
 from quire.types.masks import Masks
+from quire.types.request import AdapterRef
 from quire.types.step import StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
@@ -70,6 +71,7 @@ class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self.description = worker.description
         self._worker = worker
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
         self._prepares = True
         self._prepared: list[float] = []  # seconds that each took
 
@@ -100,10 +102,17 @@ class InProcExecutor(Executor):
             logger.info("%d steps prepared while idle, in %.1f s", len(self._prepared) - 1, sum(self._prepared))
         return self._prepares
 
+    def read_adapter(self, ref: AdapterRef) -> Future[int]:
+        return self._reader.submit(self._worker.runner.adapters.read, ref)
+
+    def forget_adapter(self, digest: str) -> None:
+        self._worker.runner.adapters.forget(digest)
+
     def is_sticky(self, error: Exception) -> bool:
         return self._worker.platform.is_sticky(error)
 
     def shutdown(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
         self._worker.shutdown()
 
 

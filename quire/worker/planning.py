@@ -18,6 +18,7 @@ from quire.attention.registry import BACKENDS
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
+from quire.layers.adapters import AdapterSizes
 from quire.layers.attention import CachedLayer
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
@@ -33,6 +34,7 @@ from quire.models.registry import describe, model_class
 from quire.ops.base import Target
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
+from quire.runner.adapters import make_room, slots_line
 from quire.runner.block_tables import BlockTables
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
@@ -64,6 +66,7 @@ class EnginePlan:
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
     pooler: PoolerConfig | None  # None: it generates
+    adapters: AdapterSizes | None  # None: there are none
 
     def way_context(self, model: Model) -> WayContext:
         return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
@@ -142,6 +145,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
             model_config,
             _build_context(settings, platform, length, backend.name == platform.deterministic_backend, pooler),
         )
+    make_room(model, adapter_sizes(config))
     lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
     if lacking is not None:  # said before anything is loaded; a layer's own check comes after
         raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
@@ -171,7 +175,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
     if decoded:
         note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
-    weights_line = LedgerLine("weights", weights + sum(buffer.nbytes for buffer in model.buffers()), note)
+    weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
@@ -200,7 +204,18 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         ledger=ledger,
         checkpoint=checkpoint,
         pooler=pooler,
+        adapters=adapter_sizes(config),
     )
+
+
+def adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
+    lora = config.lora
+    return AdapterSizes(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+
+
+def _buffer_bytes(model: Model) -> int:
+    """What layers keep beside their weights: tables, not the slots of adapters, which have their own line."""
+    return sum(buffer.nbytes for buffer in model.buffers()) - sum(line.num_bytes for line in slots_line(model))
 
 
 def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
@@ -209,6 +224,7 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
     lines = chain(
         *(part.contributes(sizes) for part in (*PARTS, model)),
+        slots_line(model),
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
     )

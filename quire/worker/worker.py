@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.groups import GroupBackends
 from quire.config.engine import EngineConfig
+from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.dummy import dummy_schemes, fill_dummy
@@ -16,6 +17,7 @@ from quire.loader.mapper import Progress, load_weights
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.platform.allocator import return_free_memory
+from quire.runner.adapters import RowAdapters, make_room
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
@@ -37,7 +39,7 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
-from quire.worker.planning import EnginePlan, plan_engine, with_measured_step
+from quire.worker.planning import EnginePlan, adapter_sizes, plan_engine, with_measured_step
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -132,6 +134,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
     """Build the model and fill every parameter."""
     with plan.platform.device:
         model = model_class(plan.model_config).from_config(plan.model_config, plan.context)
+        make_room(model, adapter_sizes(config))
     if plan.checkpoint is None:
         schemes = dummy_schemes(model, plan.model_config)
         fill_dummy(model, config.model.seed, plan.platform.device, schemes=schemes)
@@ -163,7 +166,13 @@ def build_runner(
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
     if isinstance(model, CausalLM):
         inputs = PromptEmbedInputs(inputs, model.embed, plan.context.dtype, platform.device)
-    program = StepProgram(model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs)
+    tokens = None
+    if plan.adapters is not None:
+        tokens = AdapterTokens(plan.adapters, settings.max_num_seqs, platform.device)
+    program = StepProgram(
+        model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs, tokens
+    )
+    adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
@@ -179,6 +188,7 @@ def build_runner(
         ways=list(make_ways(plan.way_context(model), program, eager, room)) if plan.pooler is None else [eager],
         inputs=inputs,
         pooler=None if plan.pooler is None else Pooler(),
+        adapters=adapters,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,6 @@ class Driver:
         self.answers: dict[str, Answer] = {}
 
     def add(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> None:
-        self.answers[request_id] = Answer()
         request = EngineRequest(
             request_id=request_id,
             token_ids=token_ids,
@@ -86,6 +86,10 @@ class Driver:
             eos_token_ids=(2,),
             **fields,
         )
+        self.submit(request)
+
+    def submit(self, request: EngineRequest) -> None:
+        self.answers[request.request_id] = Answer()
         self._collect(self.core.add_request(request))
 
     def step(self) -> None:
@@ -106,3 +110,14 @@ def run_alone(core: EngineCore, token_ids: list[int], params: SamplingParams) ->
     driver = Driver(core)
     driver.add("alone", token_ids, params)
     return driver.finish()["alone"]
+
+
+def run_all(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Answer]:
+    """The answers to requests that arrive at once; some of them may be parked for a while."""
+    driver = Driver(core)
+    for request in requests:
+        driver.submit(request)
+    while core.has_unfinished():
+        if core.has_work():
+            driver.step()
+    return driver.answers

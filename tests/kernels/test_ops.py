@@ -25,6 +25,7 @@ TILES = (
     "triton.fixed_matmul:",
     "triton.sparse_mlp:",
     "triton.packed_mlp:",
+    "triton.lora:",
 )  # modules whose matmuls are always of tiles
 HALF_CASES = [
     pytest.param(op, implementation, dtype, id=f"{op.name}-{implementation.name}-{dtype}")

@@ -7,15 +7,19 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from quire.engine.trace.file import Trace, read_frames
-from quire.engine.trace.records import Finished, Header, Planned
+from quire.engine.trace.records import Finished, Header, Planned, plan_digests
 from quire.replay.requests import RequestRuns, minimize, recorded_requests
 from quire.replay.steps import replay_steps
 from quire.replay.turns import recorded_outputs
 from quire.types.errors import TraceError
+from quire.types.sampling import SamplingParams
+from quire.types.step import AdapterLoad, RowStart, StepPlan
 from tests.fakes import generate_alone
 from tests.replay.runs import core_for, record
 
@@ -197,3 +201,25 @@ def test_a_header_says_how_the_engine_was_set_up(tmp_path: Path) -> None:
     assert isinstance(header, Header)
     assert (header.kernel_path["instruction_set"], header.model_digest) == ("avx2", "digest")
     assert header.setup == trace.header.setup
+
+
+def test_every_field_of_a_plan_is_in_its_digests() -> None:
+    start = RowStart(1, "r", [1], 1, 0, SamplingParams(), 0, ())
+    fields: dict[str, Any] = {
+        "rows": [1],
+        "num_tokens": [1],
+        "freed_rows": [1],
+        "starts": [start],
+        "block_rows": [1],
+        "block_groups": [1],
+        "block_indices": [1],
+        "block_ids": [1],
+        "draft_token_ids": {1: [2]},
+        "mask_slots": {1: 0},
+        "adapter_loads": [AdapterLoad(0, "a")],
+    }
+    assert {*fields, "step_id"} == set(StepPlan.__struct_fields__), "a new field must be in the digests"
+    whole = StepPlan(0, **fields)
+    for name, value in fields.items():
+        changed = msgspec.structs.replace(whole, **{name: type(value)()})
+        assert plan_digests(changed) != plan_digests(whole), name

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import AdapterSlots
 from quire.sched.drafts import Drafter, Drafts
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Driver:
         depth: int = 1,
         step_time: float = 0.0,
         drafter: Drafter | None = None,
+        adapter_slots: int = 1,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
@@ -69,6 +71,7 @@ class Driver:
             kv=self.kv,
             shares=make_shares(step_time, "balanced", StepTimes()),
             drafting=None if drafter is None else Drafts(drafter),
+            adapters=AdapterSlots(adapter_slots),
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget
@@ -80,6 +83,8 @@ class Driver:
     def add(self, *requests: EngineRequest) -> None:
         for request in requests:
             self.scheduler.add_request(request)
+            if request.adapter is not None:
+                self.executor.adapters[request.request_id] = request.adapter.digest
             self.outputs[request.request_id] = []
         self.scheduler.check_integrity()
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from quire.kv.layout import LayerKV, plan_layout
 from quire.types.errors import EngineError
-from quire.types.request import EngineRequest
+from quire.types.request import AdapterRef, EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepResult
 from tests.fakes import VOCAB_SIZE, FakeDrafter, generate_alone
 from tests.sched.driver import Driver, make_request
 
 MAX_MODEL_LEN = 40
+ADAPTERS = [AdapterRef(name, f"digest of {name}", name) for name in "abc"]
 SHARED = [(7 * index) % VOCAB_SIZE for index in range(32)]
 
 layouts = st.one_of(
@@ -64,6 +65,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         depth=draw(st.integers(1, 3)),
         step_time=draw(st.sampled_from([0.0, 0.001, 0.02, 1.0])),
         drafter=draw(drafters),
+        adapter_slots=draw(st.integers(1, 2)),
     )
 
 
@@ -87,6 +89,7 @@ def requests(draw: st.DrawFn, name: str) -> EngineRequest:
         eos_token_ids=(5, 6, 7),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
+        adapter=draw(st.sampled_from([None, None, *ADAPTERS])),
     )
     return resumed(request, draw(st.sampled_from([0, 0, 1, 3, 9])))
 

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
+from quire.server.adapters import ServedAdapters
 from quire.server.app import build_app
 from quire.server.launch import Server, uvicorn_config
 from quire.server.tool_servers import ToolServers
@@ -86,6 +87,7 @@ def make_app(
     provider: FakeProvider | None = None,
     api_keys: tuple[str, ...] = (),
     tool_servers: ToolServers | None = None,
+    adapters: ServedAdapters | None = None,
     **settings: Any,
 ) -> FastAPI:
     provider = provider or FakeProvider(client or FakeClient())
@@ -96,6 +98,7 @@ def make_app(
         model_names=(MODEL, "alias/name"),
         api_keys=api_keys,
         tool_servers=tool_servers,
+        adapters=adapters,
     )
 
 

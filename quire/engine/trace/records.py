@@ -21,7 +21,7 @@ from quire.types.step import StepPlan, StepResult
 FORMAT = 1
 
 # The parts of a plan that are told apart when two runs differ.
-PLAN_PARTS = ("rows and num_tokens", "freed_rows and starts", "block tables", "drafts and masks")
+PLAN_PARTS = ("rows and num_tokens", "freed_rows and starts", "block tables", "drafts, masks and adapters")
 RESULT_PARTS = ("logprobs", "prompt_logprobs", "errors", "pooled")
 
 
@@ -102,12 +102,12 @@ def plan_digests(plan: StepPlan) -> tuple[int, int, int, int]:
     """A digest of each of PLAN_PARTS."""
     starts = [plan.freed_rows, plan.starts] if plan.freed_rows or plan.starts else None
     blocks = [plan.block_rows, plan.block_groups, plan.block_indices, plan.block_ids] if plan.block_rows else None
-    others = [plan.draft_token_ids, plan.mask_slots] if plan.draft_token_ids or plan.mask_slots else None
+    others = (plan.draft_token_ids, plan.mask_slots, plan.adapter_loads)
     return (
         crc32(_encode([plan.rows, plan.num_tokens])),
         crc32(_encode(starts)) if starts else 0,
         crc32(_encode(blocks)) if blocks else 0,
-        crc32(_encode(others)) if others else 0,
+        crc32(_encode(others)) if any(others) else 0,
     )
 
 

@@ -12,6 +12,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import addressed
 from quire.server.generation.request import Generation
 from quire.types.outputs import RequestOutput
+from quire.types.request import AdapterRef
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,12 +34,15 @@ async def run(context: ServerContext, generation: Generation) -> AsyncGenerator[
         context.admission.enter(width * len(prompts), engine.info.max_num_seqs, field),
         addressed(request_fields(generation)),
     ):
-        async with aclosing(merged(_streams(engine, generation))) as outputs:
+        adapter = context.adapters.get(generation.model)
+        async with aclosing(merged(_streams(engine, generation, adapter))) as outputs:
             async for item in outputs:
                 yield item
 
 
-def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator[RequestOutput, None]]:
+def _streams(
+    engine: AsyncEngine, generation: Generation, adapter: AdapterRef | None
+) -> list[AsyncGenerator[RequestOutput, None]]:
     """One stream for each prompt; a request is sent when its stream is first read."""
     prompts, beam = generation.prompts, generation.beam_search
     if beam is not None:
@@ -52,6 +56,7 @@ def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator
                 priority=generation.priority,
                 add_special_tokens=generation.add_special_tokens,
                 reading=generation.reading,
+                adapter=adapter,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -66,6 +71,7 @@ def _streams(engine: AsyncEngine, generation: Generation) -> list[AsyncGenerator
             arrival_time=generation.origin.arrival_time,
             reading=generation.reading,
             announce=True,
+            adapter=adapter,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -1,0 +1,77 @@
+"""Adapters of requests: read by the worker before a request is scheduled, kept in host memory while it is open."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
+
+from quire.types.errors import QuireError, RequestError
+from quire.types.request import AdapterRef, EngineRequest
+from quire.worker.executor import Executor
+
+
+class AdapterReader:
+    """A condition of requests: their adapters are in the worker's host memory. See engine/parked.py."""
+
+    name = "adapter"
+
+    def __init__(self, executor: Executor, max_kept: int) -> None:
+        """`max_kept`: adapters in host memory, more only while requests need them."""
+        self._executor, self._max_kept = executor, max_kept
+        self._reading: OrderedDict[str, Future[int]] = OrderedDict()  # by digest, the least recently used first
+        self._open: dict[str, str] = {}  # request -> digest
+        self._users: Counter[str] = Counter()
+
+    def applies(self, request: EngineRequest) -> bool:
+        return request.adapter is not None
+
+    def begin(self, request: EngineRequest) -> Future[int]:
+        assert request.adapter is not None
+        digest = request.adapter.digest
+        self._open[request.request_id] = digest
+        self._users[digest] += 1
+        return self.read(request.adapter)
+
+    def take(self, request: EngineRequest, found: int) -> None:
+        return None
+
+    def forget(self, request_id: str) -> None:
+        digest = self._open.pop(request_id, None)
+        if digest is not None:
+            self._users[digest] -= 1
+            self._evict()
+
+    def read(self, ref: AdapterRef) -> Future[int]:
+        """Completed when it is in host memory, with its bytes there, or with a RequestError."""
+        digest = ref.digest
+        known = self._reading.get(digest)
+        if known is None or (known.done() and known.exception() is not None):
+            self._reading[digest] = _for_request(self._executor.read_adapter(ref))
+        self._reading.move_to_end(digest)
+        self._evict()
+        return self._reading[digest]
+
+    def shutdown(self) -> None:
+        return None
+
+    def _evict(self) -> None:
+        excess = len(self._reading) - self._max_kept
+        idle = [digest for digest, future in self._reading.items() if not self._users[digest] and future.done()]
+        for digest in idle[: max(0, excess)]:
+            del self._reading[digest], self._users[digest]
+            self._executor.forget_adapter(digest)
+
+
+def _for_request(reading: Future[int]) -> Future[int]:
+    """The same, with what is wrong with an adapter as the fault of the requests that name it."""
+    told: Future[int] = Future()
+
+    def tell(done: Future[int]) -> None:
+        error = done.exception()
+        if error is None:
+            told.set_result(done.result())
+        else:
+            told.set_exception(RequestError(str(error), "model") if isinstance(error, QuireError) else error)
+
+    reading.add_done_callback(tell)
+    return told

@@ -1,0 +1,56 @@
+"""LoRA over tensors: the kernels of the native library that add adapters to linear layers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import bound
+from quire.kernels.cpu.tracing import empty
+
+
+def add_lora(
+    out: Tensor, x: Tensor, down: Tensor, up: Tensor, slots: Tensor, ranks: Tensor, widths: tuple[int, ...]
+) -> Tensor:
+    """See quire/ops/lora.py."""
+    x = x.contiguous()
+    _, pieces, max_rank, inner = down.shape
+    shrunk = empty(len(x), pieces * max_rank)
+    bound().add_lora(
+        x.data_ptr(),
+        down.data_ptr(),
+        up.data_ptr(),
+        slots.data_ptr(),
+        ranks.data_ptr(),
+        _kept(widths).data_ptr(),
+        shrunk.data_ptr(),
+        out.data_ptr(),
+        len(x),
+        inner,
+        pieces,
+        max_rank,
+        out.shape[1],
+    )
+    return out
+
+
+@cache
+def _kept(widths: tuple[int, ...]) -> Tensor:
+    """As memory that recorded calls may go on reading."""
+    return torch.tensor(widths, dtype=torch.int32)
+
+
+def gather_adapters(row_slots: Tensor, rows: Tensor, starts: Tensor, size: int) -> Tensor:
+    out = empty(size, dtype=torch.int32)
+    bound().gather_adapters(
+        row_slots.data_ptr(), rows.data_ptr(), starts.data_ptr(), out.data_ptr(), rows.shape[0], size
+    )
+    return out
+
+
+def select_adapters(slots: Tensor, tokens: Tensor) -> Tensor:
+    out = empty(tokens.shape[0], dtype=torch.int32)
+    bound().select_adapters(slots.data_ptr(), tokens.data_ptr(), out.data_ptr(), tokens.shape[0])
+    return out

@@ -1,0 +1,100 @@
+"""LoRA adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.loader.model_config import PICKLED
+from quire.types.errors import AdapterError
+from quire.types.request import AdapterRef
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 1 << 20
+
+
+class PeftConfig(msgspec.Struct, frozen=True):
+    """What adapter_config.json says; other keys are about training."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: Any = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor on what an adapter of this rank adds to a module."""
+        alpha = next((value for key, value in self.alpha_pattern.items() if _names(key, module)), self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, module: str) -> int:
+        return next((value for key, value in self.rank_pattern.items() if _names(key, module)), self.r)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a key of a pattern means this module, as PEFT reads it."""
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    except re.error as error:
+        raise AdapterError(f"{CONFIG_FILE}: {pattern!r} is no regular expression: {error}") from None
+
+
+def adapter_ref(name: str, path: str) -> AdapterRef:
+    """The adapter in a folder, once its config is known to be one that can be served; AdapterError if it is not."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise AdapterError(f"adapter {name!r}: {path} is no folder; give one that PEFT has saved an adapter into")
+    read_peft_config(folder)
+    return AdapterRef(name, digest_of(folder), str(folder.resolve()))
+
+
+def digest_of(folder: Path) -> str:
+    """Of the bytes of an adapter's files."""
+    found = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with existing(folder, name).open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if path.is_file():
+        return path
+    pickled = sorted(each.name for each in folder.glob("adapter_model*") if each.suffix in PICKLED)
+    hint = f"; {', '.join(pickled)} is pickled (it could run code): save it as safetensors" if pickled else ""
+    raise AdapterError(f"{folder} has no {name}{hint or '; give a folder that PEFT has saved an adapter into'}")
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    path = existing(folder, CONFIG_FILE)
+    if path.stat().st_size > _MOST_CONFIG_BYTES:
+        raise AdapterError(f"{path} has {path.stat().st_size} bytes; a config has at most {_MOST_CONFIG_BYTES}")
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=PeftConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AdapterError(f"{path}: {error}") from None
+    refusals = {
+        f"peft_type is {config.peft_type!r}; only LORA can be served": config.peft_type.upper() != "LORA",
+        "use_dora is set; merge the adapter into its base model (merge_and_unload) and serve that": config.use_dora,
+        f"modules_to_save has {config.modules_to_save}: whole modules beside the adapter; merge it into its base"
+        " model (merge_and_unload) and serve that": bool(config.modules_to_save),
+        "trainable_token_indices is set; merge the adapter into its base model": bool(config.trainable_token_indices),
+        f"bias is {config.bias!r}; only adapters that train no biases can be served": config.bias != "none",
+        "fan_in_fan_out is set, which no model here has": config.fan_in_fan_out,
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise AdapterError(f"{path}: {refusal}")
+    return config

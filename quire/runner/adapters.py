@@ -1,0 +1,108 @@
+"""RowAdapters: which LoRA adapter each row has, and the adapters in host memory that slots are filled from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from quire.layers.adapters import AdapterSizes, AdapterTokens
+from quire.layers.linear import Linear
+from quire.loader.peft import AdapterLayers, read_adapter
+from quire.models.base import Model
+from quire.types.errors import EngineError
+from quire.types.ledger import LedgerLine
+from quire.types.request import AdapterRef
+from quire.types.step import AdapterLoad, RowStart
+
+
+class NoAdapters:
+    """No request has one."""
+
+    def are_in(self, rows: list[int]) -> bool:
+        return False
+
+    def load(self, load: AdapterLoad) -> None:
+        raise EngineError(f"adapter {load.digest} has no slot; start the engine with --enable-lora")
+
+    def read(self, ref: AdapterRef) -> int:
+        raise EngineError("adapters are not enabled; start the engine with --enable-lora")
+
+    def forget(self, digest: str) -> None:
+        return None
+
+    def add_request(self, start: RowStart) -> None:
+        return None
+
+    def remove_request(self, row: int) -> None:
+        return None
+
+
+class RowAdapters(NoAdapters):
+    """`read` may be called on any thread; everything else belongs to the steps."""
+
+    def __init__(self, model: Model, tokens: AdapterTokens, dtype: torch.dtype) -> None:
+        self._model, self._tokens, self._dtype = model, tokens, dtype
+        self._rows: set[int] = set()  # that have one
+        self._host: dict[str, AdapterLayers] = {}  # by digest
+        self._linears = adapted_linears(model)
+        for linear in self._linears:
+            assert linear.adapters is not None
+            linear.adapters.tokens = tokens
+
+    def are_in(self, rows: list[int]) -> bool:
+        return bool(self._rows) and not self._rows.isdisjoint(rows)
+
+    def read(self, ref: AdapterRef) -> int:
+        """Bring an adapter into host memory, checked whole, and say how many bytes it takes there."""
+        if ref.digest not in self._host:
+            found = read_adapter(Path(ref.path), self._model, self._tokens.sizes.max_rank, self._dtype)
+            if found.digest != ref.digest:
+                raise EngineError(f"the files of adapter {ref.name!r} in {ref.path} have changed; load it again")
+            self._host[ref.digest] = found
+        return self._host[ref.digest].num_bytes
+
+    def forget(self, digest: str) -> None:
+        self._host.pop(digest, None)
+
+    def load(self, load: AdapterLoad) -> None:
+        if load.digest not in self._host:
+            raise EngineError(f"adapter {load.digest} is to go into slot {load.slot}, but was not read")
+        layers = self._host[load.digest].layers
+        for linear in self._linears:
+            assert linear.adapters is not None
+            linear.adapters.load(load.slot, layers.get(linear, {}))
+
+    def add_request(self, start: RowStart) -> None:
+        if start.adapter_slot >= 0:
+            self._rows.add(start.row)
+            self._tokens.row_slots[start.row] = start.adapter_slot
+
+    def remove_request(self, row: int) -> None:
+        if row in self._rows:
+            self._rows.remove(row)
+            self._tokens.row_slots[row] = -1
+
+
+def adapted_linears(model: Model) -> list[Linear]:
+    """Those that adapters may be on."""
+    return [layer for layer in model.modules() if isinstance(layer, Linear) and layer.role == "linear"]
+
+
+def make_room(model: Model, sizes: AdapterSizes | None) -> None:
+    """Give every layer its slots, before its weights are allocated."""
+    if sizes is not None:
+        for linear in adapted_linears(model):
+            linear.adapt(sizes)
+
+
+def slots_line(model: Model) -> Iterable[LedgerLine]:
+    """What the slots take."""
+    num_bytes = sum(
+        buffer.nbytes
+        for linear in adapted_linears(model)
+        if linear.adapters is not None
+        for buffer in linear.adapters.buffers()
+    )
+    return (LedgerLine("adapters", num_bytes, "slots of LoRA adapters"),) if num_bytes else ()

@@ -1,0 +1,100 @@
+"""Slots of LoRA adapters: which adapters are resident on the device, and who may start because of that."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from quire.sched.request import Request
+from quire.types.step import AdapterLoad
+
+
+class NoAdapterSlots:
+    """No request has an adapter."""
+
+    def begin(self) -> None:
+        """A step is about to be planned."""
+
+    def may_start(self, request: Request) -> bool:
+        """Whether its adapter has a slot or can get one; if not, those behind it may start."""
+        return True
+
+    def has_room(self, request: Request) -> bool:
+        """Whether `take` can be called."""
+        return True
+
+    def take(self, request: Request) -> tuple[int, list[AdapterLoad]]:
+        """The slot of a request that starts, -1 for none, and what has to go into it first."""
+        return -1, []
+
+    def give_back(self, request: Request) -> None:
+        """A request that had started gives up its row."""
+
+    def forget(self, loads: Iterable[AdapterLoad]) -> None:
+        """It is not known whether these were done; nobody runs with them."""
+
+
+class AdapterSlots(NoAdapterSlots):
+    """An adapter leaves when another needs its slot and nobody runs with it, the least recently used first.
+
+    While a request waits for a slot, no other one with an adapter starts before it, so that its turn comes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self._resident: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the least recently used first
+        self._running: Counter[str] = Counter()  # requests by digest
+        self._waits = False  # someone does, in this step
+
+    def begin(self) -> None:
+        self._waits = False
+
+    def may_start(self, request: Request) -> bool:
+        digest = _digest(request)
+        if digest is None:
+            return True
+        if self._waits:
+            return False
+        self._waits = not self.has_room(request)
+        return not self._waits
+
+    def has_room(self, request: Request) -> bool:
+        digest = _digest(request)
+        return digest is None or digest in self._resident or bool(self._free) or self._oldest_idle() is not None
+
+    def take(self, request: Request) -> tuple[int, list[AdapterLoad]]:
+        digest = _digest(request)
+        if digest is None:
+            return -1, []
+        loads = []
+        if digest not in self._resident:
+            self._resident[digest] = self._vacate()
+            loads = [AdapterLoad(self._resident[digest], digest)]
+        self._resident.move_to_end(digest)
+        self._running[digest] += 1
+        return self._resident[digest], loads
+
+    def give_back(self, request: Request) -> None:
+        digest = _digest(request)
+        if digest is not None:
+            self._running[digest] -= 1
+
+    def forget(self, loads: Iterable[AdapterLoad]) -> None:
+        for load in loads:
+            if self._resident.get(load.digest) == load.slot:
+                self._free.append(self._resident.pop(load.digest))
+
+    def _vacate(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = self._oldest_idle()
+        assert idle is not None, "there was no room"
+        return self._resident.pop(idle)
+
+    def _oldest_idle(self) -> str | None:
+        return next((digest for digest in self._resident if not self._running[digest]), None)
+
+
+def _digest(request: Request) -> str | None:
+    adapter = request.engine_request.adapter
+    return None if adapter is None else adapter.digest
