@@ -167,10 +167,6 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
     )
-    if config.device.standby and not platform.uses_host_memory:
-        raise ConfigError(
-            "--standby is for engines on a CPU: two engines do not share one GPU's memory; leave it out"
-        )
     num_parameters = count_parameters(model)
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
     if decoded:

@@ -55,6 +55,7 @@ def responses_router(context: ServerContext) -> APIRouter:
         """
         owner = owner_of(request.scope)
         if stream:
+            await request.body()  # empty; what comes next is the disconnect
             return service.events(response_id, owner, starting_after)
         return json_response(service.get(response_id, owner))
 
