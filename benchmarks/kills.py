@@ -1,6 +1,6 @@
 """Streams over an engine that is killed again and again: what clients see of it.
 
-    python benchmarks/kills.py [--kills 20] [--streams 32] [--model smollm2]
+    python benchmarks/kills.py --kills 200 [--standby --life 8] [--streams 32] [--model smollm2]
 
 `quire serve` answers mixed requests (greedy and sampled, several completions, log-probabilities, grammars, stop
 strings, tools, Responses and Messages), `--streams` at a time, first undisturbed and then while its engine gets
@@ -79,8 +79,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0"]
+def serving(model: str, standby: bool = False) -> Iterator[Server]:
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *(["--standby"] if standby else [])]
     server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     threading.Thread(target=server.read, daemon=True).start()
     server.ready.wait()
@@ -103,6 +103,9 @@ class Clients:
     tokens: int
     answers: dict[int, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    num_kills: int = 0
+    most_deaths: int = 0
+    """Of engines, within one stream."""
     last_news: float = 0.0
     """When a stream last had something other than a keep-alive."""
 
@@ -116,7 +119,9 @@ class Clients:
     async def _ask(self, http: httpx.AsyncClient, slots: asyncio.Semaphore, index: int) -> None:
         path, body = request(index, self.tokens)
         events: list[Any] = []
+        before = 0
         async with slots, http.stream("POST", path, json=body) as answer:
+            before = self.num_kills
             if answer.status_code != 200:
                 self.errors.append(f"{index}: {answer.status_code} {(await answer.aread()).decode()}")
                 return
@@ -125,6 +130,7 @@ class Clients:
                     events.append(json.loads(line[6:]))
                     if events[-1].get("type") != "ping":
                         self.last_news = time.monotonic()
+        self.most_deaths = max(self.most_deaths, self.num_kills - before)
         if failed := next(
             (event for event in events if event.get("error") or "failed" in event.get("type", "")), None
         ):
@@ -160,6 +166,7 @@ async def kill(server: Server, clients: Clients, pauses: list[float], args: argp
         while clients.last_news < begin + args.life:
             await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
+        clients.num_kills += 1
         killed = time.monotonic()
         while server.pid == pid:
             await asyncio.sleep(0.005)
@@ -175,7 +182,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     begin = time.monotonic()
     await calm.run()
     print(f"{args.requests} requests without kills: {time.monotonic() - begin:.1f} s", flush=True)
-    num_requests = num_differ = 0
+    num_requests = num_differ = most_deaths = 0
     pauses: list[float] = []
     errors: list[str] = []
     while len(pauses) < args.kills and not errors:
@@ -186,12 +193,14 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(killing, return_exceptions=True)
         num_requests += args.requests
         errors += clients.errors
+        most_deaths = max(most_deaths, clients.most_deaths)
         num_differ += sum(clients.answers.get(index) != answer for index, answer in calm.answers.items())
     return {
         "requests": num_requests,
         "kills": len(pauses),
         "errors": calm.errors + errors,
         "answers_that_differ": num_differ,
+        "most_deaths_within_a_stream": most_deaths,
         "pauses": pauses,
     }
 
@@ -204,19 +213,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="asked in one round")
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--standby", action="store_true", help="with a loaded engine that takes over; --life 8")
     args = parser.parse_args()
-    with serving(args.model) as server:
+    with serving(args.model, args.standby) as server:
         found = asyncio.run(measure(server, args))
     pauses = found["pauses"]
     table = Table(title=f"SIGKILL under {args.streams} streams, {args.model}", show_header=False)
-    for name in ("requests", "kills", "answers_that_differ"):
+    for name in ("requests", "kills", "most_deaths_within_a_stream", "answers_that_differ"):
         table.add_row(name.replace("_", " "), str(found[name]))
     table.add_row("errors that clients saw", str(len(found["errors"])))
     table.add_row("pause, median and worst", f"{statistics.median(pauses):.2f} s, {max(pauses):.2f} s")
     Console().print(table)
     print(*found["errors"][:5], sep="\n")
     results = {**vars(args), **found}
-    print(f"written to {write_results('kills', environment('quire', 'torch'), results)}")
+    name = "kills_standby" if args.standby else "kills"
+    print(f"written to {write_results(name, environment('quire', 'torch'), results)}")
+    if found["errors"] or found["answers_that_differ"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from quire.utils.version import VERSION
+
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.frontend.adapters import LoRARequest
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from quire.types.sampling import PoolingParams, RepetitionDetectionParams, SamplingParams
     from quire.types.structured import StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "LLM",

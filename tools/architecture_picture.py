@@ -45,6 +45,7 @@ BANDS = (
                 ("server", "HTTP, three APIs"),
                 ("cli", "commands"),
                 ("bench", "measurements"),
+                ("replay", "traces, plans"),
             ),
             (
                 ("frontend", "templates, tokenizer, LLM"),

@@ -15,7 +15,7 @@ from pathlib import Path
 CORE_LINES = 28_000
 GROUPS = {
     "kernels": ("kernels",),
-    "surfaces": ("server", "frontend", "parsers", "structured", "cli", "bench"),
+    "surfaces": ("server", "frontend", "parsers", "structured", "cli", "bench", "replay"),
     "others": ("loader", "config", "metrics", "utils"),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".def")

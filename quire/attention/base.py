@@ -120,6 +120,11 @@ class AttentionBackend(ABC):
     records: bool = False  # whether its work can be recorded and replayed
     max_head_dim: int | None = None  # None: any
 
+    @property
+    def instruction_set(self) -> str:
+        """What its kernels were compiled for, where one machine has several; "" where that is no question."""
+        return ""
+
     def recorder(self) -> SizedRecorder | None:
         """What records steps on the platform of this backend, if there is such a thing."""
         return None

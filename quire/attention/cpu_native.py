@@ -49,6 +49,11 @@ class NativeAttention(AttentionBackend):
     def __init__(self) -> None:
         self._kernels = library.bound()
 
+    @property
+    def instruction_set(self) -> str:
+        found = library.load()
+        return "" if found is None else found.instruction_set
+
     @classmethod
     def refuses(cls, dtype: torch.dtype) -> str | None:
         return f"takes no {dtype}" if dtype != torch.float32 else library.unavailable()

@@ -1,4 +1,4 @@
-"""`quire bench serve | sweep | latency | throughput | startup`: measure a server or the engine itself."""
+"""`quire bench serve | sweep | latency | throughput | steps | startup`: measure a server or the engine itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quire.bench import flags
 from quire.bench.options import LatencyOptions
@@ -213,6 +215,37 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--machine", metavar="NAME", help="what to call this machine; default: its processor or GPU")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the cost table there, for `quire plan`")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    add_engine_arguments(parser)
+
+
+def _run_steps(args: argparse.Namespace) -> int:
+    config = engine_config_from(args)
+    from quire.replay.step_bench import StepBench
+
+    found = environment(*_ENGINE_PACKAGES)
+    bench = StepBench(config, _say)
+    machine = args.machine or bench.machine_name(found["machine"])
+    table = bench.table(machine, config.model.model, found)
+    bench.executor.shutdown()
+    text = msgspec.json.format(msgspec.json.encode(table)) + b"\n"
+    if args.table is not None:
+        args.table.write_bytes(text)
+        _tell([args.table])
+    if args.json:
+        sys.stdout.write(text.decode())
+        return 0
+    from quire.bench.tables import Grid, print_grids
+
+    decode = Grid(["decode rows", "ms"], [(str(rows), f"{1000 * s:.2f}") for rows, s in table.decode])
+    prefill = Grid(["prompt tokens", "ms"], [(str(tokens), f"{1000 * s:.2f}") for tokens, s in table.prefill])
+    print_grids(f"steps of {table.model} on {table.machine}", [decode, prefill])
+    return 0
+
+
 Kind = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 KINDS: dict[str, Kind] = {
@@ -220,5 +253,10 @@ KINDS: dict[str, Kind] = {
     "sweep": ("bench serve over several loads, with the latency-throughput curve", _add_sweep, _run_sweep),
     "latency": ("how long one batch takes, without a server", _add_latency, _run_latency),
     "throughput": ("how fast the engine works off many prompts, without a server", _add_throughput, _run_throughput),
+    "steps": (
+        "how long steps take, by rows, tokens and context: a cost table for `quire plan`",
+        _add_steps,
+        _run_steps,
+    ),
     "startup": ("how long a fresh process takes until its first token", _add_startup, _run_startup),
 }

@@ -36,6 +36,7 @@ TASKS = {
         "ps": "list the servers that run here",
         "stop": "stop a server",
         "top": "watch a server at work",
+        "ctl": "have a running server do something, such as restart its engine",
     },
     "Keep models": {
         "pull": "download a model",
@@ -48,6 +49,9 @@ TASKS = {
         "doctor": "check this machine, and say what to do",
         "fit": "say what memory a model needs here, without loading it",
         "bench": "measure a server or the engine",
+        "plan": "say what clients would see of a load on a machine, by simulation",
+        "replay": "run a recorded trace again and compare every step",
+        "explain": "say what an engine that died was doing",
         "verify": "compare a model with transformers, op by op",
         "completion": "print the shell's completion of this command",
     },

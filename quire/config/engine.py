@@ -12,7 +12,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from quire.config import env
-from quire.config.groups import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, SchedulerConfig, StructuredConfig
+from quire.config.groups import (
+    CacheConfig,
+    DeviceConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredConfig,
+    TracingConfig,
+)
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
@@ -27,6 +35,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -49,6 +58,12 @@ class EngineConfig:
         device = replace(self.device, reserved_memory=self.device.reserved_memory + num_bytes)
         return replace(self, device=device)
 
+    def keeping_dumps_in(self, folder: str) -> EngineConfig:
+        """The same with this dump_dir, where none is set."""
+        if self.tracing.dump_dir is not None:
+            return self
+        return replace(self, tracing=replace(self.tracing, dump_dir=folder))
+
 
 GROUP_TYPES: dict[str, type[Any]] = {
     "model": ModelConfig,
@@ -57,6 +72,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "device": DeviceConfig,
     "structured": StructuredConfig,
     "lora": LoRAConfig,
+    "tracing": TracingConfig,
 }
 
 
@@ -104,6 +120,7 @@ def check(config: EngineConfig) -> None:
         "max_loras": config.lora.max_loras,
         "max_lora_rank": config.lora.max_lora_rank,
         "max_cpu_loras": config.lora.max_cpu_loras,
+        "trace_size": config.tracing.trace_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:

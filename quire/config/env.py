@@ -30,6 +30,11 @@ def cpu_instruction_set() -> str | None:
     return os.environ.get("QUIRE_CPU_ISA") or None
 
 
+def use_cpu_instruction_set(name: str) -> None:
+    """Choose the CPU kernels of an engine that this process has not built yet."""
+    os.environ["QUIRE_CPU_ISA"] = name
+
+
 def cpu_sanitizers() -> bool:
     """QUIRE_CPU_SANITIZE=1 uses CPU kernels that check every memory access; tools/sanitize.py starts such a run."""
     return os.environ.get("QUIRE_CPU_SANITIZE", "") not in ("", "0")
@@ -38,6 +43,11 @@ def cpu_sanitizers() -> bool:
 def api_keys() -> tuple[str, ...]:
     """QUIRE_API_KEY: API keys of `quire serve`, separated by commas, besides those of its flags."""
     return tuple(key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip())
+
+
+def admin_keys() -> tuple[str, ...]:
+    """QUIRE_ADMIN_KEY: keys of the admin surface, separated by commas, besides those of --admin-key-file."""
+    return tuple(key.strip() for key in os.environ.get("QUIRE_ADMIN_KEY", "").split(",") if key.strip())
 
 
 def system_date() -> str | None:

@@ -162,6 +162,11 @@ class DeviceConfig:
         " process to it.",
         unit="bytes",
     )
+    standby: bool = setting(
+        False,
+        "`quire serve` keeps a second engine process with the model loaded, which takes over at once when the engine"
+        " dies. Its weights and workspace are in the memory ledger. For engines on a CPU.",
+    )
     attention_backend: str | None = setting(None, "Attention implementation. Unset: the best one for the device.")
     deterministic: bool = setting(
         False,
@@ -194,12 +199,43 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """What an engine writes down about its own steps."""
+
+    trace: str | None = setting(
+        None,
+        "A file for a trace of all that enters the engine and of every step, for `quire replay` and `quire plan`. It"
+        " holds the token ids of prompts and outputs, and is readable by its owner only. Unset: none.",
+    )
+    trace_redact: bool = setting(
+        False, "Keep lengths and salted prefix hashes in the trace, and no token ids: good for `quire plan` only."
+    )
+    trace_size: int = setting(
+        256 << 20, "Most bytes of a trace; its oldest quarter goes when it is full.", unit="bytes"
+    )
+    dump_dir: str | None = setting(
+        None,
+        "A folder where the engine keeps its last 1,000 steps while it runs (counts and request ids, no tokens); the"
+        " file stays if the engine dies, for `quire explain`. Unset: `quire serve` uses the folder dumps of Quire's"
+        " cache.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP server of `quire serve`. The engine knows none of these."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in.")
     port: int = setting(8000, "TCP port; 0 takes a free one and says which.")
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    admin: str | None = setting(
+        None,
+        "Where the admin surface listens, for `quire ctl`: unix:PATH (its owner may connect) or HOST:PORT (needs an"
+        " admin key). Unset: there is none.",
+    )
+    admin_key_file: str | None = setting(
+        None, "File with one admin key per line; API keys do not open the admin surface. Also: QUIRE_ADMIN_KEY."
+    )
     served_model_name: tuple[str, ...] = setting(
         (), "The model's name for clients; the first is in the answers. Unset: as given with --model."
     )
@@ -258,6 +294,12 @@ class ServerConfig:
         1000, "Most responses kept in memory for previous_response_id; the one used longest ago goes first."
     )
     max_stored_bytes: int = setting(64 << 20, "Most memory for stored responses.", unit="bytes")
+    journal: str | None = setting(
+        None,
+        "A folder where background responses are kept until they have ended, so that they outlive the server: another"
+        " one with this setting takes them over. Unset: none.",
+    )
+    journal_ttl: float = setting(3600.0, "Seconds that a response is kept in the journal.")
     tool_server: tuple[str, ...] = setting(
         (),
         "An MCP server whose tools the Responses API may call: LABEL=http://HOST:PORT/mcp or"

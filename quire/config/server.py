@@ -23,6 +23,49 @@ class ToolServerAddress:
     command: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where the admin surface is: the path of a Unix socket, or a host and a port."""
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+
+def admin_address_of(text: str) -> AdminAddress:
+    """Read unix:PATH or HOST:PORT."""
+    kind, _, path = text.partition(":")
+    if kind == "unix" and path:
+        return AdminAddress(path)
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"admin is {text!r} but must be unix:PATH or HOST:PORT")
+    return AdminAddress(None, host.strip("[]"), int(port))
+
+
+def admin_address(config: ServerConfig) -> AdminAddress | None:
+    """Where the admin surface listens, if anywhere. A port needs a key: anybody on the machine may connect to it."""
+    if config.admin is None:
+        return None
+    address = admin_address_of(config.admin)
+    if address.path is None and not collect_admin_keys(config):
+        raise ConfigError(
+            f"admin is {config.admin!r}, a port, and there is no key; give --admin-key-file or a unix:PATH"
+        )
+    return address
+
+
+def collect_admin_keys(config: ServerConfig) -> tuple[str, ...]:
+    return admin_keys(config.admin_key_file)
+
+
+def admin_keys(path: str | None) -> tuple[str, ...]:
+    """The keys of the file and of the environment."""
+    return tuple(
+        dict.fromkeys([*env.admin_keys(), *(_read_keys(path, "admin_key_file") if path is not None else ())])
+    )
+
+
 def check_server(config: ServerConfig) -> None:
     """Refuse values that cannot work."""
     if not 0 <= config.port <= 65535:
@@ -36,6 +79,7 @@ def check_server(config: ServerConfig) -> None:
         "header_timeout": (config.header_timeout, 0),
         "drain_timeout": (config.drain_timeout, 0),
         "stats_interval": (config.stats_interval, 0),
+        "journal_ttl": (config.journal_ttl, 0),
         "max_stored_responses": (config.max_stored_responses, 0),
         "max_stored_bytes": (config.max_stored_bytes, 0),
         "tool_call_timeout": (config.tool_call_timeout, 0),
@@ -55,6 +99,7 @@ def check_server(config: ServerConfig) -> None:
         if not all(getattr(config, name)):
             raise ConfigError(f"{name} is empty; give a text, or leave the flag out")
     tool_server_addresses(config)
+    admin_address(config)
 
 
 def tool_server_addresses(config: ServerConfig) -> tuple[ToolServerAddress, ...]:
@@ -90,13 +135,17 @@ def collect_api_keys(config: ServerConfig) -> tuple[str, ...]:
     """The keys of the flags, of the file and of the environment; none means that no key is asked for."""
     keys = [*config.api_key, *env.api_keys()]
     if config.api_key_file is not None:
-        try:
-            lines = Path(config.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {config.api_key_file!r} cannot be read: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            # An empty file must not mean that everybody may come in.
-            raise ConfigError(f"api_key_file {config.api_key_file!r} holds no key; write one per line")
-        keys += found
+        keys += _read_keys(config.api_key_file, "api_key_file")
     return tuple(dict.fromkeys(keys))
+
+
+def _read_keys(path: str, setting: str) -> list[str]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} {path!r} cannot be read: {error}") from error
+    found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not found:
+        # An empty file must not mean that everybody may come in.
+        raise ConfigError(f"{setting} {path!r} holds no key; write one per line")
+    return found

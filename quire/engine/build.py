@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 from quire.config.engine import EngineConfig
 from quire.config.env import debug_checks
 from quire.config.groups import StructuredConfig
 from quire.engine.adapters import AdapterReader
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
-from quire.kv.manager import KVCacheManager
-from quire.sched.adapters import AdapterSlots
-from quire.sched.scheduler import Scheduler
-from quire.sched.shares import WholePrompts
-from quire.sched.step_times import Prior, StepTimes
-from quire.sched.time_shares import make_shares
+from quire.engine.flight import FlightInfo, make_flight_recorder
+from quire.engine.parked import Condition
+from quire.engine.setup import SchedulerSetup
+from quire.engine.step_log import NO_LOG, StepLog, join_logs
+from quire.engine.trace.recorder import make_recorder
+from quire.loader.digest import model_digest
+from quire.loader.hub import find_model
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
+from quire.utils.version import VERSION
+from quire.worker.description import WorkerDescription
+from quire.worker.executor import Executor
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 
@@ -30,28 +38,16 @@ def build_engine(
     executor = EXECUTORS.get(executor_name)(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
-    # Keys and values of a token that sees those after it are of no use to another prompt.
-    caches = config.cache.enable_prefix_caching and not worker.is_bidirectional
-    kv = KVCacheManager(ledger.layout, ledger.pool_blocks, caches)
-    scheduler = Scheduler(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        long_prefill_token_threshold=settings.long_prefill_token_threshold,
-        policy=config.scheduler.policy,
-        max_model_len=ledger.max_model_len,
-        kv=kv,
-        shares=WholePrompts()
-        if worker.is_bidirectional
-        else make_shares(
-            settings.step_time_target,
-            config.scheduler.performance_mode,
-            StepTimes(Prior(*worker.step_times), worker.step_sizes),
-        ),
-        adapters=AdapterSlots(config.lora.max_loras) if config.lora.enable_lora else None,
-    )
+    setup = scheduler_setup(config, worker)
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
-    conditions = [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
-    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars), conditions=conditions)
+    core = EngineCore(
+        setup.make_scheduler(),
+        executor,
+        settings.steps_in_flight,
+        Constraints(grammars),
+        conditions=make_conditions(config, executor),
+        log=_step_log(config, setup, worker.kernel_path),
+    )
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,
@@ -65,6 +61,50 @@ def build_engine(
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
     )
     return core, info, debug_checks()
+
+
+def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> SchedulerSetup:
+    """What the settings and the worker make of a scheduler."""
+    settings, ledger = worker.settings, worker.ledger
+    return SchedulerSetup(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        policy=config.scheduler.policy,
+        max_model_len=ledger.max_model_len,
+        layout=ledger.layout,
+        pool_blocks=tuple(ledger.pool_blocks),
+        # Keys and values of a token that sees those after it are of no use to another prompt.
+        caches_prefixes=config.cache.enable_prefix_caching and not worker.is_bidirectional,
+        takes_whole_prompts=worker.is_bidirectional,
+        step_time_target=settings.step_time_target,
+        performance_mode=config.scheduler.performance_mode,
+        step_times=worker.step_times,
+        step_sizes=tuple(worker.step_sizes),
+        steps_in_flight=settings.steps_in_flight,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+    )
+
+
+def make_conditions(config: EngineConfig, executor: Executor) -> list[Condition]:
+    """What requests may have to wait for, besides their grammars."""
+    return [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
+
+
+def _step_log(config: EngineConfig, setup: SchedulerSetup, kernel_path: dict[str, str]) -> StepLog:
+    """What the settings ask for: a trace, the last steps, both or nothing."""
+    trace: StepLog = NO_LOG
+    if config.tracing.trace is not None:
+        digest = model_digest(find_model(config.model), config.model)
+        trace = make_recorder(config, setup, digest, kernel_path)
+    return join_logs(trace, flight_log(config, setup.max_num_seqs))
+
+
+def flight_log(config: EngineConfig, max_num_seqs: int) -> StepLog:
+    if config.tracing.dump_dir is None:
+        return NO_LOG
+    info = FlightInfo(os.getpid(), time.time(), max_num_seqs, config.model.model, VERSION)
+    return make_flight_recorder(Path(config.tracing.dump_dir).expanduser(), info) or NO_LOG
 
 
 def grammar_limits(config: StructuredConfig) -> GrammarLimits:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.engine.constraints import Constraints
 from quire.engine.parked import Condition, ParkedRequests, refusal
+from quire.engine.step_log import NO_LOG, StepLog
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
@@ -37,12 +38,15 @@ class EngineCore:
         constraints: Constraints | None = None,
         clock: Callable[[], float] = time.monotonic,
         conditions: Sequence[Condition] = (),
+        log: StepLog = NO_LOG,
     ) -> None:
         """`conditions` is what requests may have to wait for, besides their grammars."""
+        self.log = log
         self.scheduler = scheduler
         self.executor = executor
         self.constraints = constraints or Constraints()
         self.parked = ParkedRequests([self.constraints, *conditions])
+        self.parked.on_taken = log.ready
         self._depth = steps_in_flight
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
@@ -87,6 +91,7 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = self._clock()
+        self.log.begin(begin)
         refused = self._admit_parked() if self.parked.has_news else []
         while self._may_plan():
             plan = self.scheduler.schedule(begin)
@@ -105,7 +110,9 @@ class EngineCore:
             outputs = self._contain(oldest.plan, error)
             self.parked.note_ends(outputs)
             return EngineOutputs([*refused, *outputs], self.stats())
-        outputs = self.scheduler.update(oldest.plan, result, self._seconds(oldest.started))
+        seconds = self._seconds(oldest.started)
+        self.log.finished(oldest.plan, result, seconds)
+        outputs = self.scheduler.update(oldest.plan, result, seconds)
         if self.constraints.in_use:
             self.scheduler.finish(self.constraints.follow(outputs))
         self.parked.note_ends(outputs)
@@ -132,6 +139,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
         begin = self._clock()
+        self.log.planned(plan)
         if plan.mask_slots and not self._in_flight:
             masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
             step = self.executor.execute(plan)
@@ -153,6 +161,7 @@ class EngineCore:
 
     def _contain(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
         """A step failed: retry each of its requests alone, so that only the culprit fails."""
+        self.log.failed(plan, error)
         logger.error("step %d with %d requests failed", plan.step_id, len(plan.rows), exc_info=error)
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
@@ -163,5 +172,6 @@ class EngineCore:
         return []
 
     def shutdown(self) -> None:
+        self.log.close()
         self.parked.shutdown()
         self.executor.shutdown()

@@ -126,12 +126,15 @@ class Journal:
         entry.is_submitted = entry.was_submitted = True
         del self._waiting[entry.request.request_id]
 
-    def end_life(self) -> list[Entry]:
-        """The engine died: choose who runs in the next one. Returns the requests that are refused from now on."""
+    def end_life(self, *, is_planned: bool = False) -> list[Entry]:
+        """The engine died: choose who runs in the next one. Returns the requests that are refused from now on.
+
+        `is_planned`: it was stopped in good order, which says nothing about its requests.
+        """
         died = [entry for entry in self._entries.values() if entry.is_submitted]
         refused: list[Entry] = []
         for entry in died:
-            if not entry.has_progressed:
+            if not entry.has_progressed and not is_planned:
                 entry.num_deaths += 1
                 entry.num_deaths_alone += len(died) == 1
                 if entry.num_deaths_alone >= _REFUSED_AFTER:
@@ -141,7 +144,7 @@ class Journal:
         for entry in refused:
             self.close(entry.request.request_id)
         self._waiting = dict(self._entries)
-        if died:
+        if died and not is_planned:
             self._try_half([entry.request.request_id for entry in died if entry.is_suspect and entry not in refused])
         self.has_progressed = False
         return refused

@@ -96,6 +96,8 @@ class EngineLoop:
         """Take in what has arrived, without running a step; on the thread that runs the loop."""
         while self._inbox:
             message = self._inbox.popleft()
+            if not isinstance(message, EngineOutput):
+                self._core.log.took(message)
             match message:
                 case EngineRequest():
                     self._answers += self._core.add_request(message)

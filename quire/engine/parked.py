@@ -47,6 +47,10 @@ class _Parked:
     waits_for: set[str]  # names of conditions
 
 
+def ignore_taken(request_id: str, condition: str) -> None:
+    """Nobody keeps what became ready when."""
+
+
 def ignore_news() -> None:
     """Nobody sleeps while requests are parked."""
 
@@ -57,7 +61,9 @@ class ParkedRequests:
     def __init__(self, conditions: Sequence[Condition]) -> None:
         self.on_news: Callable[[], None] = ignore_news
         """Called on some thread whenever `take_ready` has something new to say."""
-        self._conditions = conditions
+        self.on_taken: Callable[[str, str], None] = ignore_taken
+        """Told, in `take_ready`, of each request that gets what it waited for, and the name of that condition."""
+        self.conditions = conditions
         self._parked: dict[str, _Parked] = {}
         self._admitted: set[str] = set()  # requests that run, and that conditions hold something for
         self._news: deque[tuple[_Parked, Condition, Future[Any]]] = deque()
@@ -76,11 +82,11 @@ class ParkedRequests:
         """Whether a request has to be parked. DuplicateRequestError if one of this name is."""
         if request.request_id in self._parked:
             raise DuplicateRequestError(request.request_id)
-        return any(condition.applies(request) for condition in self._conditions)
+        return any(condition.applies(request) for condition in self.conditions)
 
     def park(self, request: EngineRequest) -> None:
         """Keep a request until everything that it needs is there."""
-        needed = [condition for condition in self._conditions if condition.applies(request)]
+        needed = [condition for condition in self.conditions if condition.applies(request)]
         parked = self._parked[request.request_id] = _Parked(request, {condition.name for condition in needed})
         for condition in needed:
             condition.begin(request).add_done_callback(partial(self._tell, parked, condition))
@@ -94,6 +100,7 @@ class ParkedRequests:
             request = parked.request
             if self._parked.get(request.request_id) is not parked:
                 continue  # it has ended meanwhile
+            self.on_taken(request.request_id, condition.name)
             try:
                 condition.take(request, future.result())
             except Exception as error:  # whatever a condition raises is this request's end, and nobody else's
@@ -126,12 +133,12 @@ class ParkedRequests:
                     self._end(output.request_id)
 
     def shutdown(self) -> None:
-        for condition in self._conditions:
+        for condition in self.conditions:
             condition.shutdown()
 
     def check_integrity(self, running: Iterable[str]) -> None:
         """Raise AssertionError if a request is here and among the scheduler's, or waits for nothing. For tests."""
-        names = {condition.name for condition in self._conditions}
+        names = {condition.name for condition in self.conditions}
         assert all(parked.waits_for and parked.waits_for <= names for parked in self._parked.values())
         assert self._parked.keys().isdisjoint(running), "a request is parked and runs"
         assert self._admitted <= set(running), "something is held for a request that has ended"
@@ -143,7 +150,7 @@ class ParkedRequests:
     def _end(self, request_id: str) -> None:
         self._parked.pop(request_id, None)
         self._admitted.discard(request_id)
-        for condition in self._conditions:
+        for condition in self.conditions:
             condition.forget(request_id)
 
 

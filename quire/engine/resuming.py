@@ -85,8 +85,11 @@ class ResumingClient(EngineClient):
         self._tell_change()
         return num_resumed
 
-    def lose(self, cause: str) -> EngineLoss:
-        """The engine has ended; take in what it said last. Requests that died alone, twice, fail with the cause."""
+    def lose(self, cause: str, *, is_planned: bool = False) -> EngineLoss:
+        """The engine has ended; take in what it said last. Requests that died alone, twice, fail with the cause.
+
+        `is_planned`: it was stopped, which no request is suspected of.
+        """
         client, self._client = self._client, None
         if client is None:
             return EngineLoss()
@@ -95,7 +98,7 @@ class ResumingClient(EngineClient):
         last += [EngineOutput(name, [], finish_reason="abort") for name in self._aborting]
         self._aborting.clear()
         has_progressed, was_trying = self._journal.has_progressed, self._journal.is_trying
-        refused = self._journal.end_life()
+        refused = self._journal.end_life(is_planned=is_planned)
         last += [_refusal(entry, cause) for entry in refused]
         self._said.append(EngineOutputs(last, EngineStats()))
         self._tell_change()

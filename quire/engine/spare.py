@@ -22,6 +22,11 @@ SPARE_LINE = LedgerLine("spare engine", SPARE_MEMORY, "a process of `quire serve
 
 
 class Spare(Protocol):
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether it is launched beside a busy engine; if not, when that is idle."""
+        ...
+
     def start(self) -> None:
         """Launch one, unless there is one. Does not wait for its imports."""
         ...
@@ -37,6 +42,8 @@ class Spare(Protocol):
 
 class SpareEngine:
     """At most one spare at a time."""
+
+    starts_at_once = False
 
     def __init__(self, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line) -> None:
         self._command = (*command, SPARE_FLAG)
@@ -78,6 +85,8 @@ def _end(child: EngineChild) -> None:
 
 class NoSpare:
     """Every engine process is launched when it is needed."""
+
+    starts_at_once = False
 
     def start(self) -> None:
         return None

@@ -82,6 +82,7 @@ class ZmqClient(EngineClient):
         self._is_stopping = False
         self._unfinished: set[str] = set()
         self._progress_at = 0.0
+        self._heard_at = time.monotonic()
         self._inbox: deque[EngineOutputs] = deque()
         self._calls = Calls()
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -111,6 +112,11 @@ class ZmqClient(EngineClient):
     @property
     def is_dead(self) -> bool:
         return self._dead is not None
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process is there, also where nobody has waited for its news yet."""
+        return self._dead is None and self._child.returncode is None
 
     def wait_ready(self) -> EngineInfo:
         """Block until the engine takes requests; EngineDeadError if it never will."""
@@ -174,6 +180,11 @@ class ZmqClient(EngineClient):
         """How long unfinished requests have seen no step end; 0 when nobody waits for one."""
         self._receive()  # a busy event loop is not a stalled engine: first hear what has arrived meanwhile
         return time.monotonic() - self._progress_at if self._unfinished else 0.0
+
+    def seconds_without_news(self) -> float:
+        """How long the engine has said nothing at all."""
+        self._receive()
+        return time.monotonic() - self._heard_at
 
     def dump_stacks(self) -> None:
         """Have the engine write to its log what each of its threads is doing."""
@@ -261,6 +272,7 @@ class ZmqClient(EngineClient):
         self._news.set()
 
     def _take(self, message: FromEngine) -> None:
+        self._heard_at = time.monotonic()
         match message:
             case EngineOutputs():
                 self._progress_at = time.monotonic()

@@ -78,6 +78,11 @@ REQUESTS_RESUMED = Metric(
     "counter",
     "Completions that went on in another engine after theirs died; each restart counts them again.",
 )
+JOURNAL_FAILURES = Metric(
+    "journal_failures_total",
+    "counter",
+    "Responses that could not be written to the journal, and are served without it.",
+)
 STEP_TIME = Metric("step_time_seconds", "histogram", "Time of one step: planning, computing, sampling.", (), _STEP)
 STEP_TOKENS = Metric("iteration_tokens_total", "histogram", "Tokens computed in one step.", (), _STEP_TOKENS)
 FIRST_TOKEN = Metric(
@@ -156,7 +161,9 @@ VLLM_PREFIX = "vllm:"
 VLLM_LABELS = {"engine": "0"}
 """What every metric of vLLM's has besides model_name."""
 _VLLM_LABEL_NAMES = {"num_kv_blocks": "num_gpu_blocks"}
-_NOT_IN_VLLM = frozenset({ENGINE_UP, ENGINE_RESTARTS, REQUESTS_RESUMED, STEP_TIME, HTTP_REQUESTS, HTTP_TIME})
+_NOT_IN_VLLM = frozenset(
+    {ENGINE_UP, ENGINE_RESTARTS, REQUESTS_RESUMED, JOURNAL_FAILURES, STEP_TIME, HTTP_REQUESTS, HTTP_TIME}
+)
 # What vLLM called some of them before; dashboards still ask for these.
 _VLLM_OLD_NAMES = {
     KV_USAGE: "gpu_cache_usage_perc",

@@ -111,6 +111,9 @@ class PrometheusObserver(Observer, Collector):
     def on_resume(self, num_requests: int) -> None:
         self._resumed.value += num_requests
 
+    def on_journal_failure(self) -> None:
+        self._journal_failures.value += 1
+
     def _observe_rate(self, completion: CompletionEnd) -> None:
         first, last = completion.first_token_time, completion.last_token_time
         if first is not None and last is not None and completion.num_tokens > 1:
@@ -138,6 +141,7 @@ class PrometheusObserver(Observer, Collector):
         self._preemptions = self._number(catalog.PREEMPTIONS)
         self._restarts = self._number(catalog.ENGINE_RESTARTS)
         self._resumed = self._number(catalog.REQUESTS_RESUMED)
+        self._journal_failures = self._number(catalog.JOURNAL_FAILURES)
         self._step_time = self._histogram(catalog.STEP_TIME)
         self._step_tokens = self._histogram(catalog.STEP_TOKENS)
 

@@ -90,6 +90,9 @@ class Observer:
     def on_resume(self, num_requests: int) -> None:
         """Completions that an engine had when it was lost go on in the next one."""
 
+    def on_journal_failure(self) -> None:
+        """A response could not be written to the journal; it is served without it."""
+
     def close(self) -> None:
         """Nothing will happen any more. May block to send what has not been sent."""
 
@@ -130,6 +133,10 @@ class Observers(Observer):
     def on_resume(self, num_requests: int) -> None:
         for observer in self._observers:
             observer.on_resume(num_requests)
+
+    def on_journal_failure(self) -> None:
+        for observer in self._observers:
+            observer.on_journal_failure()
 
     def close(self) -> None:
         for observer in self._observers:

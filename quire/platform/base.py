@@ -68,6 +68,11 @@ class Platform(ABC):
     mixed_graph_sizes: tuple[int, ...]  # numbers of tokens for which other steps are
     narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from
 
+    @property
+    def hardware(self) -> str:
+        """What of the device the bits of results may depend on, besides instructions."""
+        return self.name
+
     @abstractmethod
     def start(self, num_threads: int | None) -> None:
         """Prepare the process for this device. Called once, before any tensor work."""

@@ -65,6 +65,10 @@ class CudaPlatform(Platform):
             )
         _check_kernel_folder()
 
+    @property
+    def hardware(self) -> str:
+        return f"cuda {torch.cuda.get_device_name()}, torch {torch.__version__}"
+
     def available_memory(self, utilization: float = 1.0) -> MemorySupply:
         free, total = torch.cuda.mem_get_info()
         left = max(0, free - int(total * (1.0 - utilization)))

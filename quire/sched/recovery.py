@@ -52,9 +52,10 @@ def unwind(state: SchedulerState, failed: InFlight) -> None:
 
 def fail_requests(state: SchedulerState, requests: list[Request], message: str) -> list[EngineOutput]:
     """End requests with an error."""
-    ended = {request for request in requests if request.status is not Status.FINISHED}
-    outputs = [first_output(request, [], "error", error=message) for request in requests if request in ended]
+    # In their order, in which their blocks become free: a replay must plan with the same blocks.
+    ended = [request for request in requests if request.status is not Status.FINISHED]
+    outputs = [first_output(request, [], "error", error=message) for request in ended]
     for request in ended:
         state.end(request)
-    state.forget_finished(ended)
+    state.forget_finished(set(ended))
     return outputs

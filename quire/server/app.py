@@ -78,6 +78,7 @@ def build_app(
         servers,
         description,
         adapters=adapters or ServedAdapters(),
+        observer=observer,
     )
     app = FastAPI(
         title="Quire",
@@ -86,6 +87,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.on_ready = context.on_ready
     for make_router in ROUTERS:
         app.include_router(make_router(context))
     for router in extra_routers:

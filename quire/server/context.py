@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer, TooManyTokensError
 from quire.loader.describe import UNKNOWN, ModelDescription
+from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.adapters import ServedAdapters
 from quire.server.admission import Admission
 from quire.server.conversation.formats import Formats
@@ -89,6 +90,9 @@ class ServerContext:
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
+    observer: Observer = NULL_OBSERVER
+    on_ready: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Run once, when the first engine takes requests."""
     _seen_fields: set[str] = field(default_factory=set)
 
     def check_model(self, name: str | None, task: Task | None = None) -> str:

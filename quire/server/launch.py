@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,15 @@ from typing import Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from quire.config import env
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import collect_api_keys
 from quire.engine.child import print_line
 from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
+from quire.engine.standby import StandbyEngine, standby_config
+from quire.engine.zmq_client import ZmqClient
 from quire.frontend.text_model import load_text_model
 from quire.loader.describe import describe_model
 from quire.loader.hub import find_model
@@ -38,10 +41,17 @@ from quire.server.adapters import read_lora_modules
 from quire.server.app import build_app
 from quire.server.connection import make_connection
 from quire.server.context import EngineProvider
+from quire.server.control.listen import admin_settings, serving_admin
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
 from quire.server.state import announced
-from quire.server.supervisor import EngineSupervisor, LaunchClient, SupervisorOptions, launch_client
+from quire.server.supervisor import (
+    EngineSupervisor,
+    LaunchClient,
+    SupervisorOptions,
+    launch_client,
+    launch_standby,
+)
 from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineError
 from quire.types.messages import StartupPhase
@@ -72,13 +82,19 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     """
     setup_server_logging(settings.log_format)
     keep_little_free_memory()
+    config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
     spare: Spare = NO_SPARE
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else print_line
-        if settings.spare_engine:
-            spare = SpareEngine(take_line=take_line)
-            config = config.reserving(SPARE_MEMORY)
-        launch = partial(launch_client, take_line=take_line, spare=spare)
+        if config.device.standby:
+            second = partial(ZmqClient, standby_config(config), take_line=take_line)
+            spare = standby = StandbyEngine(second)
+            launch = partial(launch_standby, standby=standby, take_line=take_line)
+        else:
+            if settings.spare_engine:
+                spare = SpareEngine(take_line=take_line)
+                config = config.reserving(SPARE_MEMORY)
+            launch = partial(launch_client, take_line=take_line, spare=spare)
     check_settings(config)
     api_keys = collect_api_keys(settings)
     check_tls(settings)
@@ -93,7 +109,12 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         log_interval=settings.stats_interval,
         vllm_names=settings.metrics_names == "vllm",
     )
-    with listening_socket(settings) as listener, announced(address_of(settings, listener), model_names):
+    admin = admin_settings(settings)
+    with (
+        listening_socket(settings) as listener,
+        _admin_socket(admin) as admin_listener,
+        announced(address_of(settings, listener), model_names),
+    ):
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
         text = load_text_model(config.model)
         description = describe_model(find_model(config.model))
@@ -124,7 +145,8 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
             gc.collect()
             gc.freeze()
             try:
-                await serve(server, supervisor, listener, address_of(settings, listener))
+                async with serving_admin(settings, admin_listener, supervisor, str(settings.admin)):
+                    await serve(server, supervisor, listener, address_of(settings, listener), app.state.on_ready)
             finally:
                 await tool_servers.close()
                 telemetry.observer.close()
@@ -181,14 +203,20 @@ def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
     )
 
 
-async def serve(server: Server, supervisor: Supervisor, listener: socket.socket, address: str) -> None:
+async def serve(
+    server: Server,
+    supervisor: Supervisor,
+    listener: socket.socket,
+    address: str,
+    on_ready: Sequence[Callable[[], Awaitable[None]]] = (),
+) -> None:
     """Serve until a signal or a failure. The first signal drains, a second SIGINT stops at once."""
     stop = _Stop(server, supervisor)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.on_signal, number)
     http = asyncio.create_task(server.serve(sockets=[listener]), name="quire-http")
-    engine = asyncio.create_task(_keep_engine(supervisor, address), name="quire-engine")
+    engine = asyncio.create_task(_keep_engine(supervisor, address, on_ready), name="quire-engine")
     try:
         await asyncio.wait((http, engine), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -206,9 +234,13 @@ async def serve(server: Server, supervisor: Supervisor, listener: socket.socket,
     logger.info("stopped")
 
 
-async def _keep_engine(supervisor: Supervisor, address: str) -> None:
+async def _keep_engine(
+    supervisor: Supervisor, address: str, on_ready: Sequence[Callable[[], Awaitable[None]]]
+) -> None:
     """Start the engine and wait for its final failure, which is raised."""
     await supervisor.start()
+    for work in on_ready:
+        await work()
     logger.info("serving on %s, ready for requests", address)
     if not address.startswith("unix:"):
         # The address that means all of this machine's is none to go to.
@@ -263,6 +295,15 @@ def listening_socket(settings: ServerConfig) -> Iterator[socket.socket]:
             # Another server may have taken the name meanwhile.
             if path.exists() and path.stat().st_ino == inode:
                 path.unlink()
+
+
+@contextmanager
+def _admin_socket(settings: ServerConfig | None) -> Iterator[socket.socket | None]:
+    if settings is None:
+        yield None
+        return
+    with listening_socket(settings) as listener:
+        yield listener
 
 
 def address_of(settings: ServerConfig, listener: socket.socket) -> str:

@@ -46,6 +46,12 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
+def owner_of(scope: Scope) -> str:
+    """A digest of the API key that a request came with; "" where there are no keys."""
+    owner: str = scope["state"].get("owner", "")
+    return owner
+
+
 def is_request_id(text: str) -> bool:
     """Whether a client's own id is fit for logs and headers."""
     return _REQUEST_ID.fullmatch(text) is not None
@@ -126,9 +132,14 @@ class ApiKeys:
         candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Every key is compared, each in constant time, so that the time taken tells nothing about them.
         matches = [
-            hmac.compare_digest(_digest(candidate), digest) for candidate in candidates for digest in self._digests
+            digest
+            for candidate in candidates
+            for digest in self._digests
+            if hmac.compare_digest(_digest(candidate), digest)
         ]
-        return any(matches)
+        if matches:
+            scope["state"]["owner"] = matches[0].hex()[:32]
+        return bool(matches)
 
 
 class SameSite:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.engine.child import TakeLine, print_line
+from quire.engine.flight import dump_path
 from quire.engine.resuming import EngineLoss, ResumingClient
 from quire.engine.spare import NO_SPARE, Spare
+from quire.engine.standby import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
@@ -30,9 +33,11 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
 Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped"]
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
+_START_PATIENCE = 5.0  # a start is silent for longer than a step: kernels are built, files read
 _STACKS_GRACE = 5.0  # seconds for a stalled engine to write its stacks, before it is replaced
 _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
@@ -88,6 +93,18 @@ def launch_client(
     return ZmqClient(config, child=spare.take(), on_phase=on_phase, take_line=take_line)
 
 
+def launch_standby(
+    config: EngineConfig, on_phase: OnPhase, standby: StandbyEngine, take_line: TakeLine = print_line
+) -> ZmqClient:
+    """The engine that stands by, if there is one, else a new one."""
+    client = standby.take_client()
+    return ZmqClient(config, on_phase=on_phase, take_line=take_line) if client is None else client
+
+
+class EngineReplacedError(EngineError):
+    """The engine is stopped because an operator wants another one."""
+
+
 class EngineSupervisor:
     """Everything is called on one event loop."""
 
@@ -124,6 +141,8 @@ class EngineSupervisor:
         self._deaths: deque[float] = deque()  # within the window, of engines that gave no token
         self._num_refusals = 0  # of requests that died alone, since the last token
         self._has_dumped = False
+        self._wants_restart = asyncio.Event()
+        self._turn = asyncio.Event()
         self._retiring = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # ready for the first time, or failed
@@ -171,6 +190,21 @@ class EngineSupervisor:
             status, detail = "stalled", f"requests wait and no step has finished for {stalled_for:.0f} s"
         return Health(status, detail, self._num_restarts, self._engine.num_requests if self._engine else 0)
 
+    async def restart_engine(self) -> int:
+        """Replace the engine by a new process, in which open requests go on; returns the pid of the new one.
+
+        EngineUnavailableError while it is not ready, EngineError if no new one comes up.
+        """
+        before = self._client
+        if before is None or self._status != "ready":
+            raise EngineUnavailableError(f"the engine is {self._status} and cannot be restarted now", _RETRY_AFTER)
+        self._wants_restart.set()
+        while self._status in ("ready", "restarting"):
+            if self._client is not None and self._client is not before and self._status == "ready":
+                return self._client.pid
+            await self._turned()
+        raise EngineError(f"the engine is {self._status}: {self._detail}")
+
     async def wait_failed(self) -> EngineError:
         """Wait until the supervisor gives up; the error is the cause."""
         await self._failed.wait()
@@ -209,12 +243,15 @@ class EngineSupervisor:
     async def _supervise(self) -> None:
         while True:
             error = await self._run_engine()
-            loss = await self._retire(str(error))
+            loss = await self._retire(str(error), is_planned=isinstance(error, EngineReplacedError))
             is_busy = self._engine is not None and self._engine.num_requests > 0
             if self._is_draining and not is_busy:
                 # A signal to the process group reaches the engine too, which then exits by itself when it is idle.
                 logger.info("%s", error)
                 return
+            if isinstance(error, EngineReplacedError) and not self._is_draining:
+                logger.info("%s", error)
+                continue
             if isinstance(error, EngineStartError) or not self._may_restart(loss):
                 self._give_up(error)
                 return
@@ -223,12 +260,13 @@ class EngineSupervisor:
     async def _run_engine(self) -> EngineError:
         """Launch an engine and let it serve; returns why it ended."""
         begin = time.monotonic()
+        self._wants_restart.clear()
         try:
             client = self._client = self._launch(self._config, self._take_phase)
-            await client.wait_ready_async()
+            await self._within_stall(client, client.wait_ready_async(), "it starts")
             phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
             logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
-            engine = await self._attach(client)
+            engine = await self._within_stall(client, self._attach(client), "it takes over requests")
         except EngineError as error:
             return error
         except OSError as error:
@@ -244,6 +282,26 @@ class EngineSupervisor:
         if self._status == "ready":
             self._set_status("restarting", str(death))
         return death
+
+    async def _within_stall(self, client: ZmqClient, work: Coroutine[Any, Any, T], phase: str) -> T:
+        """Wait for a part of the start; EngineDeadError, after its stacks were asked for, if it says nothing more."""
+        limit = _START_PATIENCE * self._options.stall_timeout
+        task, has_dumped = asyncio.ensure_future(work), False
+        try:
+            while not task.done():
+                silent = client.seconds_without_news()
+                if silent > limit and not has_dumped:
+                    logger.error(
+                        "the engine has said nothing for %.0f s while %s; asking for its stacks", silent, phase
+                    )
+                    client.dump_stacks()
+                    has_dumped = True
+                if silent > limit + _STACKS_GRACE:
+                    raise EngineDeadError(f"the engine stalled while {phase}: it said nothing for {silent:.0f} s")
+                await asyncio.wait([task], timeout=min(_LOOK_INTERVAL, limit / 2))
+        finally:
+            task.cancel()
+        return task.result()
 
     async def _attach(self, client: ZmqClient) -> AsyncEngine:
         """Let the streams have this engine; open requests go on in it."""
@@ -269,7 +327,7 @@ class EngineSupervisor:
 
     async def _start_spare(self, engine: AsyncEngine) -> None:
         """Launch the next spare while nobody needs the cores that its imports take; under endless load, late."""
-        for _ in range(_SPARE_LOOKS):
+        for _ in range(0 if self._spare.starts_at_once else _SPARE_LOOKS):
             await asyncio.sleep(self._options.spare_delay)
             if engine.num_requests == 0:
                 break
@@ -279,16 +337,21 @@ class EngineSupervisor:
         """Watch a serving engine until it dies or its outputs cannot be read any more."""
         interval = min(_LOOK_INTERVAL, self._options.stall_timeout / 2)
         death = asyncio.create_task(client.wait_dead())
+        wanted = asyncio.create_task(self._wants_restart.wait())
         try:
             while not death.done():
+                if wanted.done():
+                    self._wants_restart.clear()
+                    return EngineReplacedError(f"engine process {client.pid} is replaced, as an operator asked")
                 if engine.is_dead:
                     return EngineDeadError("the engine's outputs cannot be read any more; the log says why")
-                await asyncio.wait([death], timeout=interval)
+                await asyncio.wait([death, wanted], timeout=interval, return_when=asyncio.FIRST_COMPLETED)
                 stalled_for = self._look_for_stall(client)
                 if stalled_for > self._options.stall_timeout + _STACKS_GRACE and not death.done():
                     return EngineDeadError(f"the engine stalled: no step finished for {stalled_for:.0f} s")
         finally:
             death.cancel()
+            wanted.cancel()
         return death.result()
 
     def _look_for_stall(self, client: ZmqClient) -> float:
@@ -348,8 +411,14 @@ class EngineSupervisor:
 
     def _set_status(self, status: Status, detail: str) -> None:
         self._status, self._detail = status, detail
+        self._turn.set()
+        self._turn = asyncio.Event()
 
-    async def _retire(self, cause: str = "the server is stopping") -> EngineLoss:
+    async def _turned(self) -> None:
+        """Wait until the status is set."""
+        await self._turn.wait()
+
+    async def _retire(self, cause: str = "the server is stopping", *, is_planned: bool = False) -> EngineLoss:
         """End the process, if it lives. Its streams stay open, for the next engine. Who comes second waits."""
         async with self._retiring:
             client, loss = self._client, EngineLoss()
@@ -357,13 +426,20 @@ class EngineSupervisor:
                 return loss
             await client.stop_async()
             if self._resuming is not None:
-                loss = self._resuming.lose(cause)
+                loss = self._resuming.lose(cause, is_planned=is_planned)
                 self._observer.on_engine_down()
             client.shutdown()
             self._client = None
+            self._name_dump(client.pid)
             if self._engine is not None and self._engine.is_dead:
                 self._end_streams(cause)
             return loss
+
+    def _name_dump(self, pid: int) -> None:
+        """Say where the last steps of a dead engine are; one that ended in good order has left none."""
+        folder = self._config.tracing.dump_dir
+        if folder is not None and (path := dump_path(Path(folder).expanduser(), pid)).exists():
+            logger.error("its last steps are in %s; `quire explain` says what it was doing", path)
 
     def _end_streams(self, reason: str) -> None:
         """No engine will come for them: every stream that is still open ends."""

@@ -150,6 +150,10 @@ class BatchError(RequestError):
         self.errors = dict(errors)
 
 
+class TraceError(QuireError):
+    """A trace or a dump cannot be read, or cannot be run here; the message says why."""
+
+
 class EngineError(QuireError):
     """The engine failed while serving; the request itself may be fine."""
 

@@ -19,4 +19,5 @@ class WorkerDescription:
     step_times: tuple[float, float, float, float]  # of a middling model on this device, see Platform
     pooler: PoolerConfig | None  # None: it generates
     is_bidirectional: bool  # every prompt has to be computed in one step
+    kernel_path: dict[str, str]  # what decides the bits of a result, besides the model: device, instructions, types
     step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them

@@ -82,6 +82,19 @@ class EnginePlan:
         return self.backend.name == self.platform.deterministic_backend
 
     @property
+    def kernel_path(self) -> dict[str, str]:
+        """What decides the bits of results, besides the model and the requests."""
+        return {
+            "device": self.platform.hardware,
+            "instruction_set": self.backend.instruction_set,
+            "dtype": self.settings.dtype,
+            "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
+            "quantization": self.settings.quantization,
+            "activations": self.settings.activations,
+            "attention_backend": self.backend.name,
+        }
+
+    @property
     def backends(self) -> list[AttentionBackend]:
         """Of each KV group: one serves them all."""
         return [self.backend] * len(self.ledger.layout.groups)
@@ -158,9 +171,13 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
     if decoded:
         note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
+    weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes))
+    if config.device.standby:
+        others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(
-        weights=LedgerLine("weights", weights + _buffer_bytes(model), note),
-        parts=contributions(WayContext(platform, backend, model, dtype, sizes)),
+        weights=weights_line,
+        parts=parts,
         layout=kv_layout(model.cached_layers(), backend, kv_dtype, config.cache.block_size),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -218,6 +235,16 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
     return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+
+
+def _standby(platform: Platform, lines: Sequence[LedgerLine]) -> LedgerLine:
+    """What a second engine takes that has loaded: KV blocks when it computes, and this engine is gone by then."""
+    if not platform.uses_host_memory:
+        raise ConfigError(
+            "--standby is for engines on a CPU: two engines do not share one GPU's memory; leave it out"
+        )
+    total = sum(line.num_bytes for line in lines)
+    return LedgerLine("standby engine", total, "a second process of `quire serve`, loaded and idle")
 
 
 def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerLine, ...]:

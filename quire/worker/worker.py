@@ -101,6 +101,7 @@ class Worker:
             step_times=self.platform.step_times,
             pooler=plan.pooler,
             is_bidirectional=model.is_bidirectional,
+            kernel_path=plan.kernel_path,
             step_sizes=self.runner.step_sizes,
         )
         logger.info(

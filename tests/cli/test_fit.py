@@ -93,3 +93,9 @@ def test_the_parts_say_what_they_take(tmp_path: Path, capsys: pytest.CaptureFixt
         "attention",
         "spare engine",
     ]
+
+
+def test_a_standby_is_in_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "smollm2", "--standby", "--no-spare-engine"]) == 0
+    lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert "a second process of `quire serve`, loaded and idle" in lines["standby engine"]

@@ -186,8 +186,6 @@ def response_of(body: ResponsesRequest, response_id: str, created: int, model: s
 def check_fields(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         raise RequestError("background is set but store is false, so nobody could ask for the answer", "store")
-    if body.background and body.stream:
-        raise RequestError("background is set and so is stream; ask for the answer later, by its id", "stream")
     if body.truncation not in (None, "auto", "disabled"):
         raise RequestError(f"truncation is {body.truncation[:40]!r} but must be auto or disabled", "truncation")
     if len(body.metadata or ()) > _MOST_METADATA:

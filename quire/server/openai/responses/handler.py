@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -15,11 +17,14 @@ from starlette.responses import Response as HttpResponse
 from quire.server.context import ServerContext
 from quire.server.conversation.prepare import num_tokens
 from quire.server.errors import NotFoundError, json_response
-from quire.server.generation.request import ids_of, origin_of
+from quire.server.generation.request import Origin, ids_of, origin_of
+from quire.server.middleware import owner_of
 from quire.server.openai.logprobs import LogprobsFormatter
 from quire.server.openai.responses.convert import response_of, toolbox_of
+from quire.server.openai.responses.detached import DetachedRuns
 from quire.server.openai.responses.events import Event, ResponseEvents
 from quire.server.openai.responses.items import Item, items_of, response_id_of
+from quire.server.openai.responses.journal import JournalEntry, NoJournal, ResponseJournal
 from quire.server.openai.responses.mcp import list_remote_tools
 from quire.server.openai.responses.prepare import TurnMaker, check_fields, max_tokens_of, params_of
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
@@ -40,47 +45,123 @@ LOOKS_PER_EVENT = 12
 class Responses:
     """All responses of one server."""
 
-    def __init__(self, context: ServerContext, store: ResponseStore) -> None:
+    def __init__(self, context: ServerContext, store: ResponseStore, journal: ResponseJournal | None = None) -> None:
         self._context = context
         self._store = store
+        self._journal = journal or NoJournal()
+        self._runs = DetachedRuns(context.settings.max_stored_bytes)
+        self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner and idempotency key -> response
         self._running: dict[str, asyncio.Task[None]] = {}  # in the background
 
     async def create(self, body: ResponsesRequest, request: Request) -> HttpResponse:
-        plan = await while_connected(request.receive, self._prepare(body, request))
-        if body.background:
-            return self._start(plan)
-        if body.stream:
-            return self._stream(plan)
-        await while_connected(request.receive, self._finish(plan))
-        return json_response(plan.response)
+        owner, key = owner_of(request.scope), request.headers.get("idempotency-key")
+        if key is not None and (known := self._keys.get((owner, key))) is not None:
+            return self._again(known, owner, body)
+        # An id that a client chose may come twice, and stored responses are found by it.
+        response_id = ids_of("resp_", body, request).engine
+        if key is not None:
+            self._remember(owner, key, response_id)
+        if body.background and body.seed is None:
+            # The answer must be the same if another process has to give it.
+            body = body.model_copy(update={"seed": secrets.randbits(31)})
+        try:
+            plan = await while_connected(request.receive, self._prepare(body, response_id, origin_of(request), owner))
+            if body.background:
+                entry = JournalEntry(
+                    response_id,
+                    owner,
+                    key,
+                    plan.response.created_at,
+                    body.model_dump(mode="json", exclude_unset=True),
+                )
+                return self._start(plan, entry, stream=bool(body.stream))
+            if body.stream:
+                return self._stream(plan)
+            await while_connected(request.receive, self._finish(plan))
+            return json_response(plan.response)
+        except BaseException:
+            if key is not None:
+                self._keys.pop((owner, key), None)
+            raise
+
+    async def recover(self) -> None:
+        """Take over what the process before has left in the journal: answers, and requests to be answered."""
+        for entry, stored in self._journal.read():
+            if entry.key is not None:
+                self._remember(entry.owner, entry.key, entry.response_id)
+            if stored is not None:
+                self._store.put(stored)
+                continue
+            try:
+                body = ResponsesRequest.model_validate(entry.body)
+                origin = Origin(time.monotonic(), None)
+                plan = await self._prepare(body, entry.response_id, origin, entry.owner, entry.created)
+                self._start(plan, entry, stream=False)
+                logger.info("%s goes on", entry.response_id)
+            except (QuireError, ValueError) as error:
+                logger.warning("%s cannot go on: %s", entry.response_id, error)
+                self._journal.delete(entry.response_id)
+
+    def _remember(self, owner: str, key: str, response_id: str) -> None:
+        self._keys[owner, key] = response_id
+        while len(self._keys) > max(1, self._context.settings.max_stored_responses):
+            self._keys.popitem(last=False)
+
+    def _again(self, response_id: str, owner: str, body: ResponsesRequest) -> HttpResponse:
+        """Answer a request that was asked before, under the same idempotency key, with what came or comes of it."""
+        stored = self._store.get(response_id)
+        if stored is None or stored.owner != owner:
+            raise RequestError(
+                "a request with this Idempotency-Key runs or its answer is not kept; give another key",
+                "Idempotency-Key",
+            )
+        if body.stream and self._runs.get(response_id) is not None:
+            return self.events(response_id, owner, -1)
+        return json_response(stored.response)
+
+    def events(self, response_id: str, owner: str, starting_after: int) -> EventStream:
+        """The events of a background response behind a sequence number, to its end."""
+        self._find(response_id, owner)
+        run = self._runs.get(response_id)
+        if run is None:
+            raise RequestError(
+                f"the events of {response_id} are not kept: it ran with its client, or made room for others",
+                "stream",
+            )
+        return EventStream(run.read(starting_after), end=b"")
 
     async def count_tokens(self, body: ResponsesRequest, request: Request) -> InputTokens:
         """The number of prompt tokens of a response, also beyond what the model takes."""
-        plan = await while_connected(request.receive, self._prepare(body, request))
+        response_id = ids_of("resp_", body, request).engine
+        origin, owner = origin_of(request), owner_of(request.scope)
+        plan = await while_connected(request.receive, self._prepare(body, response_id, origin, owner))
         return InputTokens(await num_tokens(self._context, plan.first.prepared.prompt))
 
-    def get(self, response_id: str) -> Response:
-        return self._find(response_id).response
+    def get(self, response_id: str, owner: str) -> Response:
+        return self._find(response_id, owner).response
 
-    def delete(self, response_id: str) -> Deleted:
-        self._find(response_id)
+    def delete(self, response_id: str, owner: str) -> Deleted:
+        self._find(response_id, owner)
         self._stop(response_id)
+        self._runs.forget(response_id)
+        self._journal.delete(response_id)
         self._store.delete(response_id)
         return Deleted(response_id)
 
-    def cancel(self, response_id: str) -> Response:
-        stored = self._find(response_id)
+    def cancel(self, response_id: str, owner: str) -> Response:
+        stored = self._find(response_id, owner)
         if not stored.response.background:
             raise RequestError(
                 f"{response_id} does not run in the background; close its connection to cancel it", "response_id"
             )
         if self._stop(response_id):
             stored.response.status = "cancelled"
+            self._journal.delete(response_id)
         return stored.response
 
-    def input_items(self, response_id: str, limit: int, order: str, after: str | None) -> ItemList:
+    def input_items(self, response_id: str, owner: str, limit: int, order: str, after: str | None) -> ItemList:
         """A page of what the response answered."""
-        stored = self._find(response_id)
+        stored = self._find(response_id, owner)
         items = [
             item if "id" in item else {**item, "id": f"item_{response_id.removeprefix('resp_')}_{index}"}
             for index, item in enumerate([*stored.context, *stored.input])
@@ -95,16 +176,16 @@ class Responses:
         more = begin + limit < len(items)
         return ItemList(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, more)
 
-    async def _prepare(self, body: ResponsesRequest, request: Request) -> Plan:
+    async def _prepare(
+        self, body: ResponsesRequest, response_id: str, origin: Origin, owner: str, created: int | None = None
+    ) -> Plan:
         context = self._context
         model = context.check_model(body.model, "generate")
         check_fields(context, body)
         check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
-        # An id that a client chose may come twice, and stored responses are found by it.
-        response_id = ids_of("resp_", body, request).engine
-        response = response_of(body, response_id, int(time.time()), model)
-        previous = self._previous(body.previous_response_id)
-        items = [self._resolved(item, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
+        response = response_of(body, response_id, int(time.time()) if created is None else created, model)
+        previous = self._previous(body.previous_response_id, owner)
+        items = [self._resolved(item, owner, f"input[{index}]") for index, item in enumerate(items_of(body.input))]
         toolbox = toolbox_of(body.tools, await list_remote_tools(context.tool_servers, body.tools))
         params = params_of(context, body)
         check_logprob_token_ids(params, context.settings.max_logprobs)
@@ -116,7 +197,7 @@ class Responses:
             toolbox=toolbox,
             params=params,
             items=[*previous, *items],
-            origin=origin_of(request),
+            origin=origin,
         )
         max_tokens = max_tokens_of(context, body)
         reasoning = body.reasoning
@@ -138,15 +219,16 @@ class Responses:
                 context.tokenizer(), bool(body.return_tokens_as_token_ids), params.logprob_token_ids
             ),
             max_tokens=max_tokens,
+            owner=owner,
         )
 
-    def _resolved(self, item: Item, where: str) -> Item:
+    def _resolved(self, item: Item, owner: str, where: str) -> Item:
         """The item itself, or the output item of a stored response that it refers to."""
         if item.get("type") != "item_reference":
             return item
         item_id = str(item.get("id"))
         stored = self._store.get(response_id_of(item_id))
-        if stored is not None:
+        if stored is not None and stored.owner == owner:
             for said in msgspec.to_builtins(stored.response.output):
                 if said["id"] == item_id:
                     found: Item = said
@@ -155,19 +237,19 @@ class Responses:
             f"{where} refers to {item_id[:100]!r}, which no stored response has; send the item itself", f"{where}.id"
         )
 
-    def _previous(self, response_id: str | None) -> list[Item]:
+    def _previous(self, response_id: str | None, owner: str) -> list[Item]:
         if response_id is None:
             return []
-        stored = self._find(response_id, "previous_response_id")
+        stored = self._find(response_id, owner, "previous_response_id")
         if stored.response.status in ("queued", "in_progress"):
             raise RequestError(
                 f"{response_id} is still {stored.response.status}; wait until it is completed", "previous_response_id"
             )
         return stored.conversation()
 
-    def _find(self, response_id: str, field: str = "response_id") -> StoredResponse:
+    def _find(self, response_id: str, owner: str, field: str = "response_id") -> StoredResponse:
         stored = self._store.get(response_id)
-        if stored is None:
+        if stored is None or stored.owner != owner:  # whose id it is must not be learned either
             raise NotFoundError(
                 f"there is no response {response_id[:100]!r}: it was not stored, deleted, or made room for others",
                 field,
@@ -214,12 +296,12 @@ class Responses:
     def _keep_if_done(self, plan: Plan) -> None:
         response = plan.response
         if response.store and response.status not in ("queued", "in_progress"):
-            self._store.put(StoredResponse(response, plan.previous, plan.items))
+            self._store.put(_stored(plan))
 
-    def _start(self, plan: Plan) -> HttpResponse:
-        """Answer at once with a queued response, and go on without the client."""
+    def _start(self, plan: Plan, entry: JournalEntry, *, stream: bool) -> HttpResponse:
+        """Answer at once, with a queued response or its events, and go on without the client."""
         response_id = plan.response.id
-        self._store.put(StoredResponse(plan.response, plan.previous, plan.items))
+        self._store.put(_stored(plan))
         if self._store.get(response_id) is None:
             raise RequestError(
                 "background is set but this response cannot be kept, so nobody could ask for the answer; the server"
@@ -227,23 +309,35 @@ class Responses:
                 "background",
             )
         body = msgspec.json.encode(plan.response)
+        self._journal.open(entry)
+        run = self._runs.open(response_id)
 
         async def work() -> None:
             try:
-                await self._finish(plan)
+                async with aclosing(run_response(self._context, plan)) as batches:
+                    async for events in batches:
+                        self._keep_if_done(plan)
+                        run.add([(event, _encode(event)) for event in events])
             except QuireError as error:
                 logger.warning("%s failed in the background: %s", response_id, error)
-                fail(plan, error)
+                last = fail(plan, error)
+                run.add([(last, _encode(last))])
             finally:
+                run.finish()
                 del self._running[response_id]
+            self._journal.finish(response_id, _stored(plan))
 
         self._running[response_id] = asyncio.create_task(work(), name=response_id)
-        return json_response(body)
+        return EventStream(run.read(), end=b"") if stream else json_response(body)
 
     def _stop(self, response_id: str) -> bool:
         """Whether it was running."""
         task = self._running.get(response_id)
         return task is not None and task.cancel()
+
+
+def _stored(plan: Plan) -> StoredResponse:
+    return StoredResponse(plan.response, plan.previous, plan.items, owner=plan.owner)
 
 
 def _encode(event: Event) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -10,7 +11,9 @@ from starlette.responses import Response as HttpResponse
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
 from quire.server.errors import json_response
+from quire.server.middleware import owner_of
 from quire.server.openai.responses.handler import MOST_ITEMS, Responses
+from quire.server.openai.responses.journal import ResponseJournal
 from quire.server.openai.responses.prepare import ROUTE
 from quire.server.openai.responses.protocol import Deleted, InputTokens, ItemList, Response, ResponsesRequest
 from quire.server.openai.responses.store import MemoryStore
@@ -20,7 +23,12 @@ from quire.server.openapi import answers
 def responses_router(context: ServerContext) -> APIRouter:
     settings = context.settings
     store = MemoryStore(settings.max_stored_responses, settings.max_stored_bytes)
-    service = Responses(context, store)
+    journal: ResponseJournal | None = None
+    if settings.journal is not None:
+        folder = Path(settings.journal).expanduser()
+        journal = ResponseJournal(folder, settings.journal_ttl, context.observer.on_journal_failure)
+    service = Responses(context, store, journal)
+    context.on_ready.append(service.recover)
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     one = f"{ROUTE}/{{response_id}}"
 
@@ -35,28 +43,41 @@ def responses_router(context: ServerContext) -> APIRouter:
         return json_response(await service.count_tokens(body, request))
 
     @router.get(one, response_class=HttpResponse, responses=answers(Response))
-    async def get(response_id: str) -> HttpResponse:
-        """A response that was stored."""
-        return json_response(service.get(response_id))
+    async def get(
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+    ) -> HttpResponse:
+        """A response that was stored; with `stream`, the events of one that runs in the background.
+
+        `starting_after` is the sequence number of the last event that the client has.
+        """
+        owner = owner_of(request.scope)
+        if stream:
+            await request.body()  # empty; what comes next is the disconnect
+            return service.events(response_id, owner, starting_after)
+        return json_response(service.get(response_id, owner))
 
     @router.delete(one, response_class=HttpResponse, responses=answers(Deleted))
-    async def delete(response_id: str) -> HttpResponse:
+    async def delete(request: Request, response_id: str) -> HttpResponse:
         """Forget a response."""
-        return json_response(service.delete(response_id))
+        return json_response(service.delete(response_id, owner_of(request.scope)))
 
     @router.post(f"{one}/cancel", response_class=HttpResponse, responses=answers(Response))
-    async def cancel(response_id: str) -> HttpResponse:
+    async def cancel(request: Request, response_id: str) -> HttpResponse:
         """Stop a response that runs in the background."""
-        return json_response(service.cancel(response_id))
+        return json_response(service.cancel(response_id, owner_of(request.scope)))
 
     @router.get(f"{one}/input_items", response_class=HttpResponse, responses=answers(ItemList))
     async def input_items(
+        request: Request,
         response_id: str,
         limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> HttpResponse:
         """What a response answered, page by page."""
-        return json_response(service.input_items(response_id, limit, order, after))
+        return json_response(service.input_items(response_id, owner_of(request.scope), limit, order, after))
 
     return router

@@ -47,6 +47,8 @@ class Plan:
     formatter: LogprobsFormatter | None
     max_tokens: int | None
     """Of all turns together."""
+    owner: str = ""
+    """Who asked, see owner_of."""
 
     @property
     def response(self) -> Response:

@@ -20,6 +20,8 @@ class StoredResponse:
     context: list[Item]
     input: list[Item]
     num_bytes: int = field(default=0)
+    owner: str = ""
+    """Who asked, see owner_of; nobody else finds it."""
 
     def conversation(self) -> list[Item]:
         """Everything that was said, for the response that follows."""

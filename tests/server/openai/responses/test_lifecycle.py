@@ -184,7 +184,6 @@ async def test_a_call_that_was_cut_short_is_left_out_of_what_follows() -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"background": True, "stream": True}, "stream"),
         ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].server_label"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),

@@ -1,0 +1,53 @@
+"""SchedulerSetup: all numbers that a scheduler and its KV manager are made of. Imports no torch.
+
+The engine makes one from what its worker says; a trace keeps it, so that replay and simulation plan the same steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.kv.layout import KVLayout
+from quire.kv.manager import KVCacheManager
+from quire.sched.adapters import AdapterSlots
+from quire.sched.scheduler import Scheduler
+from quire.sched.shares import WholePrompts
+from quire.sched.step_times import Prior, StepTimes
+from quire.sched.time_shares import make_shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSetup:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    policy: str
+    max_model_len: int
+    layout: KVLayout
+    pool_blocks: tuple[int, ...]
+    caches_prefixes: bool
+    takes_whole_prompts: bool
+    step_time_target: float
+    performance_mode: str
+    step_times: tuple[float, float, float, float]
+    step_sizes: tuple[int, ...]
+    steps_in_flight: int
+    max_loras: int = 0  # 0: adapters are not served
+
+    def make_scheduler(self) -> Scheduler:
+        return Scheduler(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.policy,
+            max_model_len=self.max_model_len,
+            kv=KVCacheManager(self.layout, self.pool_blocks, self.caches_prefixes),
+            shares=WholePrompts()
+            if self.takes_whole_prompts
+            else make_shares(
+                self.step_time_target,
+                self.performance_mode,
+                StepTimes(Prior(*self.step_times), self.step_sizes),
+            ),
+            adapters=AdapterSlots(self.max_loras) if self.max_loras else None,
+        )

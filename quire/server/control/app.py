@@ -1,0 +1,93 @@
+"""The admin surface: an ASGI application on its own socket, with its own key. Knows verbs, not what they do."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.server.control.verbs import VERBS, Controlled
+from quire.types.errors import QuireError, UnknownNameError
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_BODY = 64 << 10  # bytes; arguments are names and numbers
+
+
+class VerbInfo(msgspec.Struct):
+    verb: str
+    summary: str
+    access: str
+
+
+class Failure(msgspec.Struct):
+    error: str
+
+
+def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
+    """Without keys, whoever may open the socket may use it; that is for Unix sockets alone."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def answer(request: Request) -> Response:
+        refused = _refusal(request, digests)
+        if refused is not None:
+            return refused
+        name = request.path_params.get("verb")
+        if name is None:
+            return _json([VerbInfo(verb, VERBS.get(verb).summary, VERBS.get(verb).access) for verb in VERBS])
+        try:
+            verb = VERBS.get(name)
+        except UnknownNameError as error:
+            return _json(Failure(str(error)), 404)
+        if request.method == "GET" and verb.access != "reads":
+            return _json(Failure(f"{name!r} changes the server; use POST"), 405)
+        body = await _body(request)
+        if body is None:
+            return _json(Failure(f"the body has more than {MAX_BODY} bytes"), 413)
+        try:
+            argument = None if verb.argument is None else msgspec.json.decode(body, type=verb.argument)
+        except msgspec.MsgspecError as error:
+            return _json(Failure(f"the argument of {name!r} is wrong: {error}"), 400)
+        logger.info("admin: %s", name)
+        try:
+            return _json(await verb.run(server, argument))
+        except QuireError as error:
+            logger.error("admin: %s failed: %s", name, error)
+            return _json(Failure(str(error)), 409)
+
+    return Starlette(
+        routes=[
+            Route("/admin", answer, methods=["GET"]),
+            Route("/admin/{verb}", answer, methods=["GET", "POST"]),
+        ]
+    )
+
+
+def _refusal(request: Request, digests: Sequence[bytes]) -> Response | None:
+    if "origin" in request.headers:
+        return _json(Failure("web pages may not use the admin surface"), 403)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    given = hashlib.sha256(key.strip().encode()).digest() if scheme.lower() == "bearer" else b""
+    if digests and not sum(hmac.compare_digest(given, digest) for digest in digests):
+        return _json(Failure("the admin key is missing or wrong; send it as a bearer token"), 401)
+    return None
+
+
+async def _body(request: Request) -> bytes | None:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            return None
+    return bytes(body)
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,238 @@
+"""The simulator: the real scheduler in virtual time plans what the real engine planned; tables and loads."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.cli.main import main
+from quire.engine.core import EngineCore
+from quire.engine.loop import EngineLoop
+from quire.engine.step_log import StepLog
+from quire.engine.trace.file import Trace
+from quire.engine.trace.records import Finished, Planned, Took, plan_digests
+from quire.kv.layout import LayerKV, plan_layout
+from quire.replay.capacity import OBJECTIVES, best_of, measure, variants, with_settings
+from quire.replay.costs import CostTable, StepLoad, interpolated, shipped_tables
+from quire.replay.pictures import capacity_picture
+from quire.replay.simulate import Simulation
+from quire.replay.turns import turns
+from quire.replay.workload import Workload, simulated, trace_arrivals
+from quire.types.errors import ConfigError
+from quire.types.request import EngineRequest
+from quire.types.step import StepPlan
+from tests.replay.runs import Device, record, recorder, setup
+
+
+class Plans(StepLog):
+    def __init__(self) -> None:
+        self.digests: list[object] = []
+        self.plans: list[StepPlan] = []
+
+    def planned(self, plan: StepPlan) -> None:
+        self.digests.append(plan_digests(plan))
+        self.plans.append(plan)
+
+
+class MeasuredTimes:
+    """The times of a recorded run, step by step."""
+
+    def __init__(self, trace: Trace) -> None:
+        begins = [turn.begin for turn in turns(trace.records()) if turn.planned and turn.begin is not None]
+        ends = [r.seconds for r in trace.records() if isinstance(r, Finished)]
+        self._seconds = iter(ends)
+        gaps = [later - now for now, later in pairwise(begins)] + [0.0]
+        self._host = (gap - s for gap, s in zip(gaps, ends, strict=True))
+
+    def seconds(self, load: StepLoad) -> float:
+        return next(self._seconds)
+
+    def host_seconds(self, rows: int) -> float:
+        return next(self._host)
+
+
+class Ignore:
+    def on_step(self, *arguments: object) -> None: ...
+
+    def on_end(self, *arguments: object) -> None: ...
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_the_measured_times_of_a_run_the_simulator_plans_its_steps(tmp_path: Path, seed: int) -> None:
+    """Outputs of both are the same token, so that hashes of blocks are equal too."""
+    draw = random.Random(seed)
+    made = setup(draw, depth=1)
+    log = recorder(tmp_path / "trace", made)
+    device = Device(made, frozenset())
+    device.fake._sample = lambda state, drafts: [7]  # type: ignore[method-assign]
+    core = EngineCore(made.make_scheduler(), device, 1, log=log)
+    loop = EngineLoop(core)
+    waiting = [
+        simulated(
+            f"r{i}", [draw.choice((1, 2)) if k < 8 else k for k in range(draw.randint(1, 20))], draw.randint(1, 12)
+        )
+        for i in range(12)
+    ]
+    while waiting or loop.has_unfinished():
+        while waiting and (draw.random() < 0.3 or not loop.has_unfinished()):
+            loop.submit(waiting.pop(0))
+        loop.run_once()
+    loop.shutdown()
+    trace = Trace(tmp_path / "trace")
+    recorded = [r.digests for r in trace.records() if isinstance(r, Planned)]
+    plans = Plans()
+    # A message is taken before the step that it was taken before: its time is that of the step.
+    arrivals = [
+        (turn.begin, took.message)
+        for turn in turns(trace.records())
+        for took in turn.took
+        if isinstance(took, Took) and isinstance(took.message, EngineRequest) and turn.begin is not None
+    ]
+    first = arrivals[0][0]
+    simulation = Simulation(
+        made,
+        MeasuredTimes(trace),
+        iter([(at - first - 1e-9, lambda request=request: request) for at, request in arrivals]),
+        log=plans,
+    )
+    simulation.run(Ignore())
+    assert plans.digests == recorded
+
+
+@pytest.fixture(scope="module")
+def table() -> CostTable:
+    layout = plan_layout([LayerKV("full", None, 64)] * 2, 16)
+    made = setup(random.Random(0), depth=1)
+    from dataclasses import replace
+
+    made = replace(
+        made,
+        layout=layout,
+        pool_blocks=(4000,),
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        long_prefill_token_threshold=256,
+        max_model_len=4096,
+        step_time_target=0.0,
+        caches_prefixes=True,
+        policy="fcfs",
+    )
+    return CostTable(
+        machine="toy",
+        model="toy",
+        decode=[(1, 0.010), (64, 0.073)],
+        decode_context=64,
+        prefill=[(1, 0.010), (512, 0.521)],
+        per_context=1e-6,
+        per_pair=1e-7,
+        shared=0.5,
+        host=[(1, 0.0), (64, 0.0)],
+        setup=made,
+        environment={},
+    )
+
+
+def test_one_request_takes_what_the_table_says(table: CostTable) -> None:
+    found = measure(table.setup, table, Workload(num_prompts=1, input_len=100, output_len=11).arrivals())
+    assert found.ttft_ms["p50"] == pytest.approx(1000 * interpolated(table.prefill, 100))
+    decode = [table.seconds(StepLoad(1, 101 + i)) for i in range(10)]
+    assert found.duration_s == pytest.approx(interpolated(table.prefill, 100) + sum(decode))
+    assert found.output_tokens == 11
+    assert found.device_busy == pytest.approx(1.0)
+    assert found.itl_ms["p50"] == pytest.approx(1000 * decode[5], rel=0.02)
+
+
+def test_a_curve_is_straight_between_its_points_and_behind_them() -> None:
+    curve = [(1, 1.0), (3, 2.0), (5, 6.0)]
+    assert [interpolated(curve, size) for size in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+
+
+def test_shared_prefixes_are_hit(table: CostTable) -> None:
+    load = Workload(num_prompts=40, input_len=200, output_len=4, prefix_len=160, max_concurrency=4)
+    found = measure(table.setup, table, load.arrivals(), max_concurrency=4)
+    assert found.prefix_hit_rate > 0.6
+    assert found.peak_running == 4
+
+
+def test_few_blocks_mean_preemptions_and_less_throughput(table: CostTable) -> None:
+    load = Workload(num_prompts=120, input_len=60, output_len=200)
+    whole = measure(table.setup, table, load.arrivals())
+    short = measure(with_settings(table.setup, {"kv_blocks": 300}), table, load.arrivals())
+    assert whole.preemptions == 0
+    assert short.preemptions > 0
+    assert short.peak_kv_use > 0.9
+    assert short.output_tokens_per_s < whole.output_tokens_per_s
+    assert short.output_tokens == whole.output_tokens == 120 * 200
+
+
+def test_the_best_of_several_settings_is_said(table: CostTable) -> None:
+    load = Workload(num_prompts=60, input_len=500, output_len=20, request_rate=2.0)
+    results = [
+        measure(made, table, load.arrivals(), settings=chosen)
+        for chosen, made in variants(table.setup, {"max_num_batched_tokens": [128, 2048]})
+    ]
+    best = min(results, key=OBJECTIVES["itl"].of)
+    assert best.settings == {"max_num_batched_tokens": 128}
+    assert best_of(results, OBJECTIVES["itl"]).startswith(
+        "max_num_batched_tokens 128 has the best p99 ITL of these: "
+    )
+    picture = capacity_picture(results, "Planned")
+    assert picture.startswith("<svg")
+    assert "max_num_batched_tokens 128" in picture
+    with pytest.raises(ConfigError, match="unknown setting 'colour'"):
+        with_settings(table.setup, {"colour": 3})
+
+
+def test_a_trace_is_a_load_also_when_it_is_redacted(tmp_path: Path, table: CostTable) -> None:
+    plain, _ = record(21, tmp_path / "plain", num_requests=20)
+    hidden, _ = record(21, tmp_path / "hidden", num_requests=20, trace_redact=True)
+    found = [measure(table.setup, table, trace_arrivals(trace)) for trace in (plain, hidden)]
+    assert found[0].completed == found[1].completed == 20
+    assert found[0].output_tokens == found[1].output_tokens > 20
+
+
+def test_the_command_prints_a_table_a_sentence_and_a_picture(
+    tmp_path: Path, table: CostTable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "toy.json"
+    file.write_bytes(msgspec.json.encode(table))
+    flags = ["--num-prompts", "20", "--try", "max-num-batched-tokens=64,1024", "--price-per-hour", "2"]
+    assert main(["plan", "toy", "--machine", str(file), *flags, "--picture", str(tmp_path / "plan.svg")]) == 0
+    said = capsys.readouterr().out
+    assert "of these" in said
+    assert "toy on toy" in said
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert main(["plan", "toy", "--machine", str(file), "--num-prompts", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["completed"] == 5
+
+
+def test_a_machine_that_was_not_measured_is_refused_with_those_that_were(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "smollm2", "--machine", "abacus"]) == 1
+    said = capsys.readouterr().err
+    assert "no cost table of 'smollm2' on 'abacus'" in said
+    assert "quire bench steps smollm2" in said
+
+
+def test_a_plan_needs_no_torch(tmp_path: Path, table: CostTable) -> None:
+    file = tmp_path / "toy.json"
+    file.write_bytes(msgspec.json.encode(table))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"from quire.cli.main import main; sys.exit(main(['plan', 'toy', '--machine', {str(file)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shipped_tables_can_be_read_and_say_where_they_were_measured() -> None:
+    for (machine, model), found in shipped_tables().items():
+        assert (machine, model) == (found.machine, found.model)
+        assert found.environment["commit"]
+        assert found.seconds(StepLoad(8, 800)) > 0

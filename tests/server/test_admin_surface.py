@@ -1,0 +1,186 @@
+"""The admin surface: its verbs, who may use them, and a rolling restart without an error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.cli.main import main
+from quire.config.engine import EngineConfig
+from quire.config.groups import ServerConfig
+from quire.config.server import admin_address, admin_address_of
+from quire.engine.standby import StandbyEngine
+from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.server.control.app import MAX_BODY, build_admin_app
+from quire.server.control.listen import admin_settings, serving_admin
+from quire.server.control.verbs import VERBS
+from quire.server.launch import listening_socket
+from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
+from quire.types.errors import ConfigError, EngineUnavailableError
+from tests.engine.fake_engine import COMMAND
+from tests.engine.processes import LIMIT
+from tests.frontend.fake_client import text_model
+from tests.server.test_supervisor import complete, expected, keeper
+
+
+class FakeServer:
+    num_restarts = 2
+    engine_pid: int | None = 7
+
+    def health(self) -> Health:
+        return Health("ready", "it takes requests", 2, 5)
+
+    async def restart_engine(self) -> int:
+        if self.engine_pid is None:
+            raise EngineUnavailableError("the engine is starting and cannot be restarted now")
+        return self.engine_pid + 1
+
+
+def client(server: FakeServer, *keys: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(build_admin_app(server, keys)), base_url="http://admin")
+
+
+async def test_verbs_are_listed_and_run() -> None:
+    async with client(FakeServer()) as http:
+        listed = (await http.get("/admin")).json()
+        assert [verb["verb"] for verb in listed] == list(VERBS)
+        assert {verb["access"] for verb in listed} <= {"reads", "changes"}
+        assert (await http.get("/admin/status")).json()["num_requests"] == 5
+        assert (await http.post("/admin/restart-engine")).json() == {"old_pid": 7, "new_pid": 8}
+
+
+async def test_what_is_refused() -> None:
+    server = FakeServer()
+    async with client(server, "secret", "other") as http:
+        assert (await http.get("/admin/status")).status_code == 401
+        assert (await http.get("/admin/status", headers={"authorization": "Bearer wrong"})).status_code == 401
+        assert (await http.get("/admin/status", headers={"authorization": "Basic secret"})).status_code == 401
+        http.headers["authorization"] = "Bearer other"
+        assert (await http.get("/admin/status")).status_code == 200
+        assert (await http.get("/admin/status", headers={"origin": "http://evil"})).status_code == 403
+        assert (await http.get("/admin/restart-engine")).status_code == 405
+        unknown = await http.post("/admin/dance")
+        assert (unknown.status_code, "restart-engine" in unknown.json()["error"]) == (404, True)
+        assert (await http.post("/admin/status", content=b"x" * (MAX_BODY + 1))).status_code == 413
+        server.engine_pid = None
+        answer = await http.post("/admin/restart-engine")
+        assert (answer.status_code, answer.json()["error"][:18]) == (409, "the engine is star")
+
+
+def test_addresses() -> None:
+    assert admin_address_of("unix:/run/quire").path == "/run/quire"
+    assert (admin_address_of("[::1]:80").host, admin_address_of("localhost:80").port) == ("::1", 80)
+    for wrong in ("unix:", "8000", "host:port", "host:70000"):
+        with pytest.raises(ConfigError, match=r"must be unix:PATH or HOST:PORT"):
+            admin_address_of(wrong)
+    with pytest.raises(ConfigError, match="there is no key"):
+        admin_address(ServerConfig(admin="127.0.0.1:9000"))
+    assert admin_settings(ServerConfig()) is None
+
+
+async def test_ctl_talks_to_the_unix_socket_which_is_its_owners_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "admin"
+    settings = ServerConfig(admin=f"unix:{path}")
+    where = admin_settings(settings)
+    assert where is not None
+    with listening_socket(where) as listener:
+        async with serving_admin(settings, listener, FakeServer(), str(settings.admin)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert await asyncio.to_thread(main, ["ctl", "restart-engine", "--admin", f"unix:{path}"]) == 0
+            assert '"new_pid": 8' in capsys.readouterr().out
+            assert await asyncio.to_thread(main, ["ctl", "--admin", f"unix:{path}"]) == 0
+            assert "replace the engine process" in capsys.readouterr().out
+            assert await asyncio.to_thread(main, ["ctl", "dance", "--admin", f"unix:{path}"]) == 1
+            assert "unknown admin verb 'dance'" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["ctl", "status", "--admin", f"unix:{path}"]) == 1
+    assert "no admin surface answers" in capsys.readouterr().err
+
+
+async def test_a_rolling_restart_ends_no_stream_and_blames_nobody() -> None:
+    async with keeper("long,slow") as kept:
+        supervisor = kept.supervisor
+        prompts = [[1, 2, i] for i in range(6)]
+        streams = [asyncio.create_task(complete(supervisor, prompt, 200)) for prompt in prompts]
+        for _ in range(4):
+            before = supervisor.engine_pid
+            now = await asyncio.wait_for(supervisor.restart_engine(), LIMIT)
+            assert now == supervisor.engine_pid != before
+        assert await asyncio.wait_for(asyncio.gather(*streams), LIMIT) == [expected(p, 200) for p in prompts]
+        assert supervisor.num_restarts == 0
+        assert supervisor.health().status == "ready"
+
+
+async def test_an_engine_that_is_not_ready_is_not_restarted() -> None:
+    async with keeper("long") as kept:
+        kept.supervisor._set_status("draining", "")
+        with pytest.raises(EngineUnavailableError, match="draining"):
+            await kept.supervisor.restart_engine()
+
+
+async def test_a_standby_takes_over_with_all_streams() -> None:
+    lines: list[str] = []
+    config = EngineConfig.from_flat(model="long,slow")
+    second = partial(ZmqClient, config, command=COMMAND, take_line=lines.append)
+    standby = StandbyEngine(second)
+
+    def launch(config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
+        return standby.take_client() or second()
+
+    options = SupervisorOptions(spare_delay=0.01, restart_backoff=0.001)
+    supervisor = EngineSupervisor(config, text_model(), options, launch=launch, spare=standby)
+    await asyncio.wait_for(supervisor.start(), LIMIT)
+    try:
+        for _ in range(2):
+            await _until(lambda: standby.pid is not None)
+            waiting = standby.pid
+            stream = asyncio.create_task(complete(supervisor, [1, 2, 3], 300))
+            assert supervisor.engine_pid is not None
+            await _until(lambda: supervisor.stats.num_running == 1)
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            assert await asyncio.wait_for(stream, LIMIT) == expected([1, 2, 3], 300)
+            assert supervisor.engine_pid == waiting
+    finally:
+        await supervisor.stop()
+    assert standby.pid is None
+
+
+async def test_a_dead_standby_is_not_waited_for() -> None:
+    standby = StandbyEngine(partial(ZmqClient, EngineConfig.from_flat(model="die-at-start"), command=COMMAND))
+    standby.start()
+    await _until(lambda: standby._client is not None and not standby._client.lives)
+    assert standby.take_client() is None
+
+
+async def _until(condition: object) -> None:
+    async def look() -> None:
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(look(), LIMIT)
+
+
+async def test_an_engine_that_hangs_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.supervisor._STACKS_GRACE", 0.05)
+    monkeypatch.setattr("quire.server.supervisor._START_PATIENCE", 1.0)
+    monkeypatch.setattr("quire.engine.zmq_client.STOP_GRACE", 0.05)
+    words = iter(["hang-at-start", "long", "long"])
+
+    def launch(config: EngineConfig, on_phase: OnPhase) -> ZmqClient:
+        return ZmqClient(EngineConfig.from_flat(model=next(words)), command=COMMAND, on_phase=on_phase)
+
+    options = SupervisorOptions(stall_timeout=2.5, restart_backoff=0.001)
+    supervisor = EngineSupervisor(EngineConfig.from_flat(model="fake"), text_model(), options, launch=launch)
+    try:
+        await asyncio.wait_for(supervisor.start(), LIMIT)
+        assert supervisor.num_restarts == 1
+    finally:
+        await supervisor.stop()
