@@ -8,6 +8,7 @@ from quire.config.groups import StructuredConfig
 from quire.engine.adapters import AdapterReader
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
+from quire.engine.watch import Memory
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import AdapterSlots
 from quire.sched.scheduler import Scheduler
@@ -51,7 +52,10 @@ def build_engine(
     )
     grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
     conditions = [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
-    core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars), conditions=conditions)
+    memory = Memory(ledger.entries, ledger.supply.num_bytes)
+    core = EngineCore(
+        scheduler, executor, settings.steps_in_flight, Constraints(grammars), conditions=conditions, memory=memory
+    )
     info = EngineInfo(
         vocab_size=worker.vocab_size,
         max_model_len=ledger.max_model_len,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.engine.constraints import Constraints
 from quire.engine.parked import Condition, ParkedRequests, refusal
+from quire.engine.watch import NULL_WATCH, Memory, Watch
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
@@ -37,8 +38,11 @@ class EngineCore:
         constraints: Constraints | None = None,
         clock: Callable[[], float] = time.monotonic,
         conditions: Sequence[Condition] = (),
+        memory: Memory | None = None,
     ) -> None:
-        """`conditions` is what requests may have to wait for, besides their grammars."""
+        """`conditions` is what requests may have to wait for, besides their grammars; `memory` is for the console."""
+        self.watch: Watch = NULL_WATCH
+        self.memory = memory or Memory()
         self.scheduler = scheduler
         self.executor = executor
         self.constraints = constraints or Constraints()
@@ -105,7 +109,9 @@ class EngineCore:
             outputs = self._contain(oldest.plan, error)
             self.parked.note_ends(outputs)
             return EngineOutputs([*refused, *outputs], self.stats())
-        outputs = self.scheduler.update(oldest.plan, result, self._seconds(oldest.started))
+        seconds = self._seconds(oldest.started)
+        outputs = self.scheduler.update(oldest.plan, result, seconds)
+        self.watch.finished(oldest.plan, result, seconds)
         if self.constraints.in_use:
             self.scheduler.finish(self.constraints.follow(outputs))
         self.parked.note_ends(outputs)
@@ -132,6 +138,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
         begin = self._clock()
+        self.watch.planned(plan)
         if plan.mask_slots and not self._in_flight:
             masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
             step = self.executor.execute(plan)

@@ -17,10 +17,10 @@ from quire.server.admission import Admission
 from quire.server.anthropic.router import messages_router
 from quire.server.context import EngineProvider, ServerContext
 from quire.server.conversation.formats import resolve_formats
-from quire.server.docs_page import docs_router
+from quire.server.docs_page import docs_router, start_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
-from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext
+from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext, SameSite
 from quire.server.models import models_router
 from quire.server.openai.chat.router import chat_router
 from quire.server.openai.completions.router import completions_router
@@ -29,6 +29,7 @@ from quire.server.openai.invocations import invocations_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
 from quire.server.tool_servers import ToolServers, make_tool_servers
+from quire.server.web_pages import web_router
 
 ROUTERS = (
     chat_router,
@@ -79,11 +80,17 @@ def build_app(
     for router in extra_routers:
         app.include_router(router)
     app.include_router(docs_router(app))
+    app.include_router(web_router() if settings.ui else start_router())
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
     app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
+    app.add_middleware(
+        SameSite,
+        hosts=None if api_keys else (settings.host, *settings.allowed_hosts),
+        origins=settings.allowed_origins,
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -11,6 +11,7 @@ import hmac
 import logging
 import re
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ _CLOSE = {"connection": "close"}
 # nothing. So what they still send is read and dropped: this long, and this many times what a body may hold.
 _DROP_SECONDS = 5.0
 _DROP_FACTOR = 16
+_IPV4 = re.compile(r"\d{1,3}(\.\d{1,3}){3}")
 _REQUEST_ID = re.compile(r"[\w.:/@+=-]{1,128}", re.ASCII)
 
 
@@ -129,6 +131,48 @@ class ApiKeys:
         return any(matches)
 
 
+class SameSite:
+    """Refuses what a web page of another origin sends, and pages that reach this server under a name of their own.
+
+    The latter is DNS rebinding: a page's own name, made to point here, so that the browser takes this server for the
+    page's. Browsers hide answers to reads from other origins by themselves.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None, origins: Sequence[str] = ()) -> None:
+        """`hosts`: names that are ours, besides those that no stranger can have; None: any, for a key protects it."""
+        self.app = app
+        self._hosts = None if hosts is None else frozenset({*map(str.lower, hosts), *_own_names()})
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why = self._why_not(scope) if scope["type"] == "http" else None
+        if why is None:
+            await self.app(scope, receive, send)
+        else:
+            await error_response(scope, http_failure(403, why))(scope, receive, send)
+
+    def _why_not(self, scope: Scope) -> str | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_ours(host):
+            return (
+                f"this server does not answer to the name {host[:100]!r}; start it with --allowed-hosts NAME,"
+                " or with an API key"
+            )
+        if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return None
+        if origin.partition("://")[2] == host or not self._origins.isdisjoint({origin, "*"}):
+            return None
+        return f"pages of {origin[:100]!r} may not send this; start the server with --allowed-origins ORIGIN"
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+        name = name.lower().rstrip(".")
+        if "." not in name or name.startswith("[") or name.endswith(".localhost") or _IPV4.fullmatch(name):
+            return True  # an address, a machine's bare name, or no name at all: no domain of a stranger
+        return self._hosts is None or name in self._hosts or "*" in self._hosts
+
+
 class BodyLimits:
     """Refuses bodies that are too large, before they are held in memory."""
 
@@ -182,6 +226,12 @@ class BodyLimits:
 
     def _too_large(self) -> str:
         return f"the body is larger than the {self._max_bytes} bytes that this server takes (--max-body-bytes)"
+
+
+def _own_names() -> set[str]:
+    """The machine's own names; asked of nobody else, so it does not wait for a name server."""
+    name = socket.gethostname().lower()
+    return {name, f"{name.partition('.')[0]}.local"}
 
 
 def _digest(key: str) -> bytes:

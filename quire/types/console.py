@@ -1,4 +1,4 @@
-"""What the console is shown of an engine: a view of its requests, steps and KV blocks. Tokens are counted, never told.
+"""What the console is shown of an engine: a view of its requests, steps and KV blocks. Tokens are counts here.
 
 The engine makes a view when it is asked (control verb `console`); the server adds what it knows and sends frames at
 /console/events. Times are seconds since 1970, so that the views of several processes can be laid side by side.
@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+EventKind = Literal["started", "resumed", "chunk", "preempted"]
 Phase = Literal["held", "parked", "queued", "preempted", "prefill", "decode"]
 
 
@@ -59,7 +60,7 @@ class EventView(msgspec.Struct, frozen=True, array_like=True):
     number: int
     at: float
     request_id: str
-    kind: Literal["started", "resumed", "chunk", "preempted"]
+    kind: EventKind
     value: int = 0  # started, resumed: cached tokens; chunk: tokens of it
     total: int = 0  # started, resumed: known tokens; chunk: computed tokens after it
 
