@@ -37,11 +37,21 @@ _PAGE = Access("open", "reads", body=False)
 
 PAGES = ("/", "/console")
 WEB_FILES = (
+    "api.js",
     "base.css",
     "chat.css",
     "chat.js",
     "console.css",
     "console.js",
+    "dom.js",
+    "icon.svg",
+    "markdown.js",
+    "messages.js",
+    "panels.js",
+    "recording.js",
+    "settings.js",
+    "store.js",
+    "theme.js",
 )
 """What a browser loads of the chat page and the console: open, for it holds no data."""
 
