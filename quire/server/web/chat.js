@@ -90,7 +90,7 @@ function welcome() {
     "div",
     { class: "welcome" },
     h("p", { class: "big", text: "What would you like to know?" }),
-    h("p", { class: "hint", text: "Runs on your own machine. Nothing you write leaves it." }),
+    h("p", { class: "hint", text: "Chats stay in this browser; only this server reads them." }),
     h("ul", {}, ideas.map((idea) => h("li", {}, h("button", { type: "button", text: idea, onclick: () => submit(idea) })))),
   );
 }
