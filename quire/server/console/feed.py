@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import Literal
 
 import msgspec
 
@@ -27,7 +26,7 @@ _MOST_UNREAD = 4  # frames of a reader that is slow; older ones are dropped
 _LONGEST_PROMPT = 4000  # characters of a prompt that are shown
 
 
-class Hello(msgspec.Struct, frozen=True):
+class Hello(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
     version: str
     models: Sequence[str]
     engine: EngineSummary | None
@@ -37,10 +36,9 @@ class Hello(msgspec.Struct, frozen=True):
     ended: list[Ended]
     log: list[Line]
     restarts: list[Restart]
-    type: Literal["hello"] = "hello"
 
 
-class Frame(msgspec.Struct, frozen=True):
+class Frame(msgspec.Struct, frozen=True, tag_field="type", tag="frame"):
     at: float
     status: str
     detail: str
@@ -49,7 +47,6 @@ class Frame(msgspec.Struct, frozen=True):
     ended: list[Ended]
     log: list[Line]
     restarts: list[Restart]
-    type: Literal["frame"] = "frame"
 
 
 class ConsoleFeed:

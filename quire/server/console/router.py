@@ -25,6 +25,8 @@ class LineStream(Response):
         self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body", False):
+            pass  # the body, which says nothing; what comes after it is the disconnect
         try:
             await while_connected(receive, self._send_lines(send))
         except ClientDisconnectedError:
