@@ -131,11 +131,28 @@ function showBusy() {
 
 function select(conversation) {
   state.current = conversation;
-  sessionStorage.setItem("quire.open", conversation.id);
+  remember(conversation.id);
   renderThread();
   renderList();
   closeSidebar();
   text.focus();
+}
+
+/** What a reload opens again. */
+function remember(id) {
+  try {
+    sessionStorage.setItem("quire.open", id);
+  } catch {
+    // A reload begins anew, then.
+  }
+}
+
+function remembered() {
+  try {
+    return sessionStorage.getItem("quire.open");
+  } catch {
+    return null;
+  }
 }
 
 function startNew() {
@@ -194,6 +211,7 @@ async function answer(parent) {
   showProblem(null);
   showBusy();
   renderThread();
+  remember(conversation.id);
   await keep(conversation);
   renderList();
   const system = conversation.system ?? state.values.system;
@@ -482,7 +500,7 @@ async function main() {
   showBusy();
   loadModels();
   state.conversations = await store.all();
-  const open = state.conversations.find((one) => one.id === sessionStorage.getItem("quire.open"));
+  const open = state.conversations.find((one) => one.id === remembered());
   if (open) select(open);
   else renderList();
   text.focus();
