@@ -213,7 +213,7 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "A name by which clients reach this server, beside its addresses, localhost and names without a dot; * for any."
+        "A name by which clients reach this server, beside addresses, localhost and names without a dot; * for any."
         " Asked of the Host header where no API key is set.",
     )
     ui: bool = setting(True, "Serve the chat page at / and the console at /console.")

@@ -119,7 +119,7 @@ class BlockPool:
         self.num_free += freed
 
     def store(self, block: Block, group: int, block_hash: bytes, parent_hash: bytes | None = None) -> None:
-        """Make a full block findable, after its parent. Equal content that is already stored wins: it stays private."""
+        """Make a full block findable. Equal content that is already stored wins: the block stays private."""
         cached = self.cached[group]
         if block_hash in cached:
             return

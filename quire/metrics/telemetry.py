@@ -27,7 +27,9 @@ def make_telemetry(
     vllm_names: bool = False,
     others: Sequence[Observer] = (),
 ) -> Telemetry:
-    """`log_interval` is in seconds; 0 writes no line. With `vllm_names` metrics have vLLM's names too. `others` listen, too.
+    """`log_interval` is in seconds; 0 writes no line. With `vllm_names` metrics have vLLM's names too.
+
+    `others` listen, too.
 
     ConfigError if spans are asked for and cannot be sent.
     """

@@ -94,7 +94,19 @@ class ConsoleFeed:
             self._readers.remove(queue)
 
     async def _run(self) -> None:
-        """Look at the engine and tell all readers, until there are none."""
+        """Tell all readers, until there are none or the server ends."""
+        try:
+            while self._readers and not self._is_ending():  # some may come while the recording is being stopped
+                await self._tell_readers()
+                await self._stop_recording()
+        except Exception:
+            logger.exception("the console cannot go on")
+        finally:
+            self._task = None
+            for reader in self._readers:
+                _put(reader, None)
+
+    async def _tell_readers(self) -> None:
         marks, *_ = self._monitor.begin()
         looking: asyncio.Task[EngineView | None] | None = None
         try:
@@ -105,17 +117,13 @@ class ConsoleFeed:
                 view = None
                 if looking.done():
                     view, looking = looking.result(), None
-                self._send(_line(self._frame(view, marks)))
+                line = _line(self._frame(view, marks))
+                for reader in self._readers:
+                    _put(reader, line)
                 await asyncio.sleep(max(0.0, self._interval - (time.monotonic() - begin)))
-        except Exception:
-            logger.exception("the console cannot go on")
         finally:
-            self._task = None
             if looking is not None:
                 looking.cancel()
-            for reader in self._readers:
-                _put(reader, None)
-            await self._stop_recording()
 
     async def _look(self) -> EngineView | None:
         if self._monitor.num_starts != self._num_starts:  # another engine, which counts from 0
@@ -179,10 +187,6 @@ class ConsoleFeed:
             request if prompt is None else msgspec.structs.replace(request, prompt=prompt[:_LONGEST_PROMPT])
             for request, prompt in shown
         ]
-
-    def _send(self, line: bytes) -> None:
-        for reader in self._readers:
-            _put(reader, line)
 
 
 def _put(reader: asyncio.Queue[bytes | None], line: bytes | None) -> None:

@@ -278,8 +278,8 @@ def _percentile(recent: Sequence[tuple[float, int]], rank: int) -> float:
     for seconds, count in recent:
         rank -= count
         if rank <= 0:
-            break
-    return round(seconds, 6)
+            return round(seconds, 6)
+    return round(recent[-1][0], 6)
 
 
 def _last(items: deque[T], count: int) -> list[T]:

@@ -35,8 +35,8 @@ export function tiles(section, frame, samples) {
     ["Prompt", count(load.prompt_rate), "tokens/s", samples.map((one) => one[1])],
     ["Running", count(load.running), load.prefilling ? `${load.prefilling} in prefill` : "requests", samples.map((one) => one[3])],
     ["Waiting", count(load.waiting), load.prefill_tokens_left ? `${count(load.prefill_tokens_left)} prompt tokens left` : "requests", samples.map((one) => one[4])],
-    ["TTFT", duration(load.ttft.p50), `p90 ${duration(load.ttft.p90)}, p99 ${duration(load.ttft.p99)}`],
-    ["Inter-token", duration(load.itl.p50), `p90 ${duration(load.itl.p90)}, p99 ${duration(load.itl.p99)}`],
+    ["TTFT, median", duration(load.ttft.p50), `p90 ${duration(load.ttft.p90)} · p99 ${duration(load.ttft.p99)}`],
+    ["Inter-token, median", duration(load.itl.p50), `p90 ${duration(load.itl.p90)} · p99 ${duration(load.itl.p99)}`],
     ["KV in use", `${(100 * load.kv_usage).toFixed(0)} %`, `${count(load.preemptions)} preemptions`, samples.map((one) => one[5])],
     ["Prefix hits", hit === null ? "–" : `${(100 * hit).toFixed(0)} %`, `${count(load.prefix_hits)} of ${count(load.prefix_queries)} tokens`],
   ];
@@ -183,7 +183,7 @@ export function requests(body, list, now, select, selected) {
 }
 
 function requestRow(one, select) {
-  const open = h("button", { type: "button", class: "quiet small", text: one.id.slice(-14), title: one.id, "aria-label": `Request ${one.id}`, onclick: () => select(one.id) });
+  const open = h("button", { type: "button", class: "quiet small", text: one.id.slice(-14), title: one.id, onclick: () => select(one.id) });
   return h("tr", { "data-id": one.id }, h("td", {}, open), h("td", {}, h("span", { class: "phase" })), h("td", { class: "bar-cell" }, h("progress", { "aria-label": "Progress" })), h("td", { class: "num" }), h("td", { class: "num" }), h("td", { class: "num" }), h("td", { class: "why" }));
 }
 
@@ -194,7 +194,7 @@ export function blocks(box, pools, row) {
     const canvas = box.children[index] ?? box.appendChild(h("canvas", { role: "img" }));
     const width = canvas.clientWidth || 300;
     const cells = pool.states.length;
-    const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * 190) / Math.max(1, cells)))));
+    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * 230) / Math.max(1, cells)))));
     const columns = Math.floor(width / size);
     const { context } = surface(canvas, Math.ceil(cells / columns) * size);
     const tones = ["--c-free", "--c-cached", "--c-used", "--c-shared"].map(colour);
@@ -267,7 +267,7 @@ export function ended(body, list, select) {
     return known.get(id) ?? h(
       "tr",
       { "data-id": id },
-      h("td", {}, h("button", { type: "button", class: "quiet small", text: one.id.slice(-14), title: one.id, "aria-label": `Request ${one.id}`, onclick: () => select(one.id) })),
+      h("td", {}, h("button", { type: "button", class: "quiet small", text: one.id.slice(-14), title: one.id, onclick: () => select(one.id) })),
       h("td", { class: one.error ? "problem" : "", text: one.error ?? one.reason }),
       h("td", { class: "num", text: count(one.num_prompt_tokens) + (one.num_cached ? ` (${count(one.num_cached)})` : "") }),
       h("td", { class: "num", text: count(one.num_tokens) }),

@@ -1,4 +1,4 @@
-"""A real engine over a tiny model for the console: slow enough to be seen, short of blocks, with grammars held back."""
+"""A real engine over a tiny model for the console: slow, short of blocks, with grammars held back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: it talks, stops, branches, asks for keys, and survives its server and its model."""
+"""The chat page in a real browser: it talks, stops, branches, asks for keys, survives its server and its model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_answer_is_streamed_rendered_counted_and_kept(visit: Visit) -> None:
         expect(page.locator(".message.user .said")).to_have_text("How does it work?")
         expect(page.locator(".message.assistant td").nth(1)).to_have_text("1")
         expect(page.locator("#conversations .open")).to_have_text("How does it work?")
-    assert visit.page.title() == "How does it work? – Quire"
+    assert visit.page.title() == "How does it work? \N{EN DASH} Quire"
 
 
 def test_escape_stops_an_answer_and_the_engine(visit: Visit) -> None:
@@ -177,7 +177,7 @@ PAYLOADS = [
     "[click](data:text/html,<script>window.hit=1</script>)",
     "![x](http://evil.example/pixel.png)",
     '[x](https://example.com" onclick="window.hit=1)',
-    "<https://example.com/\" onmouseover=\"window.hit=1>",
+    '<https://example.com/" onmouseover="window.hit=1>',
     "```html\n<script>window.hit = 1</script>\n```",
     "| <img src=x onerror=window.hit=1> | b |\n|---|---|\n| <script>window.hit=1</script> | c |",
     "`<script>window.hit = 1</script>`",
@@ -185,8 +185,13 @@ PAYLOADS = [
     "<style>@import url(//evil.example/x.css)</style><link rel=stylesheet href=//evil.example/x.css>",
     "<base href='//evil.example/'>",
     "> - > 1. <b onclick=window.hit=1>**[a](vbscript:x)**</b>",
-    "\u202e<!--<img src=\"--><img src=x onerror=window.hit=1>",
+    '\u202e<!--<img src="--><img src=x onerror=window.hit=1>',
 ]
+
+ALLOWED = (
+    "a article b blockquote br button code del details div em figcaption figure h2 h3 h4 h5 h6 hr i input li ol p pre"
+    " section span strong summary table tbody td textarea th thead tr ul"
+)
 
 
 def test_what_a_model_writes_is_text(visit: Visit) -> None:
@@ -206,9 +211,7 @@ def test_what_a_model_writes_is_text(visit: Visit) -> None:
             answer.locator("summary").click()
             for link in answer.locator("a").all():
                 assert re.match(r"https?://", link.get_attribute("href") or "")  # an image is a link, and not loaded
-            allowed = "a b br button code del details div em figcaption figure h2 h3 h4 h5 h6 hr i input li ol p pre section"
-            known = {*allowed.split(), "article", "blockquote", "span", "strong", "summary", "table", "tbody", "td"}
-            known |= {"textarea", "th", "thead", "tr", "ul"}
+            known = set(ALLOWED.split())
             inside = "[...document.querySelectorAll('#thread *')]"
             tags = set(page.evaluate(f"{inside}.map((one) => one.localName)"))
             assert tags <= known, tags - known
@@ -286,14 +289,20 @@ SPLITS = """async ([texts, seed]) => {
 
 
 def test_a_growing_text_ends_as_the_whole_text(visit: Visit) -> None:
-    texts = [ANSWER, "\n\n".join(PAYLOADS), "# a\nb\n- c\n\n  d\n- e\n\nf\n> g\nh\n\n---\n1) i\n```\nopen", "*a **b*\n| x\n|-\n"]
+    texts = [
+        ANSWER,
+        "\n\n".join(PAYLOADS),
+        "# a\nb\n- c\n\n  d\n- e\n\nf\n> g\nh\n\n---\n1) i\n```\nopen",
+        "*a **b*\n| x\n|-\n",
+    ]
     with live_server(provider=saying("")) as server:
         page = visit.open(server)
         assert page.evaluate(SPLITS, [texts, 12345]) is None
         quick = """async () => {
           const { MarkdownView } = await import("./web/markdown.js");
           const begin = performance.now();
-          for (const text of ["[".repeat(20000), "*a ".repeat(8000), "> ".repeat(2000), "`".repeat(9999), "_(".repeat(9000)])
+          const hostile = ["[".repeat(20000), "*a ".repeat(8000), "> ".repeat(2000), "`".repeat(9999)];
+          for (const text of [...hostile, "_(".repeat(9000)])
             new MarkdownView(document.createElement("div")).update(text);
           return performance.now() - begin;
         }"""
