@@ -22,6 +22,7 @@ from quire.types.outputs import EngineStats
 HISTORY_SECONDS = 600
 _LATENCY_WINDOW = 60.0  # seconds
 _MOST_LATENCIES = 4096
+_LEAST_SPAN = 0.05  # seconds over which a rate means anything
 _MOST_ENDED = 200
 _MOST_LINES = 400
 _LONGEST_LINE = 2000
@@ -210,10 +211,12 @@ class ConsoleMonitor(Observer):
     def load(self, marks: Marks) -> Load:
         """How it goes, with rates since `marks`, which move on."""
         now, stats, counters = self._clock(), self._stats, self._counters
-        seconds = max(now - marks.at, 1e-3)
-        prompt_rate = (counters.prompt_tokens - marks.prompt_tokens) / seconds
-        generation_rate = (self._generated - marks.generated) / seconds
-        marks.at, marks.generated, marks.prompt_tokens = now, self._generated, counters.prompt_tokens
+        seconds = now - marks.at
+        prompt_rate = generation_rate = 0.0
+        if seconds >= _LEAST_SPAN:
+            prompt_rate = (counters.prompt_tokens - marks.prompt_tokens) / seconds
+            generation_rate = (self._generated - marks.generated) / seconds
+            marks.at, marks.generated, marks.prompt_tokens = now, self._generated, counters.prompt_tokens
         return Load(
             stats.num_running,
             stats.num_waiting,

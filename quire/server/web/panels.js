@@ -70,9 +70,12 @@ export function rates(canvas, samples, cursor, isLive) {
   const waiting = Math.max(1, ...shown.map((one) => one[4]));
   context.fillStyle = colour("--c-wait");
   context.globalAlpha = 0.18;
-  for (const one of shown) {
-    if (one[4]) context.fillRect(x(one[0]) - 2, height - 20 - (one[4] / waiting) * (height - 34) * 0.4, 3, (one[4] / waiting) * (height - 34) * 0.4);
-  }
+  shown.forEach((one, index) => {
+    const size = (one[4] / waiting) * (height - 34) * 0.4;
+    const next = shown[index + 1];
+    const right = next && next[0] - one[0] < 3 ? x(next[0]) : x(one[0]) + 2;
+    context.fillRect(x(one[0]), height - 20 - size, right - x(one[0]), size);
+  });
   context.globalAlpha = 1;
   for (const [column, name] of [[1, "--c-prompt"], [2, "--c-used"]]) {
     context.strokeStyle = colour(name);
