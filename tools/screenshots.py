@@ -99,13 +99,13 @@ def serving() -> Iterator[str]:
     """`quire serve` with few blocks, so that requests wait for them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = f"--port {port} --kv-cache-memory 44MiB --max-num-seqs 7 --max-model-len 2048 --no-spare-engine"
+    flags = f"--port {port} --kv-cache-memory 44MiB --max-num-seqs 7 --max-model-len 1024 --no-spare-engine"
     command = [sys.executable, "-m", "quire", "serve", *flags.split()]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 300
-        while time.monotonic() < end:
+        while time.monotonic() < end and process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/ready").status_code == 200:
                     break

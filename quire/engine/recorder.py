@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _MOST_STEPS = 1024  # remembered
 _MOST_EVENTS = 4096
-_MOST_OWNED = 16384  # blocks whose users are noted in one look
-_TREE_EVERY = 4  # looks
+_MOST_OWNED = 6144  # blocks whose users are noted in one look
+_TREE_EVERY = 6  # looks
 
 
 class Recorder(Watch):

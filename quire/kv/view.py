@@ -14,8 +14,8 @@ from quire.kv.block_pool import Block, BlockPool
 from quire.types.console import PoolView, PrefixNode
 
 _MOST_CELLS = 2048  # of a map
-_MOST_SCANNED = 16384  # blocks in one look
-_MOST_IN_TREE = 8192  # blocks
+_MOST_SCANNED = 6144  # blocks in one look
+_MOST_IN_TREE = 4096  # blocks
 _MOST_NODES = 96
 _MOST_EVICTED = 1 << 16  # hashes that are remembered
 

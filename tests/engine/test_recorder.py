@@ -79,7 +79,7 @@ def test_the_map_names_the_owner_and_the_tree_the_shared_prefix() -> None:
     core.add_request(request("b", prompt=[*shared, 30, 31, 32, 33, 34], max_tokens=8))
     core.step()
     core.step()
-    view = [look(core) for _ in range(4)][-1]  # the tree is made at every fourth look
+    view = [look(core) for _ in range(6)][-1]  # the tree is made at every sixth look
     rows = {one.row: one.id for one in view.requests}
     pool = view.pools[0]
     owners = {rows[owner] for owner, state in zip(pool.owners, pool.states, strict=True) if state == "2"}

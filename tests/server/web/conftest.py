@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, sync_playwright
 from tests.server.web.pages import Visit
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-REQUIRED = "QUIRE_TEST_BROWSER"
+REQUIRED = "QUIRE_CI"
 
 
 def lacking(what: str) -> NoReturn:
