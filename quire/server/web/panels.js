@@ -168,7 +168,9 @@ export function requests(body, list, now, select, selected) {
     };
     const isPrompt = one.phase === "prefill";
     const phase = isPrompt ? `prefill ${count(one.num_computed)} of ${count(one.num_tokens)}` : one.phase === "decode" ? `decode ${count(one.num_tokens - one.num_prompt_tokens)}` : label;
-    $(".phase", row).textContent = phase + (one.grammar ? " · grammar" : "") + (one.num_preemptions ? ` · preempted ×${one.num_preemptions}` : "");
+    const times = one.num_preemptions ? `preempted ×${one.num_preemptions}` : "";
+    const words = [one.phase === "preempted" ? times : phase, one.grammar && "grammar", one.phase !== "preempted" && times];
+    $(".phase", row).textContent = words.filter(Boolean).join(" · ");
     $(".phase", row).style.setProperty("--tone", `var(${name})`);
     const total = isPrompt ? one.num_tokens : (one.max_tokens ?? one.num_tokens) - one.num_prompt_tokens;
     const done = isPrompt ? one.num_computed : one.phase === "decode" ? one.num_tokens - one.num_prompt_tokens : 0;
