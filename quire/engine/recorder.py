@@ -107,7 +107,7 @@ class Recorder(Watch):
             num_tokens - request.num_given_outputs,
             num_tokens,
             0,
-            why=f"its {' and '.join(sorted(waits_for))} is being compiled",
+            why=f"waits for its {' and '.join(sorted(waits_for))}",
             priority=request.priority,
             grammar=request.grammar is not None,
         )

@@ -54,6 +54,8 @@ def why_waiting(state: SchedulerState, request: Request, place: int) -> str:
         return "its last tokens before the preemption are still in flight"
     if not state.rows.free:
         return f"all {state.limits.max_num_seqs} rows are taken (--max-num-seqs)"
+    if not state.adapters.has_room(request):
+        return "every adapter slot is in use (--max-loras)"
     first = state.waiting.peek()
     if state.blocked is not None and state.blocked == first.key:
         if place:

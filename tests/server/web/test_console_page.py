@@ -60,7 +60,7 @@ def test_a_run_with_preemption_and_a_grammar(visit: Visit, engine: WatchedEngine
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
     threads.append(ask(server.url, "With a grammar", 20, structured_outputs={"json": schema}, ignore_eos=False))
     rows = page.locator("#requests tbody tr")
-    expect(rows.filter(has_text="parked")).to_contain_text("its grammar is being compiled")
+    expect(rows.filter(has_text="parked")).to_contain_text("waits for its grammar")
     expect(rows.filter(has_text="decode").first).to_be_visible()
     expect(rows.filter(has_text="all 4 rows are taken").or_(rows.filter(has_text="KV blocks")).first).to_be_visible()
     engine.may_compile.set()
