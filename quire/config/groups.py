@@ -252,6 +252,8 @@ class ServerConfig:
         "A name by which clients reach this server, beside addresses, localhost and names without a dot; * for any."
         " Asked of the Host header where no API key is set.",
     )
+    ui: bool = setting(True, "Serve the chat page at / and the console at /console.")
+    console_show_text: bool = setting(False, "Show the prompts of requests, and their log lines, in the console.")
     ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
     ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")
     root_path: str = setting("", "Path prefix that a proxy in front takes off, such as /llm.")

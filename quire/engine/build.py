@@ -17,6 +17,7 @@ from quire.engine.parked import Condition
 from quire.engine.setup import SchedulerSetup
 from quire.engine.step_log import NO_LOG, StepLog, join_logs
 from quire.engine.trace.recorder import make_recorder
+from quire.engine.watch import Memory
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.structured.manager import GrammarManager
@@ -47,6 +48,7 @@ def build_engine(
         Constraints(grammars),
         conditions=make_conditions(config, executor),
         log=_step_log(config, setup, worker.kernel_path),
+        memory=Memory(ledger.entries, ledger.supply.num_bytes),
     )
     info = EngineInfo(
         vocab_size=worker.vocab_size,

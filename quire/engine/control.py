@@ -49,6 +49,7 @@ VERBS: Registry[Verb] = Registry(
     {
         "reset_prefix_cache": "control:RESET_PREFIX_CACHE",
         "set_vocabulary": "control:SET_VOCABULARY",
+        "console": "recorder:CONSOLE",
     },
 )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from quire.engine.constraints import Constraints
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
+from quire.engine.watch import NULL_WATCH, Memory, Watch
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
@@ -39,9 +40,12 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         conditions: Sequence[Condition] = (),
         log: StepLog = NO_LOG,
+        memory: Memory | None = None,
     ) -> None:
-        """`conditions` is what requests may have to wait for, besides their grammars."""
+        """`conditions` is what requests may have to wait for, besides their grammars; `memory` is for the console."""
         self.log = log
+        self.watch: Watch = NULL_WATCH
+        self.memory = memory or Memory()
         self.scheduler = scheduler
         self.executor = executor
         self.constraints = constraints or Constraints()
@@ -113,6 +117,7 @@ class EngineCore:
         seconds = self._seconds(oldest.started)
         self.log.finished(oldest.plan, result, seconds)
         outputs = self.scheduler.update(oldest.plan, result, seconds)
+        self.watch.finished(oldest.plan, result, seconds)
         if self.constraints.in_use:
             self.scheduler.finish(self.constraints.follow(outputs))
         self.parked.note_ends(outputs)
@@ -140,6 +145,7 @@ class EngineCore:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
         begin = self._clock()
         self.log.planned(plan)
+        self.watch.planned(plan)
         if plan.mask_slots and not self._in_flight:
             masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
             step = self.executor.execute(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ class EngineLoop:
         self._stopping = False
         self._finishing = False
         self._debug_checks = debug_checks
+        self._quiet: float | None = _QUIET  # seconds until the engine prepares for steps to come; None: it has
         core.parked.on_news = self._wake.set
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
@@ -69,7 +71,9 @@ class EngineLoop:
         """
         if not self.has_work() and self.has_unfinished():
             self.wait()
-        self.take_messages()
+        if not self.take_messages() and not self._core.has_work():
+            return EngineOutputs([])  # nothing but commands came, which change no queue
+        self._quiet = _QUIET
         outputs = self._core.step()
         answers, self._answers = self._answers, []
         if answers:
@@ -80,7 +84,6 @@ class EngineLoop:
 
     def wait(self) -> bool:
         """Sleep until there is work, or prepare for it; False when the loop was asked to stop."""
-        quiet: float | None = _QUIET
         while True:
             self._wake.clear()  # before looking: what comes after the look wakes the wait
             if self._stopping:
@@ -89,15 +92,23 @@ class EngineLoop:
                 return True
             if self._finishing:
                 return False
-            if not self._wake.wait(quiet):
-                quiet = 0.0 if self._core.prepare() else None
+            begin = time.monotonic()
+            if not self._wake.wait(self._quiet):
+                self._quiet = 0.0 if self._core.prepare() else None
+            elif self._quiet is not None:  # a command may have come: it is still quiet, however many come
+                self._quiet = max(0.0, self._quiet - (time.monotonic() - begin))
 
-    def take_messages(self) -> None:
-        """Take in what has arrived, without running a step; on the thread that runs the loop."""
+    def take_messages(self) -> bool:
+        """Take in what has arrived, without running a step; on the thread that runs the loop.
+
+        False if nothing came but commands.
+        """
+        has_news = bool(self._answers)
         while self._inbox:
             message = self._inbox.popleft()
             if not isinstance(message, EngineOutput):
                 self._core.log.took(message)
+            has_news |= not isinstance(message, Command)
             match message:
                 case EngineRequest():
                     self._answers += self._core.add_request(message)
@@ -107,3 +118,4 @@ class EngineLoop:
                     self.on_reply(obey(self._core, message))
                 case EngineOutput():
                     self._answers.append(message)
+        return has_news

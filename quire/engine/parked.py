@@ -7,7 +7,7 @@ given back when it ends. Knows requests; knows no scheduler and nothing of what 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,10 @@ class ParkedRequests:
     @property
     def has_news(self) -> bool:
         return bool(self._news)
+
+    def waits(self) -> Iterator[tuple[EngineRequest, set[str]]]:
+        """The parked requests, each with the names of the conditions that it waits for."""
+        return ((parked.request, parked.waits_for) for parked in self._parked.values())
 
     def must_wait(self, request: EngineRequest) -> bool:
         """Whether a request has to be parked. DuplicateRequestError if one of this name is."""

@@ -182,7 +182,9 @@ class EngineProcess:
     def _run_steps(self, loop: EngineLoop) -> None:
         """Every step is told, also one without outputs (a part of a long prompt): it means that the engine lives."""
         while loop.wait():
-            self._sender.send(loop.run_once())
+            outputs = loop.run_once()
+            if outputs.stats is not None:  # else nothing but commands came
+                self._sender.send(outputs)
         loop.shutdown()
 
     def _fail(self, error: Exception) -> None:

@@ -21,6 +21,7 @@ from quire.frontend.thinking import thinking_marks
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
+from quire.types.console import ConsoleQuery, EngineView, RequestView
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import (
@@ -255,6 +256,19 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
         await self._client.call_async("reset_prefix_cache")
+
+    async def console(self, query: ConsoleQuery) -> EngineView:
+        """What the console is shown of the engine; it records its steps from the first query to one that stops it."""
+        view: EngineView = await self._client.call_async("console", query)
+        return view
+
+    def held_requests(self, why: str) -> list[RequestView]:
+        """The open completions, for the console while there is no engine, because of `why`."""
+        return self._outputs.held(why)
+
+    def prompt_of(self, engine_id: str) -> str | None:
+        """The text of the prompt of an open completion, by the engine's name for it; None where there is none."""
+        return self._outputs.prompt_of(engine_id)
 
     def note_restart(self) -> None:
         """Another engine serves the client now: requests are checked by its limits from now on."""

@@ -16,6 +16,7 @@ from quire.frontend.logprobs import LogprobsDecoder
 from quire.frontend.reading import CompletionReader, Reading, make_reader
 from quire.frontend.stop_strings import StopStringMatcher
 from quire.metrics.stats import NULL_OBSERVER, CompletionEnd, Observer, RequestEnd, TokenEvent
+from quire.types.console import RequestView
 from quire.types.errors import GenerationError, RefusedRequestError, RequestError
 from quire.types.outputs import (
     CompletionOutput,
@@ -322,6 +323,27 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def prompt_of(self, engine_id: str) -> str | None:
+        """The text of the prompt behind a completion; None where there is none, or it has ended."""
+        entry = self._completions.get(engine_id)
+        return None if entry is None else entry[0].prompt
+
+    def held(self, why: str) -> list[RequestView]:
+        """Every completion in progress, as one that no engine has, because of `why`."""
+        wall = time.time() - time.monotonic()
+        return [
+            RequestView(
+                engine_id,
+                "held",
+                state.metrics.arrival_time + wall,
+                len(state.prompt_token_ids),
+                len(state.prompt_token_ids) + completion.num_tokens,
+                0,
+                why=why,
+            )
+            for engine_id, (state, completion) in self._completions.items()
+        ]
 
     def add(self, request: PreparedRequest, reading: Reading | None = None) -> None:
         """Expect outputs of this request; an id is refused while an older request's outputs may come under it."""

@@ -15,12 +15,13 @@ from quire.types.errors import ConfigError
 
 
 class Block:
-    __slots__ = ("block_hash", "group", "id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_hash", "group", "id", "next_free", "parent_hash", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None  # set while the block can be found by it
+        self.parent_hash: bytes | None = None  # of the block before it, while it can be found
         self.group = -1  # KV group of the cached content
         # Neighbours on the free list; without meaning while the block is in use.
         self.prev_free: Block = self
@@ -39,7 +40,7 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
-        self._events = events if events is not None else NullEventSink()
+        self.events = events if events is not None else NullEventSink()
         # The sentinel closes the list into a ring: next_free is the head, prev_free the tail.
         self._ring = ring = Block(-1)
         for before, block in zip([ring, *self.blocks[1:]], [*self.blocks[1:], ring], strict=True):
@@ -117,7 +118,7 @@ class BlockPool:
         ring.prev_free = tail
         self.num_free += freed
 
-    def store(self, block: Block, group: int, block_hash: bytes) -> None:
+    def store(self, block: Block, group: int, block_hash: bytes, parent_hash: bytes | None = None) -> None:
         """Make a full block findable. Equal content that is already stored wins: the block stays private."""
         cached = self.cached[group]
         if block_hash in cached:
@@ -126,8 +127,9 @@ class BlockPool:
         assert block.block_hash is None
         cached[block_hash] = block
         block.block_hash = block_hash
+        block.parent_hash = parent_hash
         block.group = group
-        self._events.stored(group, block_hash, block.id)
+        self.events.stored(group, block_hash, block.id)
 
     def forget_free(self) -> None:
         """Forget the cached content of all blocks that nobody uses; they are handed out before untouched ones."""
@@ -165,4 +167,4 @@ class BlockPool:
         assert block_hash is not None
         del self.cached[block.group][block_hash]
         block.block_hash = None
-        self._events.evicted(block.group, block_hash, block.id)
+        self.events.evicted(block.group, block_hash, block.id)

@@ -6,7 +6,7 @@ holds a KVSequence per request and a PrefixHit for a moment, and looks into neit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
 from quire.kv.block_pool import Block, BlockPool
@@ -249,7 +249,7 @@ class KVCacheManager:
                 for index in [mark for mark in sequence.marks if mark in full] if group.sparse else full:
                     block = table[index]
                     if block.id and block.block_hash is None:
-                        store(block, group.index, hashes[index])
+                        store(block, group.index, hashes[index], hashes[index - 1] if index else None)
             sequence.num_stored = num_full
         return (sequence.num_stored + 1) * self.block_size
 
@@ -271,6 +271,31 @@ class KVCacheManager:
         """Forget all cached blocks that nobody uses."""
         for part in self._pools:
             part.pool.forget_free()
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """For those who look on."""
+        return [part.pool for part in self._pools]
+
+    def listen(self, events: KVEventSink) -> None:
+        """Tell `events` of cached blocks from now on, and nobody else."""
+        for part in self._pools:
+            part.pool.events = events
+
+    def blocks_of(self, sequence: KVSequence, pool: BlockPool) -> Iterable[Block]:
+        """The blocks of a request in a pool, the null block perhaps among them."""
+        groups = (group.index for group in self._groups if group.pool is pool)
+        return chain.from_iterable(sequence.tables[index] for index in groups)
+
+    def why_missed(self, sequence: KVSequence, num_tokens: int, evicted: Container[bytes]) -> str:
+        """Why the block after a hit of `num_tokens` tokens was not in the cache."""
+        if sequence.chain is None:
+            return "prefix caching is off"
+        index = num_tokens // self.block_size
+        hashes = sequence.chain.hashes
+        if index < len(hashes) and hashes[index] in evicted:
+            return "evicted to make room"
+        return "differs from every cached prompt" if num_tokens else "first prompt that begins like this"
 
     def check_integrity(self, sequences: Iterable[KVSequence]) -> None:
         """Raise AssertionError unless the pools are sound and their counts are exactly the uses by `sequences`."""

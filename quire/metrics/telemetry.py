@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.metrics.logging import INTERVAL, StatsLog
@@ -24,13 +25,16 @@ def make_telemetry(
     otlp_traces_endpoint: str | None = None,
     log_interval: float = INTERVAL,
     vllm_names: bool = False,
+    others: Sequence[Observer] = (),
 ) -> Telemetry:
     """`log_interval` is in seconds; 0 writes no line. With `vllm_names` metrics have vLLM's names too.
+
+    `others` listen, too.
 
     ConfigError if spans are asked for and cannot be sent.
     """
     prometheus = PrometheusObserver(model_name, vllm_names=vllm_names)
     log = StatsLog(log_interval) if log_interval > 0 else NULL_OBSERVER
     tracer = make_tracer(otlp_traces_endpoint, model_name)
-    listening = [observer for observer in (prometheus, log, tracer) if observer is not NULL_OBSERVER]
+    listening = [observer for observer in (prometheus, log, tracer, *others) if observer is not NULL_OBSERVER]
     return Telemetry(Observers(*listening), prometheus)

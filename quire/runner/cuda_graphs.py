@@ -92,6 +92,8 @@ class _Forward(NamedTuple):
 
 
 class CudaGraphs:
+    name = "CUDA graph"
+
     def __init__(
         self, program: StepProgram, sizes: CaptureSizes, forward: GraphPool, sample: GraphPool, hidden: Tensor
     ) -> None:

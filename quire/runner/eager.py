@@ -26,6 +26,8 @@ class Padding:
 
 
 class Eager:
+    name = "eager"
+
     def __init__(
         self, program: StepProgram, head: LogitsHead, prompt_logprobs: PromptLogprobs, padding: Padding
     ) -> None:

@@ -39,6 +39,8 @@ _MOST_ROWS = 5
 
 
 class KernelList:
+    name = "kernel list"
+
     def __init__(
         self, program: StepProgram, recorder: SizedRecorder, eager: Eager, max_tokens: int, max_rows: int
     ) -> None:

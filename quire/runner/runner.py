@@ -63,6 +63,7 @@ class Runner:
             self._apply(plan)
         step = self._describe(plan)
         way = next(way for way in self.ways if way.forward(step))
+        step.way = way.name
         self.rows.note_computed(plan.rows, plan.num_tokens)
         self.rows.note_appended(step.sample_rows)
         if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots:

@@ -157,6 +157,8 @@ class Step:
     sampled: Sampled | None = None  # None: not sampled yet, or no row samples
     pooled: list[PooledRows] = field(default_factory=list)  # instead of samples, in an engine that pools
 
+    way: str = ""  # the name of the way that runs it
+
     planned: PlannedTokens | None = None  # made when it is first asked for, before the step counts as computed
 
     @property
@@ -177,7 +179,9 @@ class Step:
     def result(self) -> StepResult:
         """What was sampled, as far as it holds. Waits for the step."""
         indices = self.sample_indices
-        result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows], prompt_logprobs=self.prompt_logprobs)
+        result = StepResult(
+            self.plan.step_id, [[] for _ in self.plan.rows], prompt_logprobs=self.prompt_logprobs, way=self.way
+        )
         if self.pooled:
             for part in self.pooled:
                 part.tell(result)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 class Way(Protocol):
+    name: str
+    """For people who look at steps."""
+
     @property
     def step_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that mixed steps are padded to, up to the largest of them; none: they are not."""

@@ -34,6 +34,27 @@ _READ = Access("key", "reads", body=False)
 _JSON = Access("key", "json", body=True)
 _ANY_TYPE = Access("key", "own", body=True)
 _PROBE = Access("probe", "reads", body=False)
+_PAGE = Access("open", "reads", body=False)
+
+PAGES = ("/", "/console")
+WEB_FILES = (
+    "api.js",
+    "base.css",
+    "chat.css",
+    "chat.js",
+    "console.css",
+    "console.js",
+    "dom.js",
+    "icon.svg",
+    "markdown.js",
+    "messages.js",
+    "panels.js",
+    "recording.js",
+    "settings.js",
+    "store.js",
+    "theme.js",
+)
+"""What a browser loads of the chat page and the console: open, for it holds no data."""
 
 ROUTES: dict[tuple[str, str], Access] = {
     ("POST", "/v1/chat/completions"): _JSON,
@@ -68,8 +89,10 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("GET", "/docs"): _READ,
     ("GET", "/openapi.json"): _READ,
     ("HEAD", "/openapi.json"): _READ,
-    ("GET", "/"): _READ,
-    ("HEAD", "/"): Access("open", "reads", body=False),
+    ("HEAD", "/"): _PAGE,
+    **{("GET", path): _PAGE for path in PAGES},
+    **{("GET", f"/web/{name}"): _PAGE for name in WEB_FILES},
+    ("GET", "/console/events"): _READ,
     ("GET", "/health"): _PROBE,
     ("GET", "/ready"): _PROBE,
     ("GET", "/ping"): _PROBE,

@@ -18,7 +18,7 @@ from quire.server.admission import Admission
 from quire.server.anthropic.router import messages_router
 from quire.server.context import EngineProvider, ServerContext
 from quire.server.conversation.formats import resolve_formats
-from quire.server.docs_page import docs_router
+from quire.server.docs_page import docs_router, start_router
 from quire.server.errors import install_error_handlers
 from quire.server.load import REPORT_HEADER, LoadReport, load_router
 from quire.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimits, RequestContext, SameSite
@@ -31,6 +31,7 @@ from quire.server.openai.invocations import invocations_router
 from quire.server.openai.responses.router import responses_router
 from quire.server.tokenize import tokenize_router
 from quire.server.tool_servers import ToolServers, make_tool_servers
+from quire.server.web_pages import web_router
 
 ROUTERS = (
     chat_router,
@@ -93,6 +94,7 @@ def build_app(
     for router in extra_routers:
         app.include_router(router)
     app.include_router(docs_router(app))
+    app.include_router(web_router() if settings.ui else start_router())
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)

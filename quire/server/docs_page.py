@@ -46,6 +46,13 @@ def docs_router(app: FastAPI) -> APIRouter:
     def docs(request: Request) -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi(), request.scope.get("root_path", "")))
 
+    return router
+
+
+def start_router() -> APIRouter:
+    """For a server without a page of its own."""
+    router = APIRouter()
+
     @router.get("/", include_in_schema=False)
     def start(request: Request) -> RedirectResponse:
         """Whoever opens the server's address in a browser sees something."""

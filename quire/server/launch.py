@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import os
 import signal
 import socket
@@ -40,6 +41,9 @@ from quire.platform.allocator import keep_little_free_memory
 from quire.server.adapters import read_lora_modules
 from quire.server.app import build_app
 from quire.server.connection import make_connection
+from quire.server.console.feed import ConsoleFeed
+from quire.server.console.monitor import ConsoleMonitor
+from quire.server.console.router import console_router
 from quire.server.context import EngineProvider
 from quire.server.control.listen import admin_settings, serving_admin
 from quire.server.logs import relay_engine_line, setup_server_logging
@@ -55,7 +59,7 @@ from quire.server.supervisor import (
 from quire.server.tool_servers import make_tool_servers
 from quire.types.errors import ConfigError, EngineError
 from quire.types.messages import StartupPhase
-from quire.utils.log import get_logger
+from quire.utils.log import ROOT_NAME, get_logger
 
 logger = get_logger(__name__)
 
@@ -81,11 +85,14 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     `launch` starts the engine process; tests and benchmarks give others.
     """
     setup_server_logging(settings.log_format)
+    monitor = ConsoleMonitor(shows_text=settings.console_show_text)
+    if settings.ui:
+        logging.getLogger(ROOT_NAME).addHandler(monitor.log)
     keep_little_free_memory()
     config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
     spare: Spare = NO_SPARE
     if launch is None:
-        take_line = relay_engine_line if settings.log_format == "json" else print_line
+        take_line = relay_engine_line if settings.log_format == "json" else monitor.log.tee(print_line)
         if config.device.standby:
             second = partial(ZmqClient, standby_config(config), take_line=take_line)
             spare = standby = StandbyEngine(second)
@@ -108,6 +115,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
         log_interval=settings.stats_interval,
         vllm_names=settings.metrics_names == "vllm",
+        others=[monitor] if settings.ui else [],
     )
     admin = admin_settings(settings)
     with (
@@ -128,6 +136,13 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
             supervisor = EngineSupervisor(
                 config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer, launch=launch, spare=spare
             )
+            feed = ConsoleFeed(
+                supervisor,
+                monitor,
+                model_names,
+                shows_text=settings.console_show_text,
+                is_ending=lambda: server.should_exit,
+            )
             app = build_app(
                 supervisor,
                 text,
@@ -135,7 +150,10 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 model_names=model_names,
                 api_keys=api_keys,
                 observer=telemetry.observer,
-                extra_routers=[make_metrics_router(telemetry.prometheus)],
+                extra_routers=[
+                    make_metrics_router(telemetry.prometheus),
+                    *([console_router(feed)] if settings.ui else []),
+                ],
                 tool_servers=tool_servers,
                 adapters=adapters,
                 description=description,

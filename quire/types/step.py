@@ -101,3 +101,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
     pooled: dict[int, Pooled] = {}  # of rows whose prompts are computed
+    way: str = ""  # how it ran, by the name of its way

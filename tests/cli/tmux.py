@@ -66,7 +66,7 @@ class Terminal:
 @contextmanager
 def terminal() -> Iterator[Terminal]:
     if shutil.which("tmux") is None:
-        if os.environ.get("QUIRE_TEST_BROWSER"):
+        if os.environ.get("QUIRE_CI"):
             pytest.fail("tmux is not installed, though .ci/run has installed it")
         pytest.skip("needs tmux to be installed")
     opened = Terminal(f"quire-test-{secrets.token_hex(4)}")

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from quire.engine.client import EngineClient
 from quire.frontend.text_model import GenerationDefaults, TextModel
 from quire.frontend.tokenizer import Tokenizer
+from quire.types.console import EngineView
 from quire.types.errors import EngineDeadError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, EngineOutputs
@@ -138,16 +139,21 @@ class FakeClient(EngineClient):
     def has_unfinished(self) -> bool:
         return bool(self._running or self._said)
 
-    def call(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
+    def call(self, verb: str, argument: object = None, *, limit: float | None = None) -> EngineView | None:
+        if verb == "console":
+            return EngineView()
         if verb == "set_vocabulary":
             assert isinstance(argument, Vocabulary)
             self.vocabulary = argument
         else:
             assert verb == "reset_prefix_cache"
             self.num_resets += 1
+        return None
 
-    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = None) -> None:
-        self.call(verb, argument)
+    async def call_async(
+        self, verb: str, argument: object = None, *, limit: float | None = None
+    ) -> EngineView | None:
+        return self.call(verb, argument)
 
     def shutdown(self) -> None:
         self.is_shut_down = True

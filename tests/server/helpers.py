@@ -161,14 +161,17 @@ class LiveServer:
 def live_server(
     client: FakeClient | None = None,
     *,
+    provider: FakeProvider | None = None,
+    app: FastAPI | None = None,
+    port: int = 0,
     small_buffers: bool = False,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """With `small_buffers` the system holds little of what a slow reader has not read."""
-    client = client or FakeClient()
-    app = make_app(client, **settings)
-    listener = socket.create_server(("127.0.0.1", 0))
+    client = provider.client if provider else client or FakeClient()
+    app = app or make_app(client, provider=provider, **settings)
+    listener = socket.create_server(("127.0.0.1", port))
     if small_buffers:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -15,6 +15,9 @@ from quire.metrics.prometheus import PrometheusObserver
 from quire.server.access import PROBES, ROUTES
 from quire.server.app import build_app
 from quire.server.body import AnyTypeRoute, JsonRoute
+from quire.server.console.feed import ConsoleFeed
+from quire.server.console.monitor import ConsoleMonitor
+from quire.server.console.router import console_router
 from quire.server.metrics_route import make_metrics_router
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, FakeProvider, ServerConfig, http
@@ -54,7 +57,10 @@ def complete_app(protect_health: bool = False) -> FastAPI:
         ServerConfig(protect_health=protect_health, max_body_bytes=LIMIT),
         model_names=(MODEL,),
         api_keys=KEYS,
-        extra_routers=[make_metrics_router(PrometheusObserver(MODEL))],
+        extra_routers=[
+            make_metrics_router(PrometheusObserver(MODEL)),
+            console_router(ConsoleFeed(provider, ConsoleMonitor(), (MODEL,), is_ending=lambda: True)),
+        ],
     )
 
 
@@ -145,7 +151,7 @@ def app() -> FastAPI:
 
 
 async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open: bool) -> None:
-    good = 404 if "{response_id}" in path else 307 if (method, path) == ("GET", "/") else 200
+    good = 404 if "{response_id}" in path else 200
     if path in EMBEDDINGS:
         good = 400  # the fake engine generates
     for header, matches in [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from quire.server.access import ROUTES
+from quire.server.access import PAGES, ROUTES, WEB_FILES
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import make_app, serving
 
-# The page and what it is made of, and the metrics: a router that is not part of this app.
-HIDDEN = {"/", "/docs", "/openapi.json", "/metrics"}
+# Pages and what they are made of, and routers that are not part of this app: metrics, and the console's events.
+FILES = {f"/web/{name}" for name in WEB_FILES}
+HIDDEN = {*PAGES, *FILES, "/docs", "/openapi.json", "/metrics", "/console/events"}
 SHOWN = {(method, path) for method, path in ROUTES if path not in HIDDEN and (method, path) != ("POST", "/ping")}
 
 

@@ -83,8 +83,8 @@ def test_what_a_description_says_is_text_and_not_markup() -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
-async def test_the_servers_address_leads_to_the_page(root: str) -> None:
-    transport = httpx.ASGITransport(make_app(), root_path=root)
+async def test_without_a_chat_page_the_servers_address_leads_here(root: str) -> None:
+    transport = httpx.ASGITransport(make_app(ui=False), root_path=root)
     async with httpx.AsyncClient(transport=transport, base_url="http://quire") as session:
         answer = await session.get("/")
         head = await session.head("/")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.server.middleware import is_request_id
 from tests.frontend.fake_client import FakeClient
-from tests.server.helpers import live_server, serving
+from tests.server.helpers import http, live_server, make_app, serving
 
 
 async def test_without_keys_everybody_may_come_in() -> None:
@@ -122,3 +122,56 @@ async def test_content_is_logged_when_asked_for(caplog: pytest.LogCaptureFixture
             await session.post("/v1/completions", json={"prompt": "some text", "top_k": 3})
     assert "some text" in caplog.text
     assert "top_k=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LOCALHOST:1", True),
+        ("chat.localhost:8000", True),
+        ("[::1]:8000", True),
+        ("192.168.1.20", True),
+        ("quire:8000", True),  # a container's name
+        ("named.example:8000", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example:8000", False),
+        ("127.0.0.1.", True),
+    ],
+)
+async def test_names_that_a_stranger_could_have_are_refused(host: str, is_ours: bool) -> None:
+    """DNS rebinding: a stranger's page has its own name point here. With a key it gets nothing anyway."""
+    named = {"allowed_hosts": ("named.example",)}
+    for keys, wanted in (((), 200 if is_ours else 403), (("secret",), 401)):
+        async with http(make_app(api_keys=keys, **named)) as session:
+            answer = await session.get("/v1/models", headers={"host": host})
+            assert answer.status_code == wanted
+            if wanted == 403:
+                assert "--allowed-hosts" in answer.json()["error"]["message"]
+
+
+async def test_any_name_is_taken_where_that_is_set() -> None:
+    async with http(make_app(allowed_hosts=("*",))) as session:
+        assert (await session.get("/v1/models", headers={"host": "any.example"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("http://quire", 200),
+        ("https://quire", 200),  # a proxy ended TLS
+        ("http://friend.example", 200),
+        ("http://evil.example", 403),
+        ("http://quire.evil.example", 403),
+        ("null", 403),
+    ],
+)
+async def test_pages_of_other_origins_may_not_post(origin: str | None, status: int) -> None:
+    headers = {} if origin is None else {"origin": origin}
+    async with http(make_app(allowed_origins=("http://friend.example",))) as session:
+        answer = await session.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, headers=headers)
+    assert answer.status_code == status
