@@ -64,6 +64,15 @@ def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int
 class FakeDrafter:
     """Guesses a request's next tokens as if all that is in flight held; each guess is right with some probability."""
 
+    name = "fake"
+    default_tokens = 64
+
+    def open(self, request: Request) -> bool:
+        return True
+
+    def close(self, request: Request) -> None:
+        return None
+
     def __init__(self, right: float, longest: int, seed: int) -> None:
         self._right, self._longest = right, longest
         self._draw = random.Random(seed)
@@ -82,8 +91,17 @@ class FakeDrafter:
 class ScriptedDrafter:
     """Always proposes `drafts`, as many of them as it may."""
 
+    name = "scripted"
+    default_tokens = 64
+
     def __init__(self, *drafts: int) -> None:
         self.drafts = list(drafts)
+
+    def open(self, request: Request) -> bool:
+        return True
+
+    def close(self, request: Request) -> None:
+        return None
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         return self.drafts[:limit]
