@@ -10,6 +10,7 @@ from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import AdapterSlots
+from quire.sched.drafters.make import make_drafting
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import WholePrompts
 from quire.sched.step_times import Prior, StepTimes
@@ -20,6 +21,8 @@ from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
+
+_LOOK_AHEAD = 8  # tokens that are forced one after the other and become drafts
 
 
 def build_engine(
@@ -33,6 +36,14 @@ def build_engine(
     # Keys and values of a token that sees those after it are of no use to another prompt.
     caches = config.cache.enable_prefix_caching and not worker.is_bidirectional
     kv = KVCacheManager(ledger.layout, ledger.pool_blocks, caches)
+    speculative = config.speculation.speculative_config
+    grammars = GrammarManager(
+        limits,
+        config.structured.structured_outputs_cache_size,
+        executor.mask_room,
+        look_ahead=0 if speculative is None or speculative.method == "none" else _LOOK_AHEAD,
+    )
+    prior = Prior(*worker.step_times)
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -45,11 +56,11 @@ def build_engine(
         else make_shares(
             settings.step_time_target,
             config.scheduler.performance_mode,
-            StepTimes(Prior(*worker.step_times), worker.step_sizes),
+            StepTimes(prior, worker.step_sizes),
         ),
         adapters=AdapterSlots(config.lora.max_loras) if config.lora.enable_lora else None,
+        drafting=make_drafting(speculative, StepTimes(prior), grammars.forced),
     )
-    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
     conditions = [AdapterReader(executor, config.lora.max_cpu_loras)] if config.lora.enable_lora else []
     core = EngineCore(scheduler, executor, settings.steps_in_flight, Constraints(grammars), conditions=conditions)
     info = EngineInfo(

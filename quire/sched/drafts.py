@@ -6,7 +6,8 @@ gives and never which.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from quire.sched.draft_lengths import DraftLengths, EveryDraft, Offer, Track
 from quire.sched.request import Request, Status
@@ -31,19 +32,22 @@ class NoDrafts:
         return None
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Guesses tokens. A wrong guess costs the time to compute it, nothing else."""
 
-    name: str
-    default_tokens: int
+    name: ClassVar[str]
+    default_tokens: ClassVar[int] = 4
     """Most drafts of a request in a step, if the settings do not say."""
 
     def open(self, request: Request) -> bool:
         """A request begins. False if there will never be a guess for it: then it is not closed either."""
+        return True
 
     def close(self, request: Request) -> None:
         """A request that was opened ends, in whatever way."""
+        return None
 
+    @abstractmethod
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         """At most `limit` tokens that may follow the known ones and those in flight, if all of these hold."""
 

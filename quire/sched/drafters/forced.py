@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 
 Forced = tuple[int, Sequence[int]]
 """Tokens, and the number of the request's outputs before them."""
 
 
-class ForcedDrafter:
+class ForcedDrafter(Drafter):
     name = "forced"
     default_tokens = 16
 
@@ -19,9 +20,6 @@ class ForcedDrafter:
 
     def open(self, request: Request) -> bool:
         return request.constrained
-
-    def close(self, request: Request) -> None:
-        return None
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         start, tokens = self._forced(request.request_id)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from quire.config.groups import SpeculativeConfig
 from quire.config.speculative import lookup_sizes
 from quire.sched.drafters.index import TokenIndex
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 
 _CANDIDATES = 8  # occurrences that are compared
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     name = "ngram"
-    default_tokens = 4
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._shortest, self._longest = lookup_sizes(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from quire.config.groups import SpeculativeConfig
 from quire.sched.drafters.index import Match, TokenIndex
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 
 _SIZE = 2  # equal tokens after which it goes on
@@ -51,7 +52,7 @@ def _rank(match: Match) -> tuple[int, int]:
     return match.length, -match.end
 
 
-class PredictionDrafter:
+class PredictionDrafter(Drafter):
     name = "prediction"
     default_tokens = 16
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from quire.config.groups import SpeculativeConfig
 from quire.sched.drafters.index import TokenIndex
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 
 _SIZE = 2  # the shortest context
@@ -64,7 +65,7 @@ class PastOutputs:
         newest.num_requests += 1
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     name = "suffix"
     default_tokens = 16
 
