@@ -72,7 +72,7 @@ def check_speculative(config: SpeculativeConfig) -> None:
     shortest, longest = lookup_sizes(config)
     if shortest > longest:
         raise ConfigError(
-            f"speculative_config: prompt_lookup_min is {shortest} but prompt_lookup_max only {longest}; lower the first"
+            f"speculative_config: prompt_lookup_min is {shortest} but prompt_lookup_max is {longest}; lower the first"
         )
     share = config.suffix_decoding_min_token_prob
     if not 0 <= share <= 1:

@@ -65,7 +65,9 @@ class Track:
         if not guess:
             return
         came = known[place : place + len(guess)]
-        right = next((n for n, (said, token) in enumerate(zip(guess, came, strict=False)) if said != token), len(came))
+        right = next(
+            (n for n, (said, token) in enumerate(zip(guess, came, strict=False)) if said != token), len(came)
+        )
         if right < len(came) or len(came) == len(guess):
             self.judge(len(guess), right)
             self._guess = ()

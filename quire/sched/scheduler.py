@@ -243,7 +243,11 @@ class Scheduler:
             step.adapter_loads,
         )
         self._next_step_id += 1
-        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.drafts, step.retry, step.work, step.offers, step.predicted))
+        state.in_flight.append(
+            InFlight(
+                plan, step.requests, step.chunks, step.drafts, step.retry, step.work, step.offers, step.predicted
+            )
+        )
         return plan
 
     def _drop(self, request_ids: Iterable[str]) -> list[Request]:

@@ -68,6 +68,7 @@ class RequestContext:
         state["request_id"] = request_id
         state["own_request_id"] = own
         state["arrival_time"] = begin
+        state["tenant"] = None
         header = (REQUEST_ID_HEADER.encode(), request_id.encode())
         status = STATUS_CLIENT_GONE
 
@@ -124,9 +125,14 @@ class ApiKeys:
         candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Every key is compared, each in constant time, so that the time taken tells nothing about them.
         matches = [
-            hmac.compare_digest(_digest(candidate), digest) for candidate in candidates for digest in self._digests
+            digest
+            for candidate in candidates
+            for digest in self._digests
+            if hmac.compare_digest(_digest(candidate), digest)
         ]
-        return any(matches)
+        if matches:
+            scope["state"]["tenant"] = matches[0].hex()[:16]
+        return bool(matches)
 
 
 class BodyLimits:

@@ -202,10 +202,10 @@ class GrammarManager:
             lines = self._new_masks(len(known))
             self._fill_into(lines, list(known.values()))
         for index, tokens in gone.items():
-            entry = entries[index]
-            assert entry is not None
-            entry.matcher.rollback(len(tokens))
-            entry.forced = entry.num_accepted + len(drafts[index]), tokens[len(drafts[index]) :]
+            moved = entries[index]
+            assert moved is not None
+            moved.matcher.rollback(len(tokens))
+            moved.forced = moved.num_accepted + len(drafts[index]), tokens[len(drafts[index]) :]
 
     def _without_alternative(self, masks: Masks) -> list[int | None]:
         """For each mask, the token that has to come: the only one, or the longest if all others are its beginnings.

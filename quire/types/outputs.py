@@ -91,6 +91,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     events: list[Event] | None = None  # the text as thinking, text and calls, where it is read as such
     num_reasoning_tokens: int = 0  # of all tokens so far, those of thinking
+    num_accepted_predictions: int = 0  # tokens of the request's prediction so far that were drafts and held
+    num_rejected_predictions: int = 0  # those that did not hold
 
     def finished(self) -> bool:
         return self.finish_reason is not None

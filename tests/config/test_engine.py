@@ -93,7 +93,10 @@ def test_speculation_is_a_dict_of_its_own() -> None:
         ({}, "method is None but must be one of .*ngram.*suffix"),
         ({"method": "magic"}, "method is 'magic' but must be one of .*ngram.*suffix"),
         ({"method": "ngram", "tokens": 3}, "unknown field 'tokens'; known: method, num_speculative_tokens"),
-        ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, "ngram does not read suffix_decoding_max_tree_depth"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 3},
+            "ngram does not read suffix_decoding_max_tree_depth",
+        ),
         ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0 but must be at least 1"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "at most 64"),

@@ -187,7 +187,14 @@ def test_tokens_without_alternative_are_found_ahead_and_move_nothing() -> None:
     x, y, z = b"xyz"
     true, null = VOCABULARY.pieces.index(b"true"), VOCABULARY.pieces.index(b"null")
     open_all(manager, a="xyz[xy]", b="[xy]z", c="truenull(x|y)", d="xy?", e="xxxxxxxxx")
-    drafted = [MaskedRow("a"), MaskedRow("b", [x]), MaskedRow("c"), MaskedRow("d", [x]), MaskedRow("e"), MaskedRow("?")]
+    drafted = [
+        MaskedRow("a"),
+        MaskedRow("b", [x]),
+        MaskedRow("c"),
+        MaskedRow("d", [x]),
+        MaskedRow("e"),
+        MaskedRow("?"),
+    ]
     for _ in range(2):
         manager.start_masks(drafted).result(LIMIT)
         manager.accept("b", [])  # waits until nobody looks ahead

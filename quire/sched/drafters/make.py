@@ -14,9 +14,7 @@ from quire.sched.state import Drafting
 from quire.sched.step_times import StepTimes
 
 
-def make_drafting(
-    config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]
-) -> Drafting:
+def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> Drafting:
     """Without settings, only the predictions that requests bring: they cost nothing where there are none.
 
     `times` is used by nobody else; `forced` tells what a request's grammar leaves no choice about.
