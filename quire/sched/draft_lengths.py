@@ -12,17 +12,19 @@ from itertools import accumulate, repeat
 from operator import mul
 from typing import Protocol
 
+from quire.sched.draft_costs import DraftCosts
 from quire.sched.request import Request
 from quire.sched.state import InFlight, StepDraft
-from quire.sched.step_times import StepTimes, StepWork, pairs_of
+from quire.sched.step_times import StepTimes
 
 _MEMORY = 0.8  # part of what is known about acceptance that the next guess leaves
 _DOUBT = 1.0  # guesses' worth of weight that the other requests' acceptance has for a new one
 _GAIN = 1.03  # what drafts must be predicted to win: the prediction is not exact
 _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gave
 _EARNED = 0.005  # tokens of this credit that come with each token
-_PROBED = 64  # of so many steps whose drafts would hold but look too expensive, one verifies some
+_PROBED = 0.004  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
+_COMPARED = 128  # of so many steps one verifies no drafts, to know what that takes
 _RARELY = 0.05  # acceptance below which guesses are made in some steps only
 _ASKED = 8  # one in so many
 
@@ -117,49 +119,39 @@ class EveryDraft:
 
 
 class MeasuredLengths:
-    """The number with the most tokens a second, by an acceptance for each request and one model of steps' times.
+    """The number with the most tokens a second, by an acceptance for each request and what drafts cost before.
 
     A request whose drafts cost more than they gave verifies none until it has earned the difference, which bounds
     what wrong drafts cost whatever the predictions say.
     """
 
     def __init__(self, times: StepTimes, prior: float = 0.6) -> None:
-        """`times` is for this object alone: it learns from steps that only decode. `prior`: of acceptance."""
-        self._times = times
+        """`times` is for this object alone; `prior` is believed of acceptance."""
+        self._costs = DraftCosts(times)
         self._prior = prior
-        self._num_expensive = 0  # steps in a row whose drafts were likely and looked too expensive
+        self._num_steps = 0
+        self._last_probe = 0  # the step that last verified drafts although they looked too expensive
+        self._last_plain = 0  # the step that last verified none
 
     def may_ask(self, track: Track, step: StepDraft) -> bool:
         track.num_steps += 1
         return track.acceptance(self._prior) >= _RARELY or track.num_steps % _ASKED == 0
 
     def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
-        rows = len(step.requests) - step.num_prompts
+        self._num_steps += 1
         counts = [0] * len(offers)
         gains: list[tuple[float, int]] = []  # probability that a draft holds, its offer
         for number, offer in enumerate(offers):
             if offer.track.credit > 0.0:
                 chance = 1.0 if offer.drafter == "forced" else offer.track.acceptance(self._prior)
                 gains += [(held, number) for held in accumulate(repeat(chance, len(offer.tokens)), mul)]
-        if not gains:
-            return counts
-        rows = max(1, rows)
-        context = sum(step.requests[offer.index].num_computed_tokens for offer in offers) // len(offers)
+        rows = max(1, len(step.requests) - step.num_prompts)
         gains.sort(reverse=True)
-        alone = self._seconds(rows, 0, context)
-        best, best_rate, tokens = 0, _GAIN * rows / alone, float(rows)
-        for count, (held, _) in enumerate(gains, 1):
-            tokens += held
-            rate = tokens / self._seconds(rows, count, context)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        if not best and gains[0][0] >= _LIKELY:
-            self._num_expensive += 1
-            if self._num_expensive % _PROBED == 0:
-                best = min(len(gains), 2)
+        best = self._best(rows, [held for held, _ in gains[: self._costs.most(rows)]])
         if not best:
+            self._last_plain = self._num_steps
             return counts
-        cost = (self._seconds(rows, best, context) / alone - 1.0) * rows / best
+        cost = self._costs.extra(rows, best) / best / self._costs.plain(rows) * rows
         for _, number in gains[:best]:
             counts[number] += 1
             offers[number].cost = cost
@@ -170,15 +162,28 @@ class MeasuredLengths:
         track.credit = min(_CREDIT, track.credit + num_accepted - num_drafts * offer.cost)
         if offer.drafter != "forced":
             track.judge(num_drafts, num_accepted)
-            self._learn(num_accepted / num_drafts)
+            self._prior += 0.02 * (min(0.9, max(0.1, num_accepted / num_drafts)) - self._prior)
 
     def measured(self, step: InFlight, seconds: float) -> None:
         num_drafts = sum(map(len, step.drafts.values()))
         if seconds > 0.0 and step.work.prompt_tokens == num_drafts:
-            self._times.measured(step.work, seconds)
+            self._costs.measured(len(step.requests), num_drafts, seconds)
 
-    def _learn(self, share: float) -> None:
-        self._prior += 0.02 * (min(0.9, max(0.1, share)) - self._prior)
-
-    def _seconds(self, rows: int, num_drafts: int, context: int) -> float:
-        return self._times.of(StepWork(rows, num_drafts, pairs_of(context, num_drafts)))
+    def _best(self, rows: int, gains: list[float]) -> int:
+        """How many of these drafts give the most tokens a second, the likeliest first."""
+        if not gains or self._num_steps - self._last_plain >= _COMPARED:
+            return 0
+        plain = self._costs.plain(rows)
+        best, best_rate, tokens = 0, _GAIN * rows / plain, float(rows)
+        for count, held in enumerate(gains, 1):
+            tokens += held
+            rate = tokens / (plain + self._costs.extra(rows, count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if best or gains[0] < _LIKELY:
+            return best
+        few = min(len(gains), 2)
+        if self._costs.extra(rows, few) <= _PROBED * plain * (self._num_steps - self._last_probe):
+            self._last_probe = self._num_steps
+            return few
+        return 0
