@@ -29,9 +29,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt" and "suffix".
 
 With a suffix, the model fills in what stands between the prompt and the suffix. A "prediction", text or token ids, is
-what the output will be much like: its tokens are drafts. No outputs of one "tenant" are drafts for another. Instead of
-text or token ids there may be "prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the first
-layer is to read.
+what the output will be much like: its tokens are drafts. No outputs of one "tenant" are drafts for another. Instead
+of text or token ids there may be "prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the
+first layer is to read.
 """
 
 FindThinking = Callable[[str | None, list[int]], ThinkingMarks | None]
