@@ -94,7 +94,9 @@ def bench_spec(llm: LLM, options: SpecOptions, *, seed: int, say: Callable[[str]
 def _measure(
     llm: LLM, requests: list[dict[str, Any]], expected: list[list[int]], options: SpecOptions, acceptance: float
 ) -> SpecPoint:
-    plain, drafted, outputs = [], [], []
+    plain: list[float] = []
+    drafted: list[float] = []
+    outputs: list[RequestOutput] = []
     for _ in range(options.repeats):
         plain.append(_run(llm, requests, options, speculate=False)[0])
         seconds, outputs = _run(llm, requests, options, speculate=True)
