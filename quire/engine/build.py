@@ -50,6 +50,7 @@ def build_engine(
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         policy=config.scheduler.policy,
         max_model_len=ledger.max_model_len,
+        max_num_drafts=settings.max_num_drafts,
         kv=kv,
         shares=WholePrompts()
         if worker.is_bidirectional

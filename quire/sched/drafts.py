@@ -123,7 +123,8 @@ class Drafts:
                 offer.track.follow(request)
 
     def _room(self, state: SchedulerState, step: StepDraft, request: Request, count: int) -> int:
-        """Return how many of `count` drafts there are blocks for."""
+        """Return how many of `count` drafts there are blocks for, and places to sample at."""
+        count = min(count, state.limits.max_num_drafts - step.num_drafts)
         end = request.num_computed_tokens + count
         if end > request.capacity and state.kv.allocate(
             request.kv, request.num_certain_tokens, end, request.row, step.deltas, drafts=True

@@ -38,10 +38,14 @@ class Scheduler:
         shares: Shares | None = None,
         drafting: Drafting | None = None,
         adapters: NoAdapterSlots | None = None,
+        max_num_drafts: int | None = None,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
-        limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
+        most_drafts = max_num_batched_tokens if max_num_drafts is None else max_num_drafts
+        limits = Limits(
+            max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len, most_drafts
+        )
         self._state = SchedulerState(
             limits,
             kv,

@@ -26,6 +26,7 @@ class Limits:
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
     max_model_len: int
+    max_num_drafts: int  # of all requests in a step
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class StepDraft:
         "deltas",
         "drafts",
         "now",
+        "num_drafts",
         "num_prompts",
         "num_tokens",
         "offers",
@@ -74,6 +76,7 @@ class StepDraft:
         self.out_of_blocks = False  # some request was preempted, or waits, for lack of them
         self.retry = False
         self.shares: dict[Request, int] = {}  # tokens that prompts are to get, where they were decided beforehand
+        self.num_drafts = 0  # of all requests
         self.num_prompts = 0  # requests that more is computed of than the token sampled last
         self.prompt_tokens = 0  # theirs
         self.pairs = 0.0  # of these tokens and those before them
@@ -100,6 +103,7 @@ class StepDraft:
     def add_drafts(self, index: int, token_ids: list[int], *, is_prediction: bool = False) -> None:
         """Let a request of the step that samples verify drafts, which it has the blocks for."""
         request, count = self.requests[index], len(token_ids)
+        self.num_drafts += count
         self.prompt_tokens += count
         self.pairs += pairs_of(request.num_computed_tokens, count)
         request.num_computed_tokens += count
