@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from quire.kv.layout import KVGroup, KVLayout
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 from quire.types.masks import Masks
 from quire.types.request import EngineRequest
@@ -61,8 +62,11 @@ def generate_alone(request: EngineRequest, max_model_len: int) -> tuple[list[int
             return outputs, "length", None
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Guesses a request's next tokens as if all that is in flight held; each guess is right with some probability."""
+
+    name = "fake"
+    default_tokens = 64
 
     def __init__(self, right: float, longest: int, seed: int) -> None:
         self._right, self._longest = right, longest
@@ -79,8 +83,11 @@ class FakeDrafter:
         return (token + self._draw.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Always proposes `drafts`, as many of them as it may."""
+
+    name = "scripted"
+    default_tokens = 64
 
     def __init__(self, *drafts: int) -> None:
         self.drafts = list(drafts)

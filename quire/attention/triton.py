@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from quire.types.errors import ConfigError
 
 # Rows of up to this many queries, such as prefix hits, are one tile whose keys are split over programs.
 FEW_QUERIES = 16
-MAX_FEW_ROWS = 16  # in a step; more of them are tiles like any other
+MAX_FEW_ROWS = 16  # in a small step; of more rows, fewer programs share the keys
 _FEW = Cut(tile=FEW_QUERIES, splits=16)
 # Programs that keep every multiprocessor busy although rows differ in length; more splits only add work.
 _WANTED_PROGRAMS = 512
@@ -108,7 +108,8 @@ class TritonAttention(AttentionBackend):
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
     # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
     fused_queries = 2048
-    few_queries = FEW_QUERIES  # rows of at most this many queries are one tile whose keys are split
+    few_queries = FEW_QUERIES  # rows of at most this many queries are one tile whose keys are split ...
+    most_few_rows = 128  # ... for as many rows of a step; more of them are tiles like any other
     min_shared_rows = 8  # from this many rows of one query on, programs share all their keys evenly
     unavailable = staticmethod(launch.unavailable)
     multiprocessors = staticmethod(launch.multiprocessors)
@@ -151,6 +152,10 @@ class TritonAttention(AttentionBackend):
             healed = blocks.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         cache.view(torch.uint8)[:, block_ids] = healed.view(torch.uint8)
 
+    def few_rows(self, num_tokens: int) -> int:
+        """Rows of few queries in a step that have a tile each: drafts make all rows such rows."""
+        return min(max(MAX_FEW_ROWS, num_tokens // 4), self.most_few_rows)
+
     def divide(self, lengths: HostLengths) -> WorkPlan:
         singles: tuple[list[int], list[int]] = ([], [])
         few: tuple[list[int], list[int]] = ([], [])
@@ -158,12 +163,12 @@ class TritonAttention(AttentionBackend):
         partial_tiles: tuple[list[int], list[int]] = ([], [])
         whole = []
         longest = 0  # keys that a partial tile sees
-        token = 0
+        token, most_few = 0, self.few_rows(sum(lengths.queries))
         for index, (queries, context) in enumerate(zip(*lengths, strict=True)):
             if queries == 1:
                 singles[0].append(index)
                 singles[1].append(token)
-            elif queries <= self.few_queries and len(few[0]) < MAX_FEW_ROWS:
+            elif queries <= self.few_queries and len(few[0]) < most_few:
                 few[0].append(index)
                 few[1].append(0)
             else:
@@ -194,7 +199,8 @@ class TritonAttention(AttentionBackend):
 
     def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
         tiles = num_tokens // QUERY_TILE + min(max(_EXTRA_TILES, num_tokens // QUERY_TILE), num_tokens)
-        return (max_rows, max_rows, MAX_FEW_ROWS, MAX_FEW_ROWS, tiles, tiles, tiles, tiles)
+        few = self.few_rows(num_tokens)
+        return (max_rows, max_rows, few, few, tiles, tiles, tiles, tiles)
 
     def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[MixedKind]:
         if is_full:
@@ -291,7 +297,11 @@ class TritonAttention(AttentionBackend):
             given = (query, cache, batch.tables, *singles, *shared, out, scale, soft_cap, window)
             decode_attention(*given, splits=splits, keys=keys, num_stages=stages, sinks=spec.sinks)
         if few[0].shape[0]:
-            given_few = (query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, _FEW)
+            splits = _FEW.splits
+            while splits > 2 and splits * few[0].shape[0] > _FEW.splits * MAX_FEW_ROWS:
+                splits //= 2
+            cut = replace(_FEW, splits=splits)
+            given_few = (query, cache, batch.tables, *shared, *few, out, scale, soft_cap, window, cut)
             tile_attention(*given_few, spec.sinks)
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:

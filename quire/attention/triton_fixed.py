@@ -28,6 +28,7 @@ class FixedTritonAttention(TritonAttention):
     heads_per_program = 8  # for any number of tokens: the order of a norm's sum may depend on it
     min_segment = 512  # keys
     keys_at_a_time = 64
+    most_few_rows = MAX_FEW_ROWS  # each takes room for all segments of its queries
     few_splits = 8  # programs that share the keys of a row of few queries
     # By rows times KV heads, at most: programs that share a row's segments, and their warps; measured on an H200.
     segment_shares: tuple[tuple[int, tuple[int, int]], ...] = ((32, (16, 4)), (256, (8, 4)), (1024, (4, 2)))

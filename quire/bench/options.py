@@ -46,9 +46,9 @@ class DataOptions:
                 f"--dataset-name {self.dataset_name} reads no file; give --dataset-name jsonl or sharegpt"
             )
         for name in ("input_len", "output_len", "num_prefixes", "prefix_len", "max_total_len"):
-            _check_least(name, getattr(self, name), 1)
+            check_least(name, getattr(self, name), 1)
         if self.num_prompts is not None:
-            _check_least("num_prompts", self.num_prompts, 1)
+            check_least("num_prompts", self.num_prompts, 1)
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--range-ratio is {self.range_ratio:g} but must be at least 0 and below 1")
         if self.dataset_name == "shared-prefix" and self.prefix_len >= self.shortest_input:
@@ -82,8 +82,8 @@ class LatencyOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "input_len", "output_len", "repeats"):
-            _check_least(name, getattr(self, name), 1)
-        _check_least("warmup", self.warmup, 0)
+            check_least(name, getattr(self, name), 1)
+        check_least("warmup", self.warmup, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +132,8 @@ class LoadOptions:
         if not self.request_rate > 0:
             raise ConfigError(f"--request-rate is {self.request_rate:g} but must be above 0, or inf")
         if self.max_concurrency is not None:
-            _check_least("max_concurrency", self.max_concurrency, 1)
-        _check_least("warmup", self.warmup, 0)
+            check_least("max_concurrency", self.max_concurrency, 1)
+        check_least("warmup", self.warmup, 0)
         if self.ramp < 0:
             raise ConfigError(f"--ramp is {self.ramp:g} seconds but must be at least 0")
         if self.ramp and math.isinf(self.request_rate) and self.max_concurrency is None:
@@ -190,6 +190,6 @@ def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} is {value!r} but must be one of {', '.join(known)}")
 
 
-def _check_least(name: str, value: int, least: int) -> None:
+def check_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be at least {least}")

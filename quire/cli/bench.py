@@ -1,4 +1,4 @@
-"""`quire bench serve | sweep | latency | throughput | steps | startup`: measure a server or the engine itself."""
+"""`quire bench serve | sweep | latency | throughput | steps | spec | startup`: measures a server or the engine."""
 
 from __future__ import annotations
 
@@ -174,6 +174,45 @@ def _run_startup(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], metavar="N", help="default 1 4 16")
+    add(
+        "--acceptances",
+        nargs="+",
+        type=float,
+        default=[0.0, 0.5, 0.8, 0.9, 1.0],
+        metavar="X",
+        help="shares of predicted tokens that are right; default 0 0.5 0.8 0.9 1",
+    )
+    add("--input-len", type=int, default=32, metavar="N", help="tokens per prompt; default %(default)s")
+    add("--output-len", type=int, default=256, metavar="N", help="tokens per answer; default %(default)s")
+    add("--repeats", type=int, default=3, metavar="N", help="of each point; default %(default)s")
+    flags.add_output_flags(parser, "spec")
+    add_engine_arguments(parser)
+
+
+def _run_spec(args: argparse.Namespace) -> int:
+    from quire.bench.spec import SpecOptions, bench_spec, spec_chart, spec_grids
+
+    settings = engine_settings_from(args)
+    shape = {field.name: getattr(args, field.name) for field in fields(SpecOptions)}
+    options = SpecOptions(**shape)
+    from quire import LLM
+    from quire.bench.output import save_page
+
+    with LLM(**settings) as llm:
+        points = bench_spec(llm, options, seed=settings.get("seed", 0), say=_say)
+    title = f"drafts: {args.input_len} tokens in, {args.output_len} out, {args.repeats} times"
+    if args.output_dir is not None:
+        picture = spec_chart(points, "Speed-up by draft tokens", title)
+        folder = args.output_dir / args.experiment_name
+        _tell(save_page(folder, "spec", spec_grids(points), {"speedup": picture}, environment(*_ENGINE_PACKAGES)))
+    results = {"points": [point.to_dict() for point in points]}
+    _finish(args, "spec", title, spec_grids(points), {**shape, "engine": settings}, results)
+    return 0
+
+
 def _finish(
     args: argparse.Namespace,
     name: str,
@@ -258,5 +297,6 @@ KINDS: dict[str, Kind] = {
         _add_steps,
         _run_steps,
     ),
+    "spec": ("how much faster draft tokens make the engine, by batch size and acceptance", _add_spec, _run_spec),
     "startup": ("how long a fresh process takes until its first token", _add_startup, _run_startup),
 }

@@ -8,7 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -237,9 +237,12 @@ def _read_bytes(text: str) -> int:
 
 
 def _json_reader(setting: Setting) -> Callable[[str], Any]:
+    # A dataclass is made of its fields by EngineConfig.from_flat, which names those that are unknown.
+    kind = dict[str, Any] if is_dataclass(setting.type) else setting.type
+
     def read(text: str) -> Any:
         try:
-            return msgspec.json.decode(text, type=setting.type)
+            return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not the JSON expected here: {error}") from error
 

@@ -18,9 +18,11 @@ from quire.config.groups import (
     LoRAConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
     StructuredConfig,
     TracingConfig,
 )
+from quire.config.speculative import check_speculative, read_speculative
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
@@ -36,6 +38,7 @@ class EngineConfig:
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -73,6 +76,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "structured": StructuredConfig,
     "lora": LoRAConfig,
     "tracing": TracingConfig,
+    "speculation": SpeculationConfig,
 }
 
 
@@ -86,6 +90,8 @@ def _checked(group_type: type[Any], setting: Field[Any], value: Any) -> Any:
             value = parse_bytes(value)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
+    if name == "speculative_config" and value is not None:
+        return read_speculative(value)
     hint = get_type_hints(group_type)[name]
     try:
         return msgspec.convert(value, hint)
@@ -141,6 +147,8 @@ def check(config: EngineConfig) -> None:
     utilization = config.cache.gpu_memory_utilization
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {utilization} but must be above 0 and at most 1; 0.9 is usual")
+    if config.speculation.speculative_config is not None:
+        check_speculative(config.speculation.speculative_config)
     block_size = config.cache.block_size
     if block_size & (block_size - 1) or block_size > 128:
         raise ConfigError(f"block_size is {block_size} but must be a power of two up to 128; 16 is a good value")

@@ -222,6 +222,35 @@ class TracingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Who guesses draft tokens, and how many at most. Fields are named as in vLLM; not every method reads each."""
+
+    method: str
+    num_speculative_tokens: int | None = None  # most drafts of a request in a step; None: the method's own number
+    model: str | None = None  # of methods with weights: where they are
+    revision: str | None = None  # of that model
+    quantization: str | None = None  # of that model; None: as the target's
+    draft_tensor_parallel_size: int | None = None  # of that model; None: as the target's
+    prompt_lookup_max: int | None = None  # ngram: the longest n-gram that is looked up
+    prompt_lookup_min: int | None = None  # ngram: the shortest one
+    suffix_decoding_max_tree_depth: int = 24  # suffix: the longest context that is compared
+    suffix_decoding_max_cached_requests: int = 10000  # suffix: past outputs that are kept
+    suffix_decoding_max_spec_factor: float = 1.0  # suffix: most drafts, as a multiple of the matched context
+    suffix_decoding_min_token_prob: float = 0.1  # suffix: the least share of past continuations that a draft had
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Draft tokens that steps verify: more tokens a step, and never other ones."""
+
+    speculative_config: SpeculativeConfig | None = setting(
+        None,
+        'Who guesses draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, suffix,'
+        " prediction. Unset: only the `prediction` field of requests is used; method none: not even that.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP server of `quire serve`. The engine knows none of these."""
 

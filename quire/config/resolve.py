@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.engine import EngineConfig, check_budget
+from quire.config.groups import SpeculativeConfig
+
+_FEW_DRAFTS, _MOST_DRAFTS = 32, 384
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class ResolvedConfig:
     activations: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_drafts: int  # of all requests in a step
     long_prefill_token_threshold: int
     step_time_target: float  # seconds; 0: no bound
     steps_in_flight: int
@@ -116,9 +120,21 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         activations=activations,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
+        max_num_drafts=_max_drafts(config.speculation.speculative_config, num_seqs, budget),
         long_prefill_token_threshold=min(threshold, budget),
         step_time_target=target,
         steps_in_flight=in_flight,
         attention_backend=backend,
         reasons=reasons,
     )
+
+
+def _max_drafts(config: SpeculativeConfig | None, num_seqs: int, budget: int) -> int:
+    """Each place that is sampled takes memory of the vocabulary's size; at large batches drafts do not pay anyway."""
+    if config is None:  # requests may bring predictions
+        most = _FEW_DRAFTS
+    elif config.method == "none":
+        most = 0
+    else:
+        most = min(num_seqs * (config.num_speculative_tokens or _FEW_DRAFTS), _MOST_DRAFTS)
+    return max(0, min(most, budget - 1))

@@ -30,6 +30,8 @@ from quire.worker.description import WorkerDescription
 from quire.worker.executor import Executor
 from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
 
+_LOOK_AHEAD = 8  # tokens that are forced one after the other and become drafts
+
 
 def build_engine(
     config: EngineConfig, report: ReportPhase = ignore_phase, executor_name: str = DEFAULT_EXECUTOR
@@ -40,9 +42,9 @@ def build_engine(
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
     setup = scheduler_setup(config, worker)
-    grammars = GrammarManager(limits, config.structured.structured_outputs_cache_size, executor.mask_room)
+    grammars = make_grammars(config, executor)
     core = EngineCore(
-        setup.make_scheduler(),
+        setup.make_scheduler(grammars.forced),
         executor,
         settings.steps_in_flight,
         Constraints(grammars),
@@ -85,6 +87,18 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
         step_sizes=tuple(worker.step_sizes),
         steps_in_flight=settings.steps_in_flight,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+        max_num_drafts=settings.max_num_drafts,
+        speculative=config.speculation.speculative_config,
+    )
+
+
+def make_grammars(config: EngineConfig, executor: Executor) -> GrammarManager:
+    speculative = config.speculation.speculative_config
+    return GrammarManager(
+        grammar_limits(config.structured),
+        config.structured.structured_outputs_cache_size,
+        executor.mask_room,
+        look_ahead=0 if speculative is None or speculative.method == "none" else _LOOK_AHEAD,
     )
 
 

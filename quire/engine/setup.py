@@ -5,11 +5,15 @@ The engine makes one from what its worker says; a trace keeps it, so that replay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.config.groups import SpeculativeConfig
 from quire.kv.layout import KVLayout
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import AdapterSlots
+from quire.sched.drafters.forced import Forced, nothing_forced
+from quire.sched.drafters.make import make_drafting
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import WholePrompts
 from quire.sched.step_times import Prior, StepTimes
@@ -33,21 +37,27 @@ class SchedulerSetup:
     step_sizes: tuple[int, ...]
     steps_in_flight: int
     max_loras: int = 0  # 0: adapters are not served
+    max_num_drafts: int = 0  # of a step
+    speculative: SpeculativeConfig | None = None
 
-    def make_scheduler(self) -> Scheduler:
+    def make_scheduler(self, forced: Callable[[str], Forced] = nothing_forced) -> Scheduler:
+        """`forced` tells what a request's grammar leaves no choice about."""
+        prior = Prior(*self.step_times)
         return Scheduler(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.policy,
             max_model_len=self.max_model_len,
+            max_num_drafts=self.max_num_drafts,
             kv=KVCacheManager(self.layout, self.pool_blocks, self.caches_prefixes),
             shares=WholePrompts()
             if self.takes_whole_prompts
             else make_shares(
                 self.step_time_target,
                 self.performance_mode,
-                StepTimes(Prior(*self.step_times), self.step_sizes),
+                StepTimes(prior, self.step_sizes),
             ),
             adapters=AdapterSlots(self.max_loras) if self.max_loras else None,
+            drafting=make_drafting(self.speculative, StepTimes(prior), forced),
         )

@@ -410,7 +410,7 @@ class AsyncEngine:
 def _is_long(prompt: Prompt) -> bool:
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
         return True
-    names = ("prompt", "prompt_token_ids", "suffix")
+    names = ("prompt", "prompt_token_ids", "suffix", "prediction")
     parts = [prompt.get(name) for name in names] if isinstance(prompt, Mapping) else [prompt]
     return any(isinstance(part, Sequence) and len(part) > LONG_TEXT for part in parts)
 

@@ -28,14 +28,18 @@ from quire.types.structured import GrammarSource, Vocabulary
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a dict with "prompt" or "prompt_token_ids" (or both), and optionally "cache_salt" and "suffix".
 
-With a suffix, the model fills in what stands between the prompt and the suffix. Instead of either there may be
-"prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the first layer is to read.
+With a suffix, the model fills in what stands between the prompt and the suffix. A "prediction", text or token ids, is
+what the output will be much like: its tokens are drafts. No outputs of one "tenant" are drafts for another. Instead
+of text or token ids there may be "prompt_embeds", where they are enabled: an array [tokens, hidden size] of what the
+first layer is to read.
 """
 
 FindThinking = Callable[[str | None, list[int]], ThinkingMarks | None]
 """From a prompt's text, if there is any, and its token ids to the marks of thinking, for a model that thinks."""
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "suffix"})
+_PROMPT_KEYS = frozenset(
+    {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "suffix", "prediction", "tenant"}
+)
 _Dict = Mapping[str, Any]
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, the increment of SplitMix64
@@ -150,6 +154,7 @@ class InputProcessor:
         if self._info.pooler is not None:
             raise WrongTaskError(pools=True)
         embeds = self._read_embeds(prompt, params)
+        speculation = self._read_speculation(prompt)
         if embeds is not None:  # what the tokens are is not known; there are as many
             prompt = {"prompt_token_ids": [0] * embeds.shape[0], "cache_salt": cast(_Dict, prompt).get("cache_salt")}
         text, token_ids, cache_salt = self._read_prompt(prompt, params, add_special_tokens)
@@ -165,8 +170,8 @@ class InputProcessor:
         children = self._fan_out(
             request_id, token_ids, params, priority, cache_salt, grammar, arrival_time, eos_token_ids
         )
-        if embeds is not None or adapter is not None:
-            more = {"prompt_embeds": embeds, "adapter": adapter}
+        if embeds is not None or adapter is not None or speculation:
+            more = {"prompt_embeds": embeds, "adapter": adapter, **speculation}
             children = tuple(msgspec.structs.replace(child, **more) for child in children)
         return PreparedRequest(
             request_id=request_id,
@@ -342,6 +347,30 @@ class InputProcessor:
         if _suffix(prompt) is not None:  # what is filled in may begin the text; the tokenizer adds nothing inside it
             return text, self._encode(text, params, False) if text else [], cache_salt
         return text, self._encode(text, params, add_special_tokens), cache_salt
+
+    def _read_speculation(self, prompt: Prompt) -> dict[str, Any]:
+        """What a prompt says for drafts: the predicted tokens, and whose request it is."""
+        if not isinstance(prompt, Mapping):
+            return {}
+        found: dict[str, Any] = {}
+        tenant, predicted = prompt.get("tenant"), prompt.get("prediction")
+        if tenant is not None:
+            if not isinstance(tenant, str):
+                raise RequestError(f"tenant is {_short(tenant)} but must be text", "tenant")
+            found["tenant"] = tenant
+        if predicted is None:
+            return found
+        # The output is no longer than this, and what differs at its end costs nothing but a few drafts.
+        limit = self._info.max_model_len
+        if isinstance(predicted, str):
+            if self._tokenizer is None:
+                raise RequestError("prediction needs a tokenizer, and there is none; give token ids", "prediction")
+            predicted = self._tokenizer.encode_first(predicted, False, limit) if predicted else []
+        elif not isinstance(predicted, Sequence) or not set(map(type, predicted)) <= {int}:
+            raise RequestError(f"prediction is {_short(predicted)} but must be text or token ids", "prediction")
+        ids = list(predicted[:limit])
+        self._check_token_ids("prediction", (min(ids), max(ids)) if ids else ())
+        return {**found, "prediction": ids}
 
     def _fill_in(
         self, prefix: list[int], suffix: Any, params: SamplingParams, add_special_tokens: bool

@@ -110,4 +110,6 @@ def _merge_completions(parts: list[CompletionOutput]) -> CompletionOutput:
         last.stop_reason,
         None if last.events is None else [event for part in parts for event in part.events or ()],
         last.num_reasoning_tokens,
+        last.num_accepted_predictions,
+        last.num_rejected_predictions,
     )

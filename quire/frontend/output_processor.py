@@ -66,6 +66,8 @@ class CompletionState:
         "first_token_time",
         "index",
         "last_token_time",
+        "num_accepted_predictions",
+        "num_rejected_predictions",
         "num_tokens",
         "stop_reason",
     )
@@ -84,6 +86,8 @@ class CompletionState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
+        self.num_accepted_predictions = 0
+        self.num_rejected_predictions = 0
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.changed = False  # there is something to hand out
@@ -122,6 +126,8 @@ class CompletionState:
                 token_ids = token_ids[:taken]
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
+        if output.num_accepted_predictions or output.num_rejected_predictions:
+            self._count_predictions(output, len(token_ids))
         if token_ids and (not self._num_taken or self.num_tokens >= self._num_taken + self._interval):
             self.changed = True
         if self._logprobs is not None and output.logprobs is not None:
@@ -168,7 +174,16 @@ class CompletionState:
         if self._reader is not None:
             output.events = self._reader.take(delta)
             output.num_reasoning_tokens = self._reader.num_reasoning_tokens
+        output.num_accepted_predictions = self.num_accepted_predictions
+        output.num_rejected_predictions = self.num_rejected_predictions
         return output
+
+    def _count_predictions(self, output: EngineOutput, num_tokens: int) -> None:
+        """What stands behind the end of the text was not accepted."""
+        accepted = min(output.num_accepted_predictions, num_tokens)
+        total = output.num_accepted_predictions + output.num_rejected_predictions
+        self.num_accepted_predictions += accepted
+        self.num_rejected_predictions += total - accepted
 
     def _add_text(self, detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> int:
         """Append the tokens' text; how many tokens were read before a stop string or a call ended the text."""

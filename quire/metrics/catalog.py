@@ -65,6 +65,17 @@ PREFIX_HITS = Metric("prefix_cache_hits_total", "counter", "Prompt tokens that t
 PREEMPTIONS = Metric(
     "num_preemptions_total", "counter", "Times that a running completion was put back because KV blocks ran out."
 )
+DRAFTS = Metric("spec_decode_num_drafts_total", "counter", "Times that a step verified draft tokens of a completion.")
+DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens_total", "counter", "Draft tokens that steps have verified.")
+ACCEPTED_TOKENS = Metric(
+    "spec_decode_num_accepted_tokens_total", "counter", "Draft tokens that were the right ones, so that they held."
+)
+ACCEPTED_PER_POSITION = Metric(
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "counter",
+    "The same by their place among the draft tokens of a completion and step, from 0.",
+    ("position",),
+)
 SUCCESS = Metric(
     "request_success_total",
     "counter",

@@ -62,6 +62,12 @@ class PrometheusObserver(Observer, Collector):
         self._prefix_queries.value = counters.prefix_queries
         self._prefix_hits.value = counters.prefix_hits
         self._computed_prompt_tokens.value = counters.prompt_tokens
+        if counters.num_drafts:
+            self._drafts.value = counters.num_drafts
+            self._draft_tokens.value = counters.num_draft_tokens
+            self._accepted_tokens.value = counters.num_accepted_tokens
+            for position, count in enumerate(counters.accepted_per_position):
+                self._accepted_per_position.at(str(position)).value = count
         if stats.step_time:
             self._step_time.observe(stats.step_time)
             self._step_tokens.observe(stats.step_tokens)
@@ -139,6 +145,10 @@ class PrometheusObserver(Observer, Collector):
         self._prefix_queries = self._number(catalog.PREFIX_QUERIES)
         self._prefix_hits = self._number(catalog.PREFIX_HITS)
         self._preemptions = self._number(catalog.PREEMPTIONS)
+        self._drafts = self._number(catalog.DRAFTS)
+        self._draft_tokens = self._number(catalog.DRAFT_TOKENS)
+        self._accepted_tokens = self._number(catalog.ACCEPTED_TOKENS)
+        self._accepted_per_position = self._numbers(catalog.ACCEPTED_PER_POSITION)
         self._restarts = self._number(catalog.ENGINE_RESTARTS)
         self._resumed = self._number(catalog.REQUESTS_RESUMED)
         self._journal_failures = self._number(catalog.JOURNAL_FAILURES)

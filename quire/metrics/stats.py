@@ -146,13 +146,27 @@ class Observers(Observer):
 class EngineCounters:
     """Sums of the engine's own counts over its restarts, each of which begins again at zero."""
 
-    __slots__ = ("_before", "num_preemptions", "prefix_hits", "prefix_queries", "prompt_tokens")
+    __slots__ = (
+        "_before",
+        "accepted_per_position",
+        "num_accepted_tokens",
+        "num_draft_tokens",
+        "num_drafts",
+        "num_preemptions",
+        "prefix_hits",
+        "prefix_queries",
+        "prompt_tokens",
+    )
 
     def __init__(self) -> None:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.accepted_per_position: list[int] = []
         self._before = EngineStats()
 
     def add(self, stats: EngineStats) -> None:
@@ -161,7 +175,20 @@ class EngineCounters:
         self.prefix_queries += stats.prefix_queries - before.prefix_queries
         self.prefix_hits += stats.prefix_hits - before.prefix_hits
         self.prompt_tokens += stats.prompt_tokens - before.prompt_tokens
+        if stats.num_drafts != before.num_drafts:
+            self._add_drafts(stats, before)
         self._before = stats
 
     def restart(self) -> None:
         self._before = EngineStats()
+
+    def _add_drafts(self, stats: EngineStats, before: EngineStats) -> None:
+        self.num_drafts += stats.num_drafts - before.num_drafts
+        self.num_draft_tokens += stats.num_draft_tokens - before.num_draft_tokens
+        self.num_accepted_tokens += stats.num_accepted_tokens - before.num_accepted_tokens
+        counts = self.accepted_per_position
+        counts += [0] * (len(stats.accepted_per_position) - len(counts))
+        for position, count in enumerate(stats.accepted_per_position):
+            counts[position] += count
+        for position, count in enumerate(before.accepted_per_position):
+            counts[position] -= count

@@ -62,10 +62,20 @@ def _slots(table: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> T
 
 
 def gather_sampling(
-    rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+    rows: Tensor,
+    table: Tensor,
+    seeds: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op draw_within reads of rows [n]: their columns of table [4, max_rows], seeds, output positions."""
+    """What the op draw_within reads of rows [n]: their columns of table [4, max_rows], seeds, output positions.
+
+    Of each row ahead [n] int32 drafts come before what is drawn.
+    """
     positions = num_tokens.index_select(0, rows) - num_prompt_tokens.index_select(0, rows)
+    if ahead is not None:
+        positions = positions + ahead
     return table.index_select(1, rows), seeds.index_select(0, rows), positions
 
 
@@ -97,12 +107,13 @@ def generate_mixed(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     return rows, contexts.int(), starts, token_ids, num_computed, tables, _BLOCK, int(starts[-1]) + 3 * seed
 
 
-def generate_sampling(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def generate_sampling(seed: int) -> tuple[Tensor | None, ...]:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(_ROWS, generator=generator)[: 1 + seed % 8]
     table = torch.rand(4, _ROWS, generator=generator, dtype=torch.float64)
     seeds, tokens, prompt = torch.randint(1 << 40, (3, _ROWS), generator=generator).unbind(0)
-    return rows, table, seeds, tokens + prompt, prompt
+    ahead = torch.randint(5, rows.shape, generator=generator).int() if seed % 2 else None
+    return rows, table, seeds, tokens + prompt, prompt, ahead
 
 
 GATHER_DECODE = Op(

@@ -10,12 +10,15 @@ from quire.ops.base import Implementation, Op, native
 CHUNK = 4096  # tokens that share a highest logit
 
 
-def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
+def keep_allowed(
+    logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits [m, vocab_size] as float32 with -inf where a token is not allowed, and what was highest before.
 
     rows [m] int64 are columns of lines [k, max_rows] int32, which names k lines of masks [n, words] int32 for a row,
     -1 for none: bit i of word w allows token 32 * w + i. The highest logits [m, chunks] are of CHUNK tokens each, and
-    infinite where one is NaN.
+    infinite where one is NaN. Of the first of the k masks a row may have several, in lines one after the other: it
+    takes the one that is ahead [m] int32 lines behind the named one.
     """
     count, vocab_size = logits.shape
     logits = logits.to(torch.float32)
@@ -23,21 +26,24 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> 
     padded = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf).view(count, -1, CHUNK)
     highest = torch.where(padded.isnan(), torch.inf, padded).amax(-1)
     tokens = torch.arange(vocab_size, device=logits.device)
-    for line in lines[:, rows].to(torch.int64):
+    for index, line in enumerate(lines[:, rows].to(torch.int64)):
+        if ahead is not None and index == 0:
+            line = torch.where(line < 0, line, line + ahead)
         words = masks[line.clamp(min=0)][:, tokens // 32]
         allowed = (words >> (tokens % 32)) & 1 == 1
         logits = torch.where(allowed | (line < 0).unsqueeze(1), logits, -torch.inf)
     return logits, highest
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def generate_inputs(seed: int) -> tuple[Tensor | None, ...]:
     generator = torch.Generator().manual_seed(seed)
     count, vocab_size, max_rows = 1 + seed % 6, (1, 130, 5000, 9001)[seed % 4], 9
     logits = torch.randn(count, vocab_size, generator=generator)
     rows = torch.randperm(max_rows, generator=generator)[:count]
-    masks = torch.randint(-(2**31), 2**31 - 1, (7, -(-vocab_size // 32)), generator=generator, dtype=torch.int64)
+    masks = torch.randint(-(2**31), 2**31 - 1, (10, -(-vocab_size // 32)), generator=generator, dtype=torch.int64)
     lines = torch.randint(-1, 7, (1 + seed % 2, max_rows), generator=generator, dtype=torch.int32)
-    return logits, rows, masks.to(torch.int32), lines
+    ahead = torch.randint(4, rows.shape, generator=generator).int() if seed % 3 == 1 else None
+    return logits, rows, masks.to(torch.int32), lines, ahead
 
 
 KEEP_ALLOWED = Op(

@@ -8,6 +8,7 @@ from quire.ops.activation import GELU, GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8,
 from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
+from quire.ops.drafts import PLACE_DRAFTS
 from quire.ops.draw_within import DRAW_WITHIN
 from quire.ops.embedding import EMBED, EMBED_FROM
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
@@ -70,6 +71,7 @@ OPS: tuple[Op[Any], ...] = (
     GATHER_DECODE,
     GATHER_MIXED,
     GATHER_SAMPLING,
+    PLACE_DRAFTS,
     SCALE,
     SOFT_CAP,
     FIRST_MAX,

@@ -20,19 +20,22 @@ def edit_logits(
     token_ids: Tensor,
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Add to or ban some tokens of rows [m] int64: logits [m, vocab_size] float32, changed in place and returned.
 
     Row r has counts[r] lines of edits [n, columns] int32 from starts[r] on: a token, the bits of the float32 that is
     added (-inf bans, and wins), how many outputs there may be at most, less one, and must be at least, then the
-    tokens that the row must end with, the last first, ANY for any. A token has one number added at most.
+    tokens that the row must end with, the last first, ANY for any. A token has one number added at most. Of each row
+    ahead [m] int32 drafts behind its known tokens count as known.
     """
+    more = [0] * len(rows) if ahead is None else ahead.tolist()
     for line, row in enumerate(rows.tolist()):
         count, start = int(counts[row]), int(starts[row])
         if count == 0:
             continue
         mine = edits[start : start + count].to(torch.int64)
-        known = int(num_tokens[row])
+        known = int(num_tokens[row]) + more[line]
         outputs = known - int(num_prompt_tokens[row])
         active = (outputs < mine[:, 2]) & (mine[:, 3] <= outputs)
         before = mine[:, FIXED_COLUMNS:]
@@ -52,18 +55,21 @@ def penalize(
     token_ids: Tensor,
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Penalize what rows [m] int64 have said: logits [m, vocab_size] float32, changed in place and returned.
 
     penalties [3, max_rows] float32: presence, frequency (both of outputs) and repetition (of the prompt too). Counts
-    are taken afresh from the row's tokens; ids outside the vocabulary count nothing.
+    are taken afresh from the row's tokens; ids outside the vocabulary count nothing. Of each row ahead [m] int32
+    drafts behind its known tokens count as known.
     """
+    more = [0] * len(rows) if ahead is None else ahead.tolist()
     size = logits.shape[1]
     for line, row in enumerate(rows.tolist()):
         presence, frequency, repetition = penalties[:, row]
         if presence == 0.0 and frequency == 0.0 and repetition == 1.0:
             continue
-        known = token_ids[row, : int(num_tokens[row])].to(torch.int64)
+        known = token_ids[row, : int(num_tokens[row]) + more[line]].to(torch.int64)
         inside = (known >= 0) & (known < size)
         outputs = known[int(num_prompt_tokens[row]) :][inside[int(num_prompt_tokens[row]) :]]
         counts = torch.bincount(outputs, minlength=size).to(torch.float32)
@@ -77,19 +83,23 @@ def penalize(
 _ROWS, _LENGTH = 7, 40
 
 
-def _rows(seed: int) -> tuple[torch.Generator, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _rows(seed: int) -> tuple[torch.Generator, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
     size = (33, 90, 5000)[seed % 3]
     count = 1 + seed % 5
     logits = torch.randint(-40, 40, (count, size), generator=generator) * 0.125
     rows = torch.randperm(_ROWS, generator=generator)[:count]
     token_ids = torch.randint(-1, min(size, 40) + 2, (_ROWS, _LENGTH), generator=generator).int()
-    num_tokens = torch.randint(2, _LENGTH, (_ROWS,), generator=generator)
-    return generator, logits, rows, token_ids, num_tokens, num_tokens // 2
+    num_tokens = torch.randint(2, _LENGTH - 4, (_ROWS,), generator=generator)
+    ahead = None
+    if seed % 2:
+        rows = rows[torch.arange(count) // 2]
+        ahead = torch.randint(4, rows.shape, generator=generator).int()
+    return generator, logits, rows, token_ids, num_tokens, num_tokens // 2, ahead
 
 
-def generate_edits(seed: int) -> tuple[Tensor, ...]:
-    generator, logits, rows, token_ids, num_tokens, num_prompt_tokens = _rows(seed)
+def generate_edits(seed: int) -> tuple[Tensor | None, ...]:
+    generator, logits, rows, token_ids, num_tokens, num_prompt_tokens, ahead = _rows(seed)
     each = 12
     edits = torch.full((_ROWS * each, FIXED_COLUMNS + 2), ANY, dtype=torch.int32)
     values = torch.tensor([1.5, -2.25, -torch.inf])
@@ -104,15 +114,15 @@ def generate_edits(seed: int) -> tuple[Tensor, ...]:
     starts = torch.arange(_ROWS, dtype=torch.int32) * each
     counts = torch.randint(0, each + 1, (_ROWS,), generator=generator).int()
     counts[rows[0]] = each
-    return logits, rows, edits, starts, counts, token_ids, num_tokens, num_prompt_tokens
+    return logits, rows, edits, starts, counts, token_ids, num_tokens, num_prompt_tokens, ahead
 
 
-def generate_penalties(seed: int) -> tuple[Tensor, ...]:
-    generator, logits, rows, token_ids, num_tokens, num_prompt_tokens = _rows(seed)
+def generate_penalties(seed: int) -> tuple[Tensor | None, ...]:
+    generator, logits, rows, token_ids, num_tokens, num_prompt_tokens, ahead = _rows(seed)
     choices = torch.tensor([[0.0, 0.5, -0.25], [0.0, 0.25, 1.5], [1.0, 1.25, 0.5]])
     penalties = choices.gather(1, torch.randint(3, (3, _ROWS), generator=generator))
     penalties[2, rows[0]] = 1.25
-    return logits, rows, penalties, token_ids, num_tokens, num_prompt_tokens
+    return logits, rows, penalties, token_ids, num_tokens, num_prompt_tokens, ahead
 
 
 EDIT_LOGITS = Op(

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config import env
 from quire.config.engine import EngineConfig
-from quire.engine.build import grammar_limits, make_conditions
+from quire.engine.build import make_conditions, make_grammars
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.trace.file import Trace
@@ -15,7 +15,6 @@ from quire.engine.trace.records import Header
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.replay.steps import Comparison, ReplayedCore
-from quire.structured.manager import GrammarManager
 from quire.types.errors import TraceError
 from quire.utils.phases import ignore_phase
 from quire.utils.version import VERSION
@@ -71,11 +70,12 @@ def make_executor(header: Header, config: EngineConfig) -> Executor:
 
 def make_replayed_core(header: Header, config: EngineConfig, executor: Executor, log: Comparison) -> ReplayedCore:
     """A core that takes its times from the trace."""
+    grammars = make_grammars(config, executor)
     return ReplayedCore(
-        header.setup.make_scheduler(),
+        header.setup.make_scheduler(grammars.forced),
         executor,
         header.setup.steps_in_flight,
-        _constraints(config, executor),
+        Constraints(grammars),
         conditions=make_conditions(config, executor),
         log=log,
     )
@@ -83,18 +83,14 @@ def make_replayed_core(header: Header, config: EngineConfig, executor: Executor,
 
 def make_core(header: Header, config: EngineConfig, executor: Executor) -> EngineCore:
     """A core that plans its own steps."""
+    grammars = make_grammars(config, executor)
     return EngineCore(
-        header.setup.make_scheduler(),
+        header.setup.make_scheduler(grammars.forced),
         executor,
         header.setup.steps_in_flight,
-        _constraints(config, executor),
+        Constraints(grammars),
         conditions=make_conditions(config, executor),
     )
-
-
-def _constraints(config: EngineConfig, executor: Executor) -> Constraints:
-    limits, size = grammar_limits(config.structured), config.structured.structured_outputs_cache_size
-    return Constraints(GrammarManager(limits, size, executor.mask_room))
 
 
 def _config(header: Header, model: str | None) -> EngineConfig:

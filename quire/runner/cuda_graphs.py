@@ -43,10 +43,17 @@ class CaptureSizes:
     decode: tuple[int, ...]
     mixed: tuple[int, ...]  # these compute all tokens in every layer
     full: int | None  # the largest step; its last layer computes only the tokens that are sampled from
+    drafted: tuple[int, ...] = ()  # numbers of samples of steps with drafts
+    speculates: bool = False  # whether such steps are usual
+
+    @property
+    def powers(self) -> list[int]:
+        """Numbers of samples of other mixed steps."""
+        return [1 << power for power in range((self.decode[-1] - 1).bit_length() + 1)]
 
     @property
     def max_samples(self) -> int:
-        return 1 << (self.decode[-1] - 1).bit_length()
+        return max(*self.powers, *self.drafted)
 
     @property
     def max_tokens(self) -> int:
@@ -63,7 +70,9 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     weights = sum(parameter.numel() for parameter in context.model.parameters())
     full = sizes.max_num_batched_tokens
     is_bound = full > mixed[-1] and full * weights <= _LAUNCH_BOUND
-    return CaptureSizes(decode, mixed, full if is_bound else None)
+    most = -(-(decode[-1] + sizes.max_num_drafts) // 32) * 32
+    drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
+    return CaptureSizes(decode, mixed, full if is_bound else None, drafted, sizes.speculates)
 
 
 class GraphBytes(NamedTuple):
@@ -101,6 +110,7 @@ class CudaGraphs:
         self._program, self._sizes, self._hidden = program, sizes, hidden
         self._forward_pool, self._sample_pool = forward, sample
         self._sample_rows = torch.full_like(hidden[:, 0], program.rows.scratch_row, dtype=torch.int64)
+        self._ahead = torch.zeros_like(self._sample_rows, dtype=torch.int32)  # of steps with drafts
         self._inputs: dict[int, StepInputs] = {}
         self._forwards: dict[_Forward, _Graph] = {}
         self._samples: dict[tuple[int, SamplingKind], _Graph] = {}
@@ -116,7 +126,7 @@ class CudaGraphs:
         if captured is not None:
             taken = graph_bytes(context, captured)
             yield LedgerLine("CUDA graphs", taken.forward, f"forward passes of up to {captured.max_tokens} tokens")
-            yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_seqs} rows")
+            yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_samples} rows")
 
     @classmethod
     def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
@@ -187,9 +197,13 @@ class CudaGraphs:
         self._decode = None
         replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted))
         if len(tokens.samples):
-            self._sample_size = 1 << (len(tokens.samples) - 1).bit_length()
+            sizes = self._sizes.drafted if step.shape.sampling.drafted else self._sizes.powers
+            self._sample_size = sizes[bisect_left(sizes, len(tokens.samples))]
             self._sampling(self._sample_size, step.shape.sampling)
-        inputs.load(plan.rows, tokens, work.lists)
+        inputs.load(plan.rows, tokens, work.lists, step.shape.places_drafts)
+        if step.shape.places_drafts:
+            self._program.place_drafts(inputs.lists)
+            self._ahead.copy_(inputs.lists.ahead)
         replay()
         step.finite = Download(finite[: tokens.total])
         return True
@@ -226,8 +240,9 @@ class CudaGraphs:
         if (size, kind) not in self._samples:
             self._loaded = []
             self._sample_rows.fill_(self._program.rows.scratch_row)
+            self._ahead.zero_()
             self._samples[size, kind] = self._sample_pool.capture(
-                lambda: self._program.sample(kind, self._hidden[:size], self._sample_rows[:size])
+                lambda: self._program.sample(kind, self._hidden[:size], self._sample_rows[:size], self._ahead[:size])
             )
         return self._samples[size, kind]
 
@@ -249,19 +264,20 @@ class CudaGraphs:
 
     def _usual_captures(self) -> Iterator[bool]:
         """Captures the kinds of steps that nearly every engine comes to, the smallest first, one at a time."""
-        program, sizes = self._program, self._sizes
-        powers = [1 << power for power in range(sizes.max_samples.bit_length())]
+        program, sizes, usual = self._program, self._sizes, self._program.sampler.usual_kinds
         for size in sizes.decode:
             alike = program.backend.decode_kind([1] * size, size)
             for kind in dict.fromkeys((program.backend.decode_kind(None, size), alike)):
                 if (key := _Forward(size, True, kind)) not in self._forwards:
                     self._captured(key)
                     yield True
-        for size in sorted({*sizes.decode, *powers}):
-            for sampling in program.sampler.usual_kinds:
-                if (size, sampling) not in self._samples:
-                    self._sampling(size, sampling)
-                    yield True
+        sampled = [(size, kind) for size in sorted({*sizes.decode, *sizes.powers}) for kind in usual]
+        if sizes.speculates:
+            sampled += [(size, kind._replace(drafted=True)) for size in sizes.drafted for kind in usual]
+        for size, sampling in sampled:
+            if (size, sampling) not in self._samples:
+                self._sampling(size, sampling)
+                yield True
         full = [] if sizes.full is None else [sizes.full]
         for size in chain(sizes.mixed, full):
             for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):

@@ -52,7 +52,9 @@ class Eager:
         num_samples = len(wanted.samples)
         device, scratch = program.tables.tables.device, program.rows.scratch_row
         inputs = StepInputs(shape.num_rows, num_samples, tuple(map(len, work.lists)), scratch, device)
-        inputs.load(plan.rows, wanted, work.lists)
+        inputs.load(plan.rows, wanted, work.lists, shape.places_drafts)
+        if shape.places_drafts:
+            program.place_drafts(inputs.lists)
         finite = torch.empty(size, dtype=torch.bool, device=device)
         hidden = program.mixed(
             inputs.lists,
@@ -82,7 +84,8 @@ class Eager:
         program, kind, rows = self._program, step.shape.sampling, step.sample_rows
         assert step.hidden is not None
         logits = self._head(step.hidden[: len(rows)])
-        out = program.sampler.sample(kind, logits, upload(rows, logits.device, torch.int64), program.rows)
+        ahead = upload(step.tokens.samples.ahead, logits.device) if kind.drafted else None
+        out = program.sampler.sample(kind, logits, upload(rows, logits.device, torch.int64), program.rows, ahead)
         step.sampled = Sampled(Download(out), errors=program.sampler.errors(rows) if kind.eager else {})
         wanted = program.sampler.wanted_logprobs(rows)
         if wanted:

@@ -19,6 +19,7 @@ from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import Model
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
+from quire.ops.drafts import PLACE_DRAFTS
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED
 from quire.ops.select import GATHER_ROWS
 from quire.runner.block_tables import BlockTables
@@ -46,15 +47,17 @@ class StepProgram:
         max_model_len: int,
         inputs: TokenInputs = PLAIN_INPUTS,
         adapters: AdapterTokens | None = None,
+        max_samples: int = 0,
     ) -> None:
+        """`max_samples`: places of a step that are sampled, if more than there are rows."""
         self.inputs, self.adapters = inputs, adapters
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
         self._bidirectional = model.is_bidirectional
         target = Target(tables.tables.device.type)
         self._gather_decode, self._gather_mixed = GATHER_DECODE.bind(target), GATHER_MIXED.bind(target)
-        self._gather_rows = GATHER_ROWS.bind(target)
-        limit = 2 * max(8, rows.scratch_row)  # samples are padded, to less than twice their number
+        self._gather_rows, self._place_drafts = GATHER_ROWS.bind(target), PLACE_DRAFTS.bind(target)
+        limit = 2 * max(8, rows.scratch_row, max_samples)  # samples are padded, to less than twice their number
         self._single_starts = torch.arange(limit + 1, dtype=torch.int32, device=tables.tables.device)
 
     def decode(self, rows: Tensor, kind: Hashable, *, adapted: bool = False) -> Tensor:
@@ -163,13 +166,20 @@ class StepProgram:
         """hidden[tokens]"""
         return self._gather_rows(hidden, tokens)
 
-    def sample(self, kind: SamplingKind, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Choose and append a token for each of rows [m] from hidden states [m, hidden].
+    def place_drafts(self, lists: InputLists[Tensor]) -> None:
+        """Put a step's drafts behind the known tokens of their rows, and correct the lists' contexts. No sync."""
+        state = self.rows
+        samples = (lists.sample_rows, lists.ahead, lists.drafts, lists.sample_contexts)
+        known = (state.token_ids, state.num_tokens, state.num_computed)
+        self._place_drafts(lists.rows, lists.query_starts, lists.contexts, *samples, *known)
+
+    def sample(self, kind: SamplingKind, hidden: Tensor, rows: Tensor, ahead: Tensor) -> Tensor:
+        """Choose and append a token for each of rows [m] from hidden states [m, hidden], with drafts `ahead` of it.
 
         Returns [m, 2] int32 as Sampler.sample does, with packed log-probabilities behind where the kind has them.
         """
         logits = self.model.compute_logits(hidden)
-        out = self.sampler.sample(kind, logits, rows, self.rows)
+        out = self.sampler.sample(kind, logits, rows, self.rows, ahead if kind.drafted else None)
         if kind.logprobs is None:
             return out
         return torch.cat([out, self.sampler.logprobs(logits, out[:, 0].contiguous(), kind.logprobs)], dim=1)

@@ -28,6 +28,8 @@ class InputLists(Generic[_Array]):
     contexts: _Array  # [max_rows] int32
     query_starts: _Array  # [max_rows + 1] int32
     sample_contexts: _Array  # [max_samples] int32
+    ahead: _Array  # [max_samples] int32: of steps with drafts, see SamplePositions
+    drafts: _Array  # [max_samples] int32
     work: tuple[_Array, ...]  # int32: what the attention backend's kernels read, see WorkPlan
 
 
@@ -41,7 +43,7 @@ class StepInputs:
         self.max_rows, self.max_samples = max_rows, max_samples
         self._work, self._scratch_row = work, scratch_row
         wide = max_rows + 2 * max_samples
-        narrow = 2 * max_rows + 1 + max_samples + sum(work)
+        narrow = 2 * max_rows + 1 + 3 * max_samples + sum(work)
         self._buffer = StagedBytes(8 * wide + 4 * narrow, device)
         host: NDArray[np.uint8] = self._buffer.host.numpy()
         host_wide: _Integers = host[: 8 * wide].view(np.int64)
@@ -52,7 +54,7 @@ class StepInputs:
 
     def _cut(self, wide: _Array, narrow: _Array) -> InputLists[_Array]:
         rows, samples, end = self.max_rows, self.max_samples, 2 * self.max_rows + 1
-        firsts = accumulate(self._work, initial=end + samples)
+        firsts = accumulate(self._work, initial=end + 3 * samples)
         work = [narrow[first : first + length] for first, length in zip(firsts, self._work, strict=False)]
         return InputLists(
             rows=wide[:rows],
@@ -61,6 +63,8 @@ class StepInputs:
             contexts=narrow[:rows],
             query_starts=narrow[rows:end],
             sample_contexts=narrow[end : end + samples],
+            ahead=narrow[end + samples : end + 2 * samples],
+            drafts=narrow[end + 2 * samples : end + 3 * samples],
             work=tuple(work),
         )
 
@@ -69,7 +73,9 @@ class StepInputs:
             len(values) <= room for values, room in zip(work, self._work, strict=True)
         )
 
-    def load(self, rows: list[int], tokens: PlannedTokens, work: tuple[list[int], ...]) -> None:
+    def load(
+        self, rows: list[int], tokens: PlannedTokens, work: tuple[list[int], ...], places_drafts: bool = False
+    ) -> None:
         """Send what the next step knows of its rows to the device. Does not wait."""
         lists = self._host
         _put(lists.rows, rows, self._scratch_row)
@@ -79,6 +85,9 @@ class StepInputs:
         _put(lists.contexts, tokens.contexts, 1)
         _put(lists.query_starts, tokens.starts, tokens.total)
         _put(lists.sample_contexts, samples.lengths, 1)
+        if places_drafts:
+            _put(lists.ahead, samples.ahead, 0)
+            _put(lists.drafts, samples.drafts, -1)
         for part, values in zip(lists.work, work, strict=True):
             _put(part, values, -1)
         self._buffer.send()

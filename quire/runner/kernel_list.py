@@ -42,13 +42,19 @@ class KernelList:
     name = "kernel list"
 
     def __init__(
-        self, program: StepProgram, recorder: SizedRecorder, eager: Eager, max_tokens: int, max_rows: int
+        self,
+        program: StepProgram,
+        recorder: SizedRecorder,
+        eager: Eager,
+        max_tokens: int,
+        max_rows: int,
+        max_samples: int,
     ) -> None:
         """No row is in use yet, and the cache has room for MOST_TOKENS."""
         self._program, self._recorder, self._eager = program, recorder, eager
         tokens, rows = max(max_tokens, MOST_TOKENS), max(max_rows, _MOST_ROWS)
-        self._limits = (tokens, rows, rows)
-        self._inputs = StepInputs(rows, rows, (), program.rows.scratch_row, program.tables.tables.device)
+        self._limits = (tokens, rows, max(rows, max_samples))
+        self._inputs = StepInputs(*self._limits[1:], (), program.rows.scratch_row, program.tables.tables.device)
         self._finite = torch.zeros(tokens, dtype=torch.bool)
         # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
@@ -70,7 +76,9 @@ class KernelList:
         recorder = context.backend.recorder()
         if recorder is None or room < MOST_TOKENS or not program.inputs.captures:
             return None
-        return cls(program, recorder, eager, context.sizes.max_num_batched_tokens, context.sizes.max_num_seqs)
+        sizes = context.sizes
+        limits = (sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_num_samples)
+        return cls(program, recorder, eager, *limits)
 
     @property
     def is_recorded(self) -> bool:
@@ -96,7 +104,9 @@ class KernelList:
             return False
         # There is no forward pass for no sample: then it has one that nobody reads.
         tokens = step.tokens if shape.num_samples else step.tokens.padded_samples(step.plan, 1)
-        self._inputs.load(step.plan.rows, tokens, ())
+        self._inputs.load(step.plan.rows, tokens, (), shape.places_drafts)
+        if shape.places_drafts:
+            self._program.place_drafts(self._part(shape.num_rows, len(tokens.samples)))
         forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
         step.hidden = forward.results[0]
         if not shape.is_decode:  # there the sampler finds it out from the logits
@@ -129,19 +139,22 @@ class KernelList:
 
     def _run_forward(self, adapted: bool, num_tokens: int, num_rows: int, num_samples: int) -> list[Tensor]:
         """The forward pass of what the buffers hold."""
+        part, finite, program = self._part(num_rows, num_samples), self._finite[:num_tokens], self._program
+        return [program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True, adapted=adapted)]
+
+    def _part(self, num_rows: int, num_samples: int) -> InputLists[Tensor]:
         lists = self._inputs.lists
-        part = InputLists(
+        return InputLists(
             rows=lists.rows[:num_rows],
             sample_tokens=lists.sample_tokens[:num_samples],
             sample_rows=lists.sample_rows[:num_samples],
             contexts=lists.contexts[:num_rows],
             query_starts=lists.query_starts[: num_rows + 1],
             sample_contexts=lists.sample_contexts[:num_samples],
+            ahead=lists.ahead[:num_samples],
+            drafts=lists.drafts[:num_samples],
             work=(),
         )
-        finite = self._finite[:num_tokens]
-        program = self._program
-        return [program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True, adapted=adapted)]
 
     @torch.inference_mode()
     def _trace_sampling(self, kind: SamplingKind, *, adapted: bool) -> None:
@@ -162,7 +175,7 @@ class KernelList:
         kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
 
         def run(count: int) -> list[Tensor]:
-            return [program.sample(kind, hidden[:count], lists.sample_rows[:count])]
+            return [program.sample(kind, hidden[:count], lists.sample_rows[:count], lists.ahead[:count])]
 
         try:
             lists.sample_rows[:_MOST_ROWS] = program.rows.scratch_row

@@ -16,7 +16,6 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.step import Step, StepShape, planned_tokens
 from quire.runner.ways import Way
-from quire.types.errors import EngineError
 from quire.types.masks import Masks
 from quire.types.step import StepPlan, StepResult
 
@@ -65,6 +64,8 @@ class Runner:
         way = next(way for way in self.ways if way.forward(step))
         step.way = way.name
         self.rows.note_computed(plan.rows, plan.num_tokens)
+        if plan.draft_token_ids:
+            step.drafted_rows = self.rows.note_drafts(plan.draft_token_ids)
         self.rows.note_appended(step.sample_rows)
         if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots:
             way.sample(step)
@@ -81,6 +82,8 @@ class Runner:
 
     def finish(self, step: Step) -> StepResult:
         result, plan = step.result(), step.plan
+        if plan.draft_token_ids:
+            self._settle(step, result)
         for index in step.broken_rows():
             result.errors[index] = MESSAGE
         for index in result.errors:
@@ -88,14 +91,14 @@ class Runner:
         return result
 
     def _describe(self, plan: StepPlan) -> Step:
-        if plan.draft_token_ids:
-            raise EngineError(f"step {plan.step_id} has drafts to verify, but rows are sampled at one position each")
         computed, known = self.rows.host_num_computed, self.rows.host_num_tokens
         num_tokens, num_rows = sum(plan.num_tokens), len(plan.rows)
         # A single token may also be the end or the whole of a chunk, after which more of the prompt follows.
         is_decode = num_tokens == num_rows and all(computed[row] + 1 == known[row] for row in plan.rows)
         tokens = None if is_decode else planned_tokens(plan, self.rows)
         rows = plan.rows if tokens is None else tokens.samples.rows
+        drafts, unsettled = bool(plan.draft_token_ids), self.rows.unsettled
+        sampling = self.sampler.kind(rows, bool(plan.mask_slots))
         needs_eager = self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
         shape = StepShape(
             num_tokens=num_tokens,
@@ -105,10 +108,17 @@ class Runner:
             every_token=needs_eager
             or self.prompt_logprobs.wants(plan.rows)
             or self.pooler.wants_every_token(plan.rows),
-            sampling=self.sampler.kind(rows, bool(plan.mask_slots)),
+            sampling=sampling._replace(drafted=True) if drafts else sampling,
             adapted=self.adapters.are_in(plan.rows),
+            places_drafts=drafts or (bool(unsettled) and not unsettled.keys().isdisjoint(plan.rows)),
         )
         return Step(plan, shape, self.rows, planned=tokens)
+
+    def _settle(self, step: Step, result: StepResult) -> None:
+        given = dict(zip(step.plan.rows, result.token_ids, strict=True))
+        for noted in step.drafted_rows:
+            row = noted[0]
+            self.rows.settle(noted, 1 + len(step.plan.draft_token_ids[row]) - len(given[row]))
 
     @torch.inference_mode()
     def _apply(self, plan: StepPlan) -> None:

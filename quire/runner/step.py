@@ -26,7 +26,10 @@ class SamplePositions:
     indices: list[int]  # of the rows among the plan's
     rows: list[int]
     tokens: list[int]  # indices among the step's tokens of those whose hidden states are sampled from
-    lengths: list[int]  # how many tokens of the row come before the one that is sampled
+    lengths: list[int]  # how many tokens of the row come before the one that is sampled, at most
+    # Of steps with drafts only: how many of the row's drafts come before it, and the last of these, or -1.
+    ahead: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -38,15 +41,15 @@ class PlannedTokens:
 
     total: int
     starts: list[int]  # [num_rows] index of each row's first token
-    contexts: list[int]  # [num_rows] how many tokens of each row are computed after the step
+    contexts: list[int]  # [num_rows] how many tokens of each row are computed after the step, at most
     samples: SamplePositions
 
     def padded_samples(self, plan: StepPlan, count: int) -> PlannedTokens:
         """The same tokens with `count` samples: more of the last one, or of the step's last token if none samples."""
         last = len(plan.rows) - 1
-        at_the_end = SamplePositions([last], [plan.rows[last]], [self.total - 1], [self.contexts[last]])
+        at_the_end = SamplePositions([last], [plan.rows[last]], [self.total - 1], [self.contexts[last]], [0], [-1])
         given = self.samples if len(self.samples) else at_the_end
-        columns = (given.indices, given.rows, given.tokens, given.lengths)
+        columns = (given.indices, given.rows, given.tokens, given.lengths, given.ahead, given.drafts)
         missing = count - len(given)
         return replace(self, samples=SamplePositions(*(column + column[-1:] * missing for column in columns)))
 
@@ -75,9 +78,10 @@ def planned_tokens(plan: StepPlan, state: RequestRows) -> PlannedTokens:
 def _with_drafts(last: SamplePositions, drafts: dict[int, list[int]]) -> SamplePositions:
     """Of rows that sample at their last tokens: these positions, and those of the drafts before them."""
     found = [
-        (index, row, token - behind, length - behind)
+        (index, row, token - len(mine) + ahead, length - len(mine) + ahead, ahead, draft)
         for index, row, token, length in zip(last.indices, last.rows, last.tokens, last.lengths, strict=True)
-        for behind in range(len(drafts.get(row, ())), -1, -1)
+        for mine in (drafts.get(row, ()),)
+        for ahead, draft in enumerate((-1, *mine))
     ]
     return SamplePositions(*(list(column) for column in zip(*found, strict=True)))
 
@@ -92,6 +96,7 @@ class StepShape(NamedTuple):
     every_token: bool  # only an eager step does: hidden states of all tokens are wanted, or some embeddings are given
     sampling: SamplingKind
     adapted: bool = False  # some row has a LoRA adapter
+    places_drafts: bool = False  # rows have drafts, or drafts in flight: only the device knows how long they are
 
 
 class Arriving(Protocol):
@@ -158,7 +163,7 @@ class Step:
     pooled: list[PooledRows] = field(default_factory=list)  # instead of samples, in an engine that pools
 
     way: str = ""  # the name of the way that runs it
-
+    drafted_rows: list[tuple[int, int]] = field(default_factory=list)  # see RequestRows.note_drafts
     planned: PlannedTokens | None = None  # made when it is first asked for, before the step counts as computed
 
     @property

@@ -6,45 +6,125 @@ gives and never which.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from quire.sched.request import Request
-from quire.sched.state import SchedulerState, StepDraft
+from quire.sched.draft_lengths import DraftLengths, EveryDraft, Offer, Track
+from quire.sched.request import Request, Status
+from quire.sched.state import InFlight, SchedulerState, StepDraft
+from quire.types.sampling import SamplingParams
+from quire.types.step import StepResult
 
 
 class NoDrafts:
     """Nobody speculates."""
 
+    def open(self, request: Request) -> None:
+        return None
+
+    def close(self, request: Request) -> None:
+        return None
+
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
         return None
 
+    def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
+        return None
 
-class Drafter(Protocol):
+
+class Drafter(ABC):
     """Guesses tokens. A wrong guess costs the time to compute it, nothing else."""
 
+    name: ClassVar[str]
+    default_tokens: ClassVar[int] = 4
+    """Most drafts of a request in a step, if the settings do not say."""
+
+    def open(self, request: Request) -> bool:
+        """A request begins. False if there will never be a guess for it: then it is not closed either."""
+        return True
+
+    def close(self, request: Request) -> None:
+        """A request that was opened ends, in whatever way."""
+        return None
+
+    @abstractmethod
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         """At most `limit` tokens that may follow the known ones and those in flight, if all of these hold."""
 
 
 class Drafts:
-    """Rows that sample verify drafts with what is left of the step: nobody waits or is preempted for one."""
+    """Rows that sample verify drafts with what is left of the step: nobody waits or is preempted for one.
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    Of several drafters the first that has a guess is asked; how many of its tokens are verified, `lengths` decides.
+    """
+
+    def __init__(self, *drafters: Drafter, most: int | None = None, lengths: DraftLengths | None = None) -> None:
+        """`most`: drafts of a request in a step, whoever guesses; None: each drafter's own number."""
+        self._drafters = {drafter: most or drafter.default_tokens for drafter in drafters}
+        self._lengths = lengths or EveryDraft()
+        self._requests: dict[Request, tuple[list[Drafter], Track]] = {}
+
+    def open(self, request: Request) -> None:
+        params = request.engine_request.params
+        if not isinstance(params, SamplingParams) or not params.speculate:
+            return
+        drafters = [drafter for drafter in self._drafters if drafter.open(request)]
+        if drafters:
+            self._requests[request] = drafters, Track()
+
+    def close(self, request: Request) -> None:
+        drafters, _ = self._requests.pop(request, ((), None))
+        for drafter in drafters:
+            drafter.close(request)
 
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
+        if not self._requests:
+            return
+        offers: list[Offer] = []
         for index, request in enumerate(step.requests):
-            limit = min(step.budget, request.max_tokens_total - request.num_tokens)
-            if index in step.chunks or request.pools or limit <= 0:
+            speculated = self._requests.get(request)
+            room = min(step.budget, request.max_tokens_total - request.num_tokens)
+            if speculated is None or room <= 0 or index in step.chunks:
                 continue
-            drafts = self._drafter.propose(request, request.num_pending - 1, limit)
-            assert len(drafts) <= limit
-            drafts = drafts[: self._room(state, step, request, len(drafts))]
+            drafters, track = speculated
+            track.follow(request)
+            if not self._lengths.may_ask(track, step):
+                continue
+            for drafter in drafters:
+                limit = min(room, self._drafters[drafter])
+                tokens = drafter.propose(request, request.num_pending - 1, limit)
+                assert len(tokens) <= limit
+                if tokens:
+                    offers.append(Offer(index, tokens, drafter.name, track))
+                    break
+        if not offers:
+            return
+        for offer, count in zip(offers, self._lengths.choose(step, offers), strict=True):
+            count = min(count, step.budget)
+            count = self._room(state, step, step.requests[offer.index], count) if count else 0
+            if count:
+                step.add_drafts(offer.index, offer.tokens[:count], is_prediction=offer.drafter == "prediction")
+        step.offers = offers
+
+    def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
+        """Learn from a result, after it was applied."""
+        self._lengths.measured(step, seconds)
+        for offer in step.offers:
+            request, tokens = step.requests[offer.index], result.token_ids[offer.index]
+            drafts = step.drafts.get(offer.index, ())
+            num_accepted = len(tokens) - 1
+            if num_accepted < 0 or num_accepted > len(drafts):
+                continue
             if drafts:
-                step.add_drafts(index, drafts)
+                state.draft_counts.add(len(drafts), num_accepted)
+                self._lengths.judged(offer, len(drafts), num_accepted)
+            elif request.status is not Status.FINISHED:
+                offer.track.watch(offer.tokens, len(request.token_ids) - 1)
+                offer.track.follow(request)
 
     def _room(self, state: SchedulerState, step: StepDraft, request: Request, count: int) -> int:
-        """Return how many of `count` drafts there are blocks for."""
+        """Return how many of `count` drafts there are blocks for, and places to sample at."""
+        count = min(count, state.limits.max_num_drafts - step.num_drafts)
         end = request.num_computed_tokens + count
         if end > request.capacity and state.kv.allocate(
             request.kv, request.num_certain_tokens, end, request.row, step.deltas, drafts=True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from quire.sched.admission import admit
 from quire.sched.preempt import detach, preempt
 from quire.sched.request import Request, Status
@@ -34,11 +36,14 @@ def unwind(state: SchedulerState, failed: InFlight) -> None:
     steps = [failed, *state.in_flight]
     state.in_flight.clear()
     hit = {request for step in steps for request in step.requests if request.status is not Status.FINISHED}
+    # Alone they run without drafts.
+    drafted = Counter(step.requests[index] for step in steps for index, tokens in step.drafts.items() for _ in tokens)
     for request in sorted(hit, key=order_key, reverse=True):
-        reached = request.num_computed_tokens if request.status is Status.RUNNING else len(request.token_ids)
+        is_running = request.status is Status.RUNNING
+        reached = request.num_computed_tokens - drafted[request] if is_running else len(request.token_ids)
         request.retry_until = max(request.retry_until, reached)
         request.num_tokens = len(request.token_ids)
-        if request.status is Status.RUNNING:
+        if is_running:
             detach(state, request)
             state.waiting.push_back_in(request)
             state.num_preemptions += 1

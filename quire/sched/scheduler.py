@@ -38,10 +38,14 @@ class Scheduler:
         shares: Shares | None = None,
         drafting: Drafting | None = None,
         adapters: NoAdapterSlots | None = None,
+        max_num_drafts: int | None = None,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
-        limits = Limits(max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len)
+        most_drafts = max_num_batched_tokens if max_num_drafts is None else max_num_drafts
+        limits = Limits(
+            max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len, most_drafts
+        )
         self._state = SchedulerState(
             limits,
             kv,
@@ -66,6 +70,7 @@ class Scheduler:
         request = Request(engine_request, state.kv.open(engine_request), key, state.limits.max_model_len)
         state.requests[request.request_id] = request
         state.num_constrained += request.constrained
+        state.drafting.open(request)
         state.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
@@ -107,6 +112,7 @@ class Scheduler:
         outputs = apply_result(self._state, step, result)
         if seconds > 0.0:
             self._state.shares.measured(step.work, seconds)
+        self._state.drafting.verified(self._state, step, result, seconds)
         self._state.step_tokens = step.work.num_tokens
         return outputs
 
@@ -182,6 +188,10 @@ class Scheduler:
             prompt_tokens=state.prompt_tokens,
             num_prefilling=len(state.prefilling),
             prefill_tokens_left=sum(r.num_tokens - r.num_computed_tokens for r in state.prefilling),
+            num_drafts=state.draft_counts.num_drafts,
+            num_draft_tokens=state.draft_counts.num_draft_tokens,
+            num_accepted_tokens=state.draft_counts.num_accepted_tokens,
+            accepted_per_position=tuple(state.draft_counts.accepted_per_position),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -242,7 +252,11 @@ class Scheduler:
             step.adapter_loads,
         )
         self._next_step_id += 1
-        state.in_flight.append(InFlight(plan, step.requests, step.chunks, step.drafts, step.retry, step.work))
+        state.in_flight.append(
+            InFlight(
+                plan, step.requests, step.chunks, step.drafts, step.retry, step.work, step.offers, step.predicted
+            )
+        )
         return plan
 
     def _drop(self, request_ids: Iterable[str]) -> list[Request]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from quire.kv.deltas import BlockDeltas
 from quire.kv.manager import KVCacheManager
@@ -13,7 +14,10 @@ from quire.sched.adapters import NoAdapterSlots
 from quire.sched.queues import WaitingQueue
 from quire.sched.request import OrderKey, Request, Status
 from quire.sched.step_times import StepWork, pairs_of
-from quire.types.step import AdapterLoad, RowStart, StepPlan
+from quire.types.step import AdapterLoad, RowStart, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.sched.draft_lengths import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Limits:
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
     max_model_len: int
+    max_num_drafts: int  # of all requests in a step
 
 
 @dataclass(slots=True)
@@ -42,10 +47,13 @@ class StepDraft:
         "deltas",
         "drafts",
         "now",
+        "num_drafts",
         "num_prompts",
         "num_tokens",
+        "offers",
         "out_of_blocks",
         "pairs",
+        "predicted",
         "prompt_tokens",
         "requests",
         "retry",
@@ -60,12 +68,15 @@ class StepDraft:
         self.num_tokens: list[int] = []  # parallel to requests
         self.chunks: dict[int, Chunk] = {}  # index into requests -> chunk
         self.drafts: dict[int, list[int]] = {}  # index into requests -> tokens to verify
+        self.offers: Sequence[Offer] = ()  # guesses, of which some are drafts
+        self.predicted: set[int] = set()  # indices whose drafts are of the request's own prediction
         self.starts: list[RowStart] = []
         self.adapter_loads: list[AdapterLoad] = []
         self.deltas = BlockDeltas()
         self.out_of_blocks = False  # some request was preempted, or waits, for lack of them
         self.retry = False
         self.shares: dict[Request, int] = {}  # tokens that prompts are to get, where they were decided beforehand
+        self.num_drafts = 0  # of all requests
         self.num_prompts = 0  # requests that more is computed of than the token sampled last
         self.prompt_tokens = 0  # theirs
         self.pairs = 0.0  # of these tokens and those before them
@@ -89,15 +100,18 @@ class StepDraft:
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
 
-    def add_drafts(self, index: int, token_ids: list[int]) -> None:
+    def add_drafts(self, index: int, token_ids: list[int], *, is_prediction: bool = False) -> None:
         """Let a request of the step that samples verify drafts, which it has the blocks for."""
         request, count = self.requests[index], len(token_ids)
+        self.num_drafts += count
         self.prompt_tokens += count
         self.pairs += pairs_of(request.num_computed_tokens, count)
         request.num_computed_tokens += count
         request.num_tokens += count
         self.num_tokens[index] += count
         self.drafts[index] = token_ids
+        if is_prediction:
+            self.predicted.add(index)
         self.budget -= count
 
 
@@ -111,6 +125,27 @@ class InFlight:
     drafts: dict[int, list[int]]  # by index too
     retry: bool  # a step that runs one request alone after a failure
     work: StepWork
+    offers: Sequence[Offer] = ()
+    predicted: Collection[int] = ()
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Since start: steps of requests with drafts, drafts that were verified, and those that held."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        counts = self.accepted_per_position
+        counts += [0] * (num_tokens - len(counts))
+        for position in range(num_accepted):
+            counts[position] += 1
 
 
 class Rows:
@@ -157,8 +192,17 @@ class Shares(Protocol):
 class Drafting(Protocol):
     """Who lets the rows of a step verify drafts."""
 
+    def open(self, request: Request) -> None:
+        """A request begins."""
+
+    def close(self, request: Request) -> None:
+        """A request ends, in whatever way."""
+
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
         """Give drafts to rows of a step that is planned but for them."""
+
+    def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
+        """The result of a step was applied; it kept the device for `seconds`, 0 if that is not known."""
 
 
 class SchedulerState:
@@ -192,6 +236,7 @@ class SchedulerState:
         self.prefix_hits = 0
         self.step_tokens = 0
         self.prompt_tokens = 0  # computed since start
+        self.draft_counts = DraftCounts()
 
     def add_running(self, request: Request) -> None:
         running = self.running
@@ -217,6 +262,7 @@ class SchedulerState:
         request.status = Status.FINISHED
         request.steady = False
         self.num_constrained -= request.constrained
+        self.drafting.close(request)
         del self.requests[request.request_id]
 
     def forget_finished(self, finished: set[Request]) -> None:

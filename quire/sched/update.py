@@ -98,6 +98,8 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     if request.status is Status.RUNNING:
         request.steady = len(request.token_ids) >= request.min_tokens_total and request.repetition is None
     logprobs = result.logprobs.get(index)
+    num_predicted = num_drafts if index in step.predicted else 0
+    num_held = min(num_predicted, len(result.token_ids[index]) - 1, len(tokens)) if num_predicted else 0
     return first_output(
         request,
         tokens,
@@ -105,6 +107,8 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
         stop_reason,
         logprobs=None if logprobs is None else logprobs[: len(tokens)],
         prompt_logprobs=prompt_logprobs,
+        num_accepted=num_held,
+        num_rejected=num_predicted - num_held,
     )
 
 
@@ -118,6 +122,8 @@ def first_output(
     prompt_logprobs: list[TokenLogprobs] | None = None,
     error: str | None = None,
     pooled: Pooled | None = None,
+    num_accepted: int = 0,
+    num_rejected: int = 0,
 ) -> EngineOutput:
     """An output that tells the number of cached tokens and the queue time if none before it has."""
     first = not request.reported
@@ -133,6 +139,8 @@ def first_output(
         error,
         pooled,
         request.queue_time if first else None,
+        num_accepted_predictions=num_accepted,
+        num_rejected_predictions=num_rejected,
     )
 
 

@@ -76,6 +76,7 @@ class RequestContext:
         state["request_id"] = request_id
         state["own_request_id"] = own
         state["arrival_time"] = begin
+        state["owner"] = ""
         header = (REQUEST_ID_HEADER.encode(), request_id.encode())
         status = STATUS_CLIENT_GONE
 

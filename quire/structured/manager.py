@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Standing:
 
 
 _FREE = Standing()
+_FEW = 16  # tokens: more of them are no beginnings of one text
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class _Entry:
     matcher: Matcher
     kind: GrammarKind
     ignores_eos: bool
+    num_accepted: int = 0  # tokens
+    forced: tuple[int, list[int]] = (0, [])  # tokens that have no alternative, and the number of those before them
 
 
 class GrammarManager:
@@ -49,19 +52,30 @@ class GrammarManager:
         limits: GrammarLimits | None = None,
         cache_size: int = 128,
         room: Callable[[int], Masks] | None = None,
+        *,
+        look_ahead: int = 0,
     ) -> None:
-        """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then."""
+        """`room(n)` returns an array of `n` mask rows to write into; earlier rows have been read by then.
+
+        `look_ahead`: after the masks of a step, find as many tokens as this that have no alternative.
+        """
         self._compiler = GrammarCompiler(limits or GrammarLimits(), cache_size)
         self._entries: dict[str, _Entry] = {}
         self._eos_token_ids: list[int] = []
         self._num_words = 0
         self._thread: ThreadPoolExecutor | None = None
         self._room = room or self._new_masks
+        self._look_ahead = look_ahead
+        self._pieces: Sequence[bytes] = ()
+        self._ends: frozenset[int] = frozenset()
+        self._looking: Future[None] | None = None  # ahead: matchers are in use until it is done
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the vocabulary; called before the first `compile`."""
         self._eos_token_ids = vocabulary.eos_token_ids
         self._num_words = -(-len(vocabulary.pieces) // 32)
+        self._pieces = vocabulary.pieces
+        self._ends = frozenset(vocabulary.eos_token_ids)
         self._compiler.set_vocabulary(vocabulary)
 
     @property
@@ -94,15 +108,29 @@ class GrammarManager:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         entries = [self._entries.get(row.request_id) for row in rows]
         if any(row.draft_token_ids for row in rows):
-            return self._thread.submit(self._fill_ahead, entries, [row.draft_token_ids for row in rows])
-        return self._thread.submit(self._fill, entries)
+            masks = self._thread.submit(self._fill_ahead, entries, [row.draft_token_ids for row in rows])
+        else:
+            masks = self._thread.submit(self._fill, entries)
+        if self._look_ahead:  # when the step has its masks, so that it does not wait for this
+            drafts = [row.draft_token_ids for row in rows]
+            self._looking = self._thread.submit(self._find_forced, entries, drafts, masks)
+        return masks
+
+    def forced(self, request_id: str) -> tuple[int, list[int]]:
+        """Tokens that its grammar forces on a request, and the number of its output tokens before them."""
+        entry = self._entries.get(request_id)
+        return (0, []) if entry is None else entry.forced
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> Standing:
         """Go on over a request's new tokens, if it has a grammar, up to the one that completes it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return _FREE
+        if self._looking is not None:
+            self._looking.result()
+            self._looking = None
         matcher = entry.matcher
+        entry.num_accepted += len(token_ids)
         for count, token in enumerate(token_ids, 1):
             if not matcher.accept((token,)):
                 return _astray(entry)
@@ -149,6 +177,55 @@ class GrammarManager:
             assert entry is not None
             entry.matcher.rollback(count)
         return masks
+
+    def _find_forced(self, entries: list[_Entry | None], drafts: list[Sequence[int]], masks: Future[Masks]) -> None:
+        """Let matchers go on behind their drafts over tokens without alternative, all at a time, and back again."""
+        known = {index: entry for index, entry in enumerate(entries) if entry is not None}
+        ends = [end - 1 for end in accumulate(1 + len(tokens) for tokens in drafts)]
+        gone: dict[int, list[int]] = {}  # index -> what its matcher went over
+        lines = masks.result()[[ends[index] for index in known]] if known else self._new_masks(0)
+        for depth in range(1 + self._look_ahead):
+            going: dict[int, _Entry] = {}
+            for (index, entry), token in zip(known.items(), self._without_alternative(lines), strict=True):
+                if depth == 0:
+                    entry.forced = (0, [])
+                if token is None:
+                    continue
+                ahead = [*drafts[index], token] if depth == 0 else [token]
+                accepted = list(takewhile(entry.matcher.try_accept, ahead))
+                gone.setdefault(index, []).extend(accepted)
+                if accepted == ahead and not entry.matcher.is_complete:
+                    going[index] = entry
+            known = going
+            if not known:
+                break
+            lines = self._new_masks(len(known))
+            self._fill_into(lines, list(known.values()))
+        for index, tokens in gone.items():
+            moved = entries[index]
+            assert moved is not None
+            moved.matcher.rollback(len(tokens))
+            moved.forced = moved.num_accepted + len(drafts[index]), tokens[len(drafts[index]) :]
+
+    def _without_alternative(self, masks: Masks) -> list[int | None]:
+        """For each mask, the token that has to come: the only one, or the longest if all others are its beginnings.
+
+        Of a text that has to come, the model may choose how to spell it; it mostly takes the longest token.
+        """
+        counts = np.bitwise_count(masks.view(np.uint32)).sum(axis=1)
+        found: list[int | None] = []
+        for mask, count in zip(masks, counts, strict=True):
+            token = None
+            if 0 < count <= _FEW:
+                bits = np.unpackbits(mask.view(np.uint8), count=len(self._pieces), bitorder="little")
+                allowed = np.flatnonzero(bits).tolist()
+                pieces = [self._pieces[other] for other in allowed]
+                longest = max(pieces, key=len)
+                may_end = not self._ends.isdisjoint(allowed)
+                if count == 1 or (not may_end and all(piece and longest.startswith(piece) for piece in pieces)):
+                    token = allowed[pieces.index(longest)]
+            found.append(token)
+        return found
 
     def _fill_lines(self, masks: Masks, entries: dict[int, _Entry]) -> None:
         """Write the masks of these entries, by line, between others."""

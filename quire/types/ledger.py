@@ -27,6 +27,13 @@ class EngineSizes:
     hidden_size: int
     itemsize: int  # bytes of an activation
     token_bytes: float  # what a step takes for each of its tokens, estimated or measured
+    max_num_drafts: int = 0  # tokens of one step that verify drafts, besides one a request
+    speculates: bool = False  # whether drafts are usual
+
+    @property
+    def max_num_samples(self) -> int:
+        """Places of one step at which tokens are sampled."""
+        return self.max_num_seqs + self.max_num_drafts
 
 
 class Contributor(Protocol):

@@ -33,6 +33,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     queue_time: float | None = None  # sent with the first output: seconds from arrival until it was first planned
     is_complete: bool = False  # it stopped because its grammar allows no more: the last token is part of the text
     error_field: str | None = None  # the part of the request that is wrong, if the error is the caller's
+    num_accepted_predictions: int = 0  # tokens of the request's prediction that were verified and held
+    num_rejected_predictions: int = 0  # those that did not
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +52,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0  # computed since start
     num_prefilling: int = 0  # of those running: their prompts are not computed yet
     prefill_tokens_left: int = 0  # theirs
+    num_drafts: int = 0  # since start: times that a row verified drafts
+    num_draft_tokens: int = 0  # theirs
+    num_accepted_tokens: int = 0  # those that held
+    accepted_per_position: tuple[int, ...] = ()  # the same, by their place among the drafts of a row
 
     @property
     def kv_cache_usage(self) -> float:
@@ -85,6 +91,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     events: list[Event] | None = None  # the text as thinking, text and calls, where it is read as such
     num_reasoning_tokens: int = 0  # of all tokens so far, those of thinking
+    num_accepted_predictions: int = 0  # tokens of the request's prediction so far that were drafts and held
+    num_rejected_predictions: int = 0  # those that did not hold
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -49,6 +49,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Smaller runs earlier, under the priority policy."""
     cache_salt: str | None = None
     """Requests with different salts never share cached blocks."""
+    tenant: str | None = None
+    """Whose request it is: outputs of one tenant are never drafts for another."""
+    prediction: list[int] = []
+    """Tokens that the output is expected to be much like; they are drafts and change nothing else."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings in place of those of the prompt's tokens, which then say nothing."""
     adapter: AdapterRef | None = None

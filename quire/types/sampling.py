@@ -33,7 +33,7 @@ _OPTIONAL = frozenset(
 )
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _BOOLEANS = (
-    *("ignore_eos", "detokenize", "skip_special_tokens"),
+    *("ignore_eos", "detokenize", "skip_special_tokens", "speculate"),
     *("spaces_between_special_tokens", "include_stop_str_in_output"),
 )
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
@@ -155,6 +155,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The most tokens of thinking: the mark that ends it is forced then, where the model's format has one."""
     thinking_marks: ThinkingMarks | None = None
     """The marks of thinking as token ids. The frontend fills this in: the engine knows no text."""
+    speculate: bool = True
+    """Let steps verify draft tokens, where speculation is on. Off: one token a step; the tokens are the same."""
     extra_args: dict[str, Any] | None = None
     """Values for plug-ins; Quire itself reads none."""
 

@@ -166,6 +166,8 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         hidden_size=description.hidden_size,
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
+        max_num_drafts=settings.max_num_drafts if pooler is None else 0,
+        speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
     )
     num_parameters = count_parameters(model)
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"

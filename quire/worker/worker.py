@@ -80,10 +80,10 @@ class Worker:
         settings = plan.settings
         ladders: tuple[list[int], list[int]] = ([], [])
         if self.platform.batch_invariant:
-            ladders = make_invariant(model, settings.max_num_batched_tokens, settings.max_num_seqs)
+            ladders = make_invariant(model, settings.max_num_batched_tokens, plan.sizes.max_num_samples)
         else:  # the library loads a kernel when a shape first needs it, so few numbers of logits are asked for
             tokens = coarse_ladder(settings.max_num_batched_tokens) if plan.deterministic else []
-            ladders = tokens, coarse_ladder(settings.max_num_seqs)
+            ladders = tokens, coarse_ladder(plan.sizes.max_num_samples)
         checked = time.perf_counter()
         report("KV")
         ledger = plan.ledger
@@ -161,7 +161,8 @@ def build_runner(
     tables = BlockTables(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
-    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features)
+    max_samples = plan.sizes.max_num_samples
+    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features, max_samples)
     with platform.device:
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
     if isinstance(model, CausalLM):
@@ -169,14 +170,13 @@ def build_runner(
     tokens = None
     if plan.adapters is not None:
         tokens = AdapterTokens(plan.adapters, settings.max_num_seqs, platform.device)
-    program = StepProgram(
-        model, rows, tables, GroupBackends(plan.backends), sampler, ledger.max_model_len, inputs, tokens
-    )
+    backends, length = GroupBackends(plan.backends), ledger.max_model_len
+    program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples)
     adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
     head = LogitsHead(model, sample_ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
-    samples = token_ladder if platform.batch_invariant else coarse_ladder(settings.max_num_seqs)
+    samples = token_ladder if platform.batch_invariant else coarse_ladder(max_samples)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
     room = min(ledger.max_model_len, (min(ledger.pool_blocks) - 1) * block_size)
     return Runner(

@@ -41,6 +41,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
         return st.sampled_from([{"regex": "a+"}, {"choice": ["a", "b"]}])
     if setting.name == "repetition_detection":
         return st.builds(lambda size: {"max_pattern_size": size, "min_count": 2}, st.integers(1, 9))
+    if setting.name == "speculative_config":
+        return st.builds(lambda most: {"method": "ngram", "num_speculative_tokens": most}, st.integers(1, 64))
     if setting.name == "system_date":
         return st.dates().map(str)
     if get_origin(kind) is Literal:

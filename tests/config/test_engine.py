@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.groups import SpeculativeConfig
 from quire.types.errors import ConfigError
 
 
@@ -75,3 +76,34 @@ def test_a_date_that_is_none_is_refused_by_the_name_it_was_given_under(monkeypat
     monkeypatch.setenv("QUIRE_SYSTEM_DATE", "soon")
     with pytest.raises(ConfigError, match="QUIRE_SYSTEM_DATE is 'soon'"):
         EngineConfig.from_flat()
+
+
+def test_speculation_is_a_dict_of_its_own() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    config = EngineConfig.from_flat(speculative_config=given).speculation.speculative_config
+    assert config == SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3)
+    assert EngineConfig.from_flat(speculative_config=config).speculation.speculative_config == config
+    assert EngineConfig.from_flat(speculative_config=None).speculation.speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("ngram", "must be a dict such as"),
+        ({}, "method is None but must be one of .*ngram.*suffix"),
+        ({"method": "magic"}, "method is 'magic' but must be one of .*ngram.*suffix"),
+        ({"method": "ngram", "tokens": 3}, "unknown field 'tokens'; known: method, num_speculative_tokens"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 3},
+            "ngram does not read suffix_decoding_max_tree_depth",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0 but must be at least 1"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "at most 64"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "from 0 to 1"),
+    ],
+)
+def test_a_wrong_speculative_config_is_named(given: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        EngineConfig.from_flat(speculative_config=given)

@@ -24,6 +24,8 @@ from quire.frontend.text_model import load_text_model
 from quire.kernels.cpu import library
 from quire.runner.eager import Eager
 from quire.runner.kernel_list import KernelList
+from quire.sched.draft_lengths import EveryDraft
+from quire.sched.drafts import Drafts
 from quire.types.errors import BatchError, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.step import StepPlan
@@ -69,6 +71,7 @@ ENGINE_FACTORS = {
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "quantized": ["", "w4a16"],  # a scheme of the checkpoint
     "experts": [False, True],
+    "speculation": ["none", "ngram", "suffix", "prediction"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 MAX_LEN = 160
@@ -83,7 +86,7 @@ class FaultyExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> StartedStep:
         self._num_steps += 1
-        if self._num_steps % 17 == 5:
+        if self._num_steps % 37 == 5:
             return InProcStep(None, error=RuntimeError("a step failed on purpose"))
         return self._inner.execute(plan)
 
@@ -153,7 +156,10 @@ def prompt_of(index: int) -> str:
     return SHARED + f"and number {index}"
 
 
-def content(output: RequestOutput) -> object:
+Content = list[tuple[Any, ...]]  # of each completion
+
+
+def content(output: RequestOutput) -> Content:
     return [(o.token_ids, o.text, o.logprobs, o.finish_reason, o.stop_reason) for o in output.outputs]
 
 
@@ -162,9 +168,9 @@ ENGINES = sorted({tuple(row[name] for name in ENGINE_FACTORS) for row in ROWS})
 
 
 @pytest.fixture(scope="module")
-def alone(models: Models) -> list[object]:
+def alone(models: Models) -> list[Content]:
     """What each row must give: run one after another in a plain engine of its model."""
-    found: dict[int, object] = {}
+    found: dict[int, Content] = {}
     for key, model in models.items():
         with start(model, way="eager", **PLAIN)[0] as llm:
             for index, row in enumerate(ROWS):
@@ -174,7 +180,7 @@ def alone(models: Models) -> list[object]:
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
-def test_any_three_features_together(models: Models, alone: list[object], engine: tuple[Any, ...]) -> None:
+def test_any_three_features_together(models: Models, alone: list[Content], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
     memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("experts")]
     if memory == "short":
@@ -182,13 +188,20 @@ def test_any_three_features_together(models: Models, alone: list[object], engine
         blocks = sum(layout.blocks_for(MAX_LEN, 64)) + 3
         settings |= {"kv_cache_memory": blocks * layout.page_bytes}
     mine = [index for index, row in enumerate(ROWS) if tuple(row[name] for name in ENGINE_FACTORS) == engine]
-    faults, way = settings.pop("faults"), settings.pop("way")
+    faults, way, method = settings.pop("faults"), settings.pop("way"), settings.pop("speculation")
+    settings["speculative_config"] = {"method": method}
     llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings)
+    verify_every_draft(core)
     spy = spy_on(core)
     if faults:
         core.executor = FaultyExecutor(core.executor)
     with llm:
-        prompts = [prompt_of(index) for index in mine]
+        prompts: list[Any] = [prompt_of(index) for index in mine]
+        if method == "prediction":
+            prompts = [
+                {"prompt": prompt, "prediction": nearly(alone[index])}
+                for prompt, index in zip(prompts, mine, strict=True)
+            ]
         params = [params_of(ROWS[index], index) for index in mine]
         if memory == "short":  # these grow until not all fit
             prompts += [prompt_of(index) for index in range(3)]
@@ -200,6 +213,24 @@ def test_any_three_features_together(models: Models, alone: list[object], engine
         assert memory == "plenty" or core.scheduler.stats().num_preemptions > 0
         assert not core.constraints.in_use
         assert not core.has_unfinished()
+        assert method != "none" or not core.stats().num_draft_tokens
+        assert faults or method != "prediction" or core.stats().num_draft_tokens
+
+
+def verify_every_draft(core: EngineCore) -> None:
+    """How many are worth it depends on times, which differ from run to run."""
+    drafting = core.scheduler._state.drafting
+    if isinstance(drafting, Drafts):
+        drafting._lengths = EveryDraft()
+
+
+def nearly(completions: Content) -> list[int]:
+    """What the first completion says, with a token that is wrong and one that is not there."""
+    tokens = list(completions[0][0])
+    if len(tokens) > 4:
+        tokens[3] ^= 1
+        del tokens[len(tokens) // 2]
+    return tokens
 
 
 def test_finished_outputs_obey(plain: LLM) -> None:

@@ -16,6 +16,7 @@ from quire.engine.client import InProcClient
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
+from quire.sched.drafts import Drafter
 from quire.sched.request import Request
 from quire.structured.manager import GrammarManager
 from quire.structured.sources import make_source
@@ -84,8 +85,11 @@ class LowestAllowed(Executor):
         self.waiting = None
 
 
-class RandomLetters:
+class RandomLetters(Drafter):
     """Drafts of letters; what is sampled is one of the first few, so that some hold."""
+
+    name = "random"
+    default_tokens = 8
 
     def __init__(self) -> None:
         self._draw = random.Random(0)

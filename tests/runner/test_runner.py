@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.types.errors import EngineError
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart, StepPlan, StepResult
 from quire.worker.direct import DirectModel
@@ -142,10 +141,30 @@ def test_masks_made_in_the_workers_room(worker: Worker) -> None:
     assert running.result().token_ids == [[150], [31]]
 
 
-def test_drafts_are_refused(worker: Worker) -> None:
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_row_advances_by_the_drafts_that_hold(worker: Worker, held: int) -> None:
+    """Row 1 says what it says alone; row 0 says the same, guessed to some part."""
+    known = [step(worker, 0, {0: 5, 1: 5}, (start(0, PROMPT[:5]), start(1, PROMPT[:5]))).token_ids[0][0]]
+    known += [step(worker, number, {1: 1}).token_ids[0][0] for number in range(1, 6)]
+    drafts = [token if index < held else token ^ 1 for index, token in enumerate(known[1:3])]
+    result = worker.execute(StepPlan(6, [0], [3], draft_token_ids={0: drafts})).result()
+    assert result.token_ids == [known[1 : 2 + held]]
+    rows = worker.runner.rows
+    assert int(rows.num_tokens[0]) == rows.host_num_tokens[0] == 7 + held
+    assert int(rows.num_computed[0]) == rows.host_num_computed[0] == 6 + held
+    assert not rows.unsettled
+    assert step(worker, 7, {0: 1}).token_ids == [[known[2 + held]]]
+
+
+def test_a_result_that_comes_late_changes_no_other_request(worker: Worker) -> None:
     step(worker, 0, {0: 5}, (start(0, PROMPT[:5]),))
-    with pytest.raises(EngineError, match="step 1 has drafts to verify"):
-        worker.execute(StepPlan(1, [0], [2], draft_token_ids={0: [7]}))
+    running = worker.execute(StepPlan(1, [0], [3], draft_token_ids={0: [7, 8]}))
+    rows = worker.runner.rows
+    assert rows.unsettled == {0: 1}
+    rows.free(0)
+    rows.start(start(0, PROMPT[:9]))
+    running.result()
+    assert (rows.host_num_tokens[0], rows.host_num_computed[0], rows.unsettled) == (9, 0, {})
 
 
 def test_results_hold_no_tensors(worker: Worker) -> None:

@@ -12,6 +12,7 @@ from quire.sched.adapters import AdapterSlots
 from quire.sched.drafts import Drafter, Drafts
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import Drafting
 from quire.sched.step_times import StepTimes
 from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutput
@@ -58,6 +59,7 @@ class Driver:
         step_time: float = 0.0,
         drafter: Drafter | None = None,
         adapter_slots: int = 1,
+        drafting: Drafting | None = None,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
@@ -70,8 +72,8 @@ class Driver:
             max_model_len=max_model_len,
             kv=self.kv,
             shares=make_shares(step_time, "balanced", StepTimes()),
-            drafting=None if drafter is None else Drafts(drafter),
             adapters=AdapterSlots(adapter_slots),
+            drafting=drafting if drafter is None else Drafts(drafter),
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget

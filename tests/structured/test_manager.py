@@ -178,3 +178,36 @@ def test_drafts_have_masks_of_their_own_and_move_nothing(manager: GrammarManager
         ]
     standing = manager.accept("a", [x, z, z, z])
     assert (standing.is_complete, standing.num_tokens, standing.error) == (True, 2, None)
+
+
+def test_tokens_without_alternative_are_found_ahead_and_move_nothing() -> None:
+    """Also behind drafts; of a text that has to come, the longest tokens; nothing where an output may end."""
+    manager = GrammarManager(look_ahead=3)
+    manager.set_vocabulary(VOCABULARY)
+    x, y, z = b"xyz"
+    true, null = VOCABULARY.pieces.index(b"true"), VOCABULARY.pieces.index(b"null")
+    open_all(manager, a="xyz[xy]", b="[xy]z", c="truenull(x|y)", d="xy?", e="xxxxxxxxx")
+    drafted = [
+        MaskedRow("a"),
+        MaskedRow("b", [x]),
+        MaskedRow("c"),
+        MaskedRow("d", [x]),
+        MaskedRow("e"),
+        MaskedRow("?"),
+    ]
+    for _ in range(2):
+        manager.start_masks(drafted).result(LIMIT)
+        manager.accept("b", [])  # waits until nobody looks ahead
+        assert manager.forced("a") == (0, [x, y, z])
+        assert manager.forced("b") == (1, [z])
+        assert manager.forced("c") == (0, [true, null])
+        assert manager.forced("d") == (0, [])
+        assert manager.forced("e") == (0, [x, x, x, x]), "one of the step's own, and three ahead of it"
+        assert manager.forced("?") == (0, [])
+    manager.accept("a", [x])
+    manager.start_masks([MaskedRow("a", [y])]).result(LIMIT)
+    manager.accept("a", [])
+    assert manager.forced("a") == (2, [z])
+    standing = manager.accept("a", [y, z, x])
+    assert (standing.is_complete, standing.error) == (True, None)
+    manager.shutdown()

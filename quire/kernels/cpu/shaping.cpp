@@ -28,8 +28,8 @@ float from_bits(int32_t bits) {
 
 }  // namespace
 
-void keep_allowed(const float* logits, const int64_t* rows, const int32_t* masks, const int32_t* lines, float* out,
-                  float* highest, int64_t count, int64_t size, int64_t stride, int64_t words, int64_t num_lines,
+void keep_allowed(const float* logits, const int64_t* rows, const int32_t* masks, const int32_t* lines,
+                  const int32_t* ahead, float* out, float* highest, int64_t count, int64_t size, int64_t stride, int64_t words, int64_t num_lines,
                   int64_t lines_stride) {
     const int64_t chunks = (size + CHUNK - 1) / CHUNK;
     parallel(count * chunks, 1, [&](int64_t begin, int64_t end) {
@@ -41,8 +41,9 @@ void keep_allowed(const float* logits, const int64_t* rows, const int32_t* masks
             highest[piece] = highest_of(x, n);
             memcpy(y, x, n * sizeof(float));
             for (int64_t k = 0; k < num_lines; ++k) {
-                const int64_t which = lines[k * lines_stride + rows[line]];
+                int64_t which = lines[k * lines_stride + rows[line]];
                 if (which < 0) continue;
+                if (ahead && k == 0) which += ahead[line];
                 const int32_t* mask = masks + which * words + first / 32;
                 for (int64_t i = 0; i < n; ++i)
                     if (!((uint32_t)mask[i / 32] >> (i % 32) & 1)) y[i] = -INFINITY;
@@ -53,10 +54,11 @@ void keep_allowed(const float* logits, const int64_t* rows, const int32_t* masks
 
 void edit_logits(float* logits, const int64_t* rows, const int32_t* edits, const int32_t* starts,
                  const int32_t* counts, const int32_t* token_ids, const int64_t* num_tokens,
-                 const int64_t* num_prompt_tokens, int64_t count, int64_t stride, int64_t columns,
-                 int64_t token_stride) {
+                 const int64_t* num_prompt_tokens, const int32_t* ahead, int64_t count, int64_t stride,
+                 int64_t columns, int64_t token_stride) {
     for (int64_t line = 0; line < count; ++line) {
-        const int64_t row = rows[line], known = num_tokens[row], outputs = known - num_prompt_tokens[row];
+        const int64_t row = rows[line], known = num_tokens[row] + (ahead ? ahead[line] : 0);
+        const int64_t outputs = known - num_prompt_tokens[row];
         float* x = logits + line * stride;
         // First what is added, then what is banned, so that a ban wins.
         for (int banning = 0; banning < 2; ++banning) {
@@ -75,12 +77,12 @@ void edit_logits(float* logits, const int64_t* rows, const int32_t* edits, const
 }
 
 void penalize(float* logits, const int64_t* rows, const float* penalties, int64_t penalties_stride,
-              const int32_t* token_ids, const int64_t* num_tokens, const int64_t* num_prompt_tokens, int64_t count,
-              int64_t size, int64_t stride, int64_t token_stride) {
+              const int32_t* token_ids, const int64_t* num_tokens, const int64_t* num_prompt_tokens, const int32_t* ahead,
+              int64_t count, int64_t size, int64_t stride, int64_t token_stride) {
     constexpr int32_t IN_PROMPT = 1 << 30;  // above any count of outputs
     parallel(count, 1, [&](int64_t begin, int64_t end) {
         for (int64_t line = begin; line < end; ++line) {
-            const int64_t row = rows[line], known = num_tokens[row];
+            const int64_t row = rows[line], known = num_tokens[row] + (ahead ? ahead[line] : 0);
             const float presence = penalties[row], frequency = penalties[penalties_stride + row];
             const float repetition = penalties[2 * penalties_stride + row];
             if (presence == 0.0f && frequency == 0.0f && repetition == 1.0f) continue;

@@ -10,7 +10,13 @@ from quire.kernels.cpu.tracing import empty
 _CHUNK = 4096  # as in shaping.cpp
 
 
-def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
+def _address(ahead: Tensor | None) -> int | None:
+    return None if ahead is None else ahead.data_ptr()
+
+
+def keep_allowed(
+    logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     count, size = logits.shape
     out, highest = empty(count, size), empty(count, -(-size // _CHUNK))
     bound().keep_allowed(
@@ -18,6 +24,7 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> 
         rows.data_ptr(),
         masks.data_ptr(),
         lines.data_ptr(),
+        _address(ahead),
         out.data_ptr(),
         highest.data_ptr(),
         count,
@@ -39,6 +46,7 @@ def edit_logits(
     token_ids: Tensor,
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     bound().edit_logits(
         logits.data_ptr(),
@@ -49,6 +57,7 @@ def edit_logits(
         token_ids.data_ptr(),
         num_tokens.data_ptr(),
         num_prompt_tokens.data_ptr(),
+        _address(ahead),
         logits.shape[0],
         logits.stride(0),
         edits.shape[1],
@@ -58,7 +67,13 @@ def edit_logits(
 
 
 def penalize(
-    logits: Tensor, rows: Tensor, penalties: Tensor, token_ids: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    penalties: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     bound().penalize(
         logits.data_ptr(),
@@ -68,6 +83,7 @@ def penalize(
         token_ids.data_ptr(),
         num_tokens.data_ptr(),
         num_prompt_tokens.data_ptr(),
+        _address(ahead),
         *logits.shape,
         logits.stride(0),
         token_ids.stride(0),

@@ -51,7 +51,12 @@ def gather_mixed(
 
 
 def gather_sampling(
-    rows: Tensor, table: Tensor, seeds: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+    rows: Tensor,
+    table: Tensor,
+    seeds: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See quire/ops/gather.py."""
     count = rows.shape[0]
@@ -64,12 +69,44 @@ def gather_sampling(
         seeds.data_ptr(),
         num_tokens.data_ptr(),
         num_prompt_tokens.data_ptr(),
+        None if ahead is None else ahead.data_ptr(),
         count,
         parameters.data_ptr(),
         row_seeds.data_ptr(),
         positions.data_ptr(),
     )
     return parameters, row_seeds, positions
+
+
+def place_drafts(
+    rows: Tensor,
+    query_starts: Tensor,
+    contexts: Tensor,
+    sample_rows: Tensor,
+    ahead: Tensor,
+    drafts: Tensor,
+    sample_contexts: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+) -> Tensor:
+    """See quire/ops/drafts.py."""
+    bound().place_drafts(
+        rows.data_ptr(),
+        query_starts.data_ptr(),
+        contexts.data_ptr(),
+        sample_rows.data_ptr(),
+        ahead.data_ptr(),
+        drafts.data_ptr(),
+        sample_contexts.data_ptr(),
+        token_ids.data_ptr(),
+        num_tokens.data_ptr(),
+        num_computed.data_ptr(),
+        token_ids.stride(0),
+        len(rows),
+        len(sample_rows),
+    )
+    return token_ids
 
 
 def append_tokens(
@@ -81,6 +118,7 @@ def append_tokens(
     num_computed: Tensor,
     scratch_row: int,
     raw_highest: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/append.py."""
     out = empty(len(tokens), 2, dtype=torch.int32)
@@ -95,6 +133,7 @@ def append_tokens(
         num_computed.data_ptr(),
         token_ids.stride(0),
         scratch_row,
+        None if ahead is None else ahead.data_ptr(),
         len(tokens),
         out.data_ptr(),
     )
@@ -102,10 +141,16 @@ def append_tokens(
 
 
 def append_greedy(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    scratch_row: int,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/append.py."""
     count, size = logits.shape
     tokens, highest = empty(count, dtype=torch.int32), empty(count)
     bound().greedy(logits.data_ptr(), count, size, logits.stride(0), tokens.data_ptr(), highest.data_ptr())
-    return append_tokens(tokens, highest, rows, token_ids, num_tokens, num_computed, scratch_row)
+    return append_tokens(tokens, highest, rows, token_ids, num_tokens, num_computed, scratch_row, ahead=ahead)

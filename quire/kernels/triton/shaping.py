@@ -22,6 +22,7 @@ def _keep_allowed_kernel(
     rows_ptr,
     masks_ptr,
     lines_ptr,
+    ahead_ptr,
     out_ptr,
     highest_ptr,
     vocab_size,
@@ -30,6 +31,7 @@ def _keep_allowed_kernel(
     lines_stride,
     num_chunks,
     NUM_LINES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -45,12 +47,16 @@ def _keep_allowed_kernel(
     for k in tl.static_range(NUM_LINES):
         line = tl.load(lines_ptr + k * lines_stride + row).to(tl.int64)
         limit = tl.where(line >= 0, vocab_size, 0)  # without a mask nothing is read, and all is allowed
+        if HAS_AHEAD and k == 0:
+            line += tl.load(ahead_ptr + index)
         word = tl.load(masks_ptr + line * words + tokens // 32, mask=tokens < limit, other=-1)
         x = tl.where((word >> (tokens % 32)) & 1 == 1, x, float("-inf"))
     tl.store(out_ptr + index * vocab_size + tokens, x, mask=inside)
 
 
-def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
+def keep_allowed(
+    logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See quire/ops/keep_allowed.py."""
     count, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -61,6 +67,7 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> 
         rows,
         masks,
         lines,
+        rows if ahead is None else ahead,
         out,
         highest,
         vocab_size,
@@ -69,6 +76,7 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor, lines: Tensor) -> 
         lines.stride(0),
         chunks,
         NUM_LINES=lines.shape[0],
+        HAS_AHEAD=ahead is not None,
         CHUNK=_CHUNK,
         num_warps=8,
         **launch_options(),
@@ -86,9 +94,11 @@ def _edit_kernel(
     token_ids_ptr,
     num_tokens_ptr,
     num_prompt_ptr,
+    ahead_ptr,
     out_stride,
     edit_stride,
     token_stride,
+    HAS_AHEAD: tl.constexpr,
     ENTRIES: tl.constexpr,
     BEFORE: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,6 +109,8 @@ def _edit_kernel(
     count = tl.load(counts_ptr + row)
     first = tl.load(starts_ptr + row).to(tl.int64)
     known = tl.load(num_tokens_ptr + row)
+    if HAS_AHEAD:
+        known += tl.load(ahead_ptr + index)
     outputs = known - tl.load(num_prompt_ptr + row)
     # First what is added, a number to a token; then what is banned, since threads must not overwrite a ban.
     for banning in tl.static_range(2):
@@ -133,6 +145,7 @@ def edit_logits(
     token_ids: Tensor,
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/shaping.py."""
     _edit_kernel[(len(rows),)](
@@ -144,9 +157,11 @@ def edit_logits(
         token_ids,
         num_tokens,
         num_prompt_tokens,
+        rows if ahead is None else ahead,
         logits.stride(0),
         edits.stride(0),
         token_ids.stride(0),
+        HAS_AHEAD=ahead is not None,
         ENTRIES=_ENTRIES,
         BEFORE=edits.shape[1] - _FIXED_COLUMNS,
         num_warps=2,
@@ -183,9 +198,11 @@ def _count_kernel(
     token_ids_ptr,
     num_tokens_ptr,
     num_prompt_ptr,
+    ahead_ptr,
     vocab_size,
     penalties_stride,
     token_stride,
+    HAS_AHEAD: tl.constexpr,
     POSITIONS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -194,6 +211,8 @@ def _count_kernel(
     row = tl.load(rows_ptr + index)
     wanted, _, _, _ = _is_penalized(penalties_ptr, penalties_stride, row)
     known = tl.load(num_tokens_ptr + row)
+    if HAS_AHEAD:
+        known += tl.load(ahead_ptr + index)
     if wanted & (tl.program_id(1) * POSITIONS < known):
         positions = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
         tokens = tl.load(token_ids_ptr + row * token_stride + positions, mask=positions < known, other=-1)
@@ -237,7 +256,13 @@ def _penalize_kernel(
 
 
 def penalize(
-    logits: Tensor, rows: Tensor, penalties: Tensor, token_ids: Tensor, num_tokens: Tensor, num_prompt_tokens: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    penalties: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/shaping.py."""
     count, vocab_size = logits.shape
@@ -252,9 +277,11 @@ def penalize(
         token_ids,
         num_tokens,
         num_prompt_tokens,
+        rows if ahead is None else ahead,
         vocab_size,
         penalties.stride(0),
         token_ids.stride(0),
+        HAS_AHEAD=ahead is not None,
         POSITIONS=_POSITIONS,
         num_warps=4,
         **options,

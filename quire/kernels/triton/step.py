@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.drafts import accept_drafts
 from quire.kernels.triton.launch import begin_dependent, launch_options
 from quire.types import status
 
@@ -131,6 +132,7 @@ def _append_kernel(
     num_chunks,
     raw_chunks,
     scratch_row,
+    APPENDS: tl.constexpr,  # else accept_drafts does, which has to see all tokens of a row
     CHUNKS: tl.constexpr,
     RAW_CHUNKS: tl.constexpr,  # 0: what was chosen from is what the model said
     PDL: tl.constexpr,
@@ -155,7 +157,7 @@ def _append_kernel(
     tl.store(out_ptr + 2 * index, token.to(tl.int32))
     tl.store(out_ptr + 2 * index + 1, code.to(tl.int32))
     row = tl.load(rows_ptr + index)
-    if row != scratch_row:
+    if APPENDS and row != scratch_row:
         length = tl.load(num_tokens_ptr + row)
         tl.store(token_ids_ptr + row * token_stride + length, token.to(tl.int32))
         tl.store(num_tokens_ptr + row, length + 1)
@@ -231,7 +233,13 @@ def gather_mixed(
 
 
 def append_greedy(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, num_tokens: Tensor, num_computed: Tensor, scratch_row: int
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    scratch_row: int,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/append.py."""
     count, vocab_size = logits.shape
@@ -241,7 +249,7 @@ def append_greedy(
     _highest_kernel[(count, chunks)](
         logits, best, at, vocab_size, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **launch_options()
     )
-    return _append(best, at, rows, token_ids, num_tokens, num_computed, scratch_row)
+    return _append(best, at, rows, token_ids, num_tokens, num_computed, scratch_row, ahead=ahead)
 
 
 def append_tokens(
@@ -253,10 +261,11 @@ def append_tokens(
     num_computed: Tensor,
     scratch_row: int,
     raw_highest: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/append.py."""
     state = (token_ids, num_tokens, num_computed)
-    return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row, raw_highest)
+    return _append(highest.unsqueeze(1), tokens.unsqueeze(1), rows, *state, scratch_row, raw_highest, ahead)
 
 
 def _append(
@@ -268,6 +277,7 @@ def _append(
     num_computed: Tensor,
     scratch_row: int,
     raw_highest: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """`best` and `at` [n, chunks] are the highest logit of each part of a row and its token."""
     count, chunks = best.shape
@@ -286,9 +296,12 @@ def _append(
         chunks,
         raw_chunks,
         scratch_row,
+        APPENDS=ahead is None,
         CHUNKS=triton.next_power_of_2(chunks),
         RAW_CHUNKS=triton.next_power_of_2(raw_chunks) if raw_chunks else 0,
         num_warps=1,
         **launch_options(),
     )
+    if ahead is not None:
+        accept_drafts(out, rows, ahead, token_ids, num_tokens, num_computed, scratch_row)
     return out

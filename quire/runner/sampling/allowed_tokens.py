@@ -43,7 +43,7 @@ class AllowedTokens(Feature):
             self._lined_up = set(self._rows)
             self._buffer.line_up(KIND, {row: row for row in self._rows})
 
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Nothing: the sampler applies all masks at once, before the first feature."""
 
 

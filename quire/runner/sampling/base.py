@@ -89,14 +89,18 @@ class Feature(ABC):
         """Copy what was staged to the device, in one piece; does nothing when nothing was."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Change logits [m, vocab_size] float32 of rows [m] int64 in place. No sync.
 
+        With drafts a row comes several times: ahead [m] int32 drafts behind its known tokens count as known there.
         What it does to a row depends on that row only; rows that do not ask for it stay as they are.
         """
 
-    def error_of(self, row: int) -> str | None:
-        """Why the row can have no token, if this feature failed for it; asked after `apply`. Eager steps only."""
+    def error_of(self, row: int, place: int) -> str | None:
+        """Why the row can have no token at this place of the batch, if this feature failed for it.
+
+        Asked after `apply`, of eager steps only.
+        """
         return None
 
     def is_oversized(self, row: int) -> bool:

@@ -132,11 +132,11 @@ class Edits(Feature):
         table.edits = torch.empty(lines.shape, dtype=torch.int32, device=self._device)
         refresh(table.edits, lines)
 
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         known = (state.token_ids, state.num_tokens, state.num_prompt_tokens)
-        self._edit_logits(logits, rows, *self._fixed.columns, *known)
+        self._edit_logits(logits, rows, *self._fixed.columns, *known, ahead)
         if self._oversized:
-            self._edit_logits(logits, rows, *self._large.columns, *known)
+            self._edit_logits(logits, rows, *self._large.columns, *known, ahead)
 
 
 def _lines(edits: list[Edit], columns: int) -> NDArray[np.int32]:

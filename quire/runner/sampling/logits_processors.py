@@ -38,7 +38,10 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def process(self, row: int, output_token_ids: list[int], logits: Tensor) -> None:
-        """Edit logits [vocab_size] float32 of a row in place, given what it has generated so far."""
+        """Edit logits [vocab_size] float32 of a row in place, given what it has generated so far.
+
+        Under speculation also given what it may have generated, so it should depend on nothing else.
+        """
 
 
 def load_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
@@ -65,7 +68,8 @@ class LogitsProcessors(Feature):
     def __init__(self, classes: Sequence[type[LogitsProcessor]], vocab_size: int, device: torch.device) -> None:
         self._processors = [make(vocab_size, device) for make in classes]
         self._asked: dict[int, list[LogitsProcessor]] = {}
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, str] = {}  # by row, of the request
+        self._failed: dict[int, str] = {}  # by place in the last step
 
     def add_request(self, row: int, start: RowStart) -> bool:
         params, prompt = sampling_params(start), start.token_ids[: start.num_prompt_tokens]
@@ -75,7 +79,7 @@ class LogitsProcessors(Feature):
                 if processor.add_request(row, params, prompt):
                     asked.append(processor)
             except Exception as error:  # whatever it raises fails this request alone
-                self._note(row, processor, error)
+                self._note(self._errors, row, processor, error)
         if asked or row in self._errors:
             self._asked[row] = asked
         return row in self._asked
@@ -93,20 +97,23 @@ class LogitsProcessors(Feature):
     def apply_staged_writes(self) -> None:
         return
 
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
         """Waits for the device, to tell a processor of the row's outputs."""
+        self._failed.clear()
+        more = [0] * len(rows) if ahead is None else ahead.tolist()
         for line, row in enumerate(rows.tolist()):
             for processor in self._asked.get(row, ()):
-                outputs = state.token_ids[row, int(state.num_prompt_tokens[row]) : int(state.num_tokens[row])]
+                known = int(state.num_tokens[row]) + more[line]
+                outputs = state.token_ids[row, int(state.num_prompt_tokens[row]) : known]
                 try:
                     processor.process(row, outputs.tolist(), logits[line])
                 except Exception as error:  # whatever it raises fails this request alone
-                    self._note(row, processor, error)
+                    self._note(self._failed, line, processor, error)
 
-    def error_of(self, row: int) -> str | None:
-        return self._errors.get(row)
+    def error_of(self, row: int, place: int) -> str | None:
+        return self._errors.get(row) or self._failed.get(place)
 
-    def _note(self, row: int, processor: LogitsProcessor, error: Exception) -> None:
+    def _note(self, errors: dict[int, str], key: int, processor: LogitsProcessor, error: Exception) -> None:
         name = type(processor).__name__
         logger.error("logits processor %s failed", name, exc_info=error)
-        self._errors.setdefault(row, f"logits processor {name} failed: {type(error).__name__}: {error}")
+        errors.setdefault(key, f"logits processor {name} failed: {type(error).__name__}: {error}")

@@ -15,35 +15,35 @@ from quire.types.masks import Masks
 
 
 class MaskBuffer:
-    """`kinds` masks a row; those of each kind have as many lines as there are rows."""
+    """Two kinds of masks: those of a step's sample positions, which are staged, and one a row, which stays."""
 
-    def __init__(self, vocab_size: int, max_rows: int, kinds: int, device: torch.device) -> None:
-        self._max_rows = max_rows
-        self._masks = torch.zeros(kinds * max_rows, mask_words(vocab_size), dtype=torch.int32, device=device)
+    def __init__(self, vocab_size: int, max_rows: int, max_samples: int, device: torch.device) -> None:
+        self._firsts = (0, max_samples)  # line of each kind
+        self._masks = torch.zeros(max_samples + max_rows, mask_words(vocab_size), dtype=torch.int32, device=device)
         # One more row, for the padding of a batch.
-        self._host_lines = np.full((kinds, max_rows + 1), -1, dtype=np.int32)
+        self._host_lines = np.full((2, max_rows + 1), -1, dtype=np.int32)
         self._lines = torch.from_numpy(self._host_lines).to(device)
-        self._staging = Staging(self._masks[:max_rows])  # of the first kind
+        self._staging = Staging(self._masks[:max_samples])  # of the first kind
         self._room: Masks = self._staging.host.numpy()
 
     @staticmethod
     def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
-        num_bytes = sizes.max_num_seqs * mask_words(sizes.vocab_size) * 4
+        num_bytes = sizes.max_num_samples * mask_words(sizes.vocab_size) * 4
         yield LedgerLine("masks", num_bytes, "which tokens a request may have, a bit each")
 
     @property
     def masks(self) -> Tensor:
-        """[kinds * max_rows, words] int32, always the same tensor."""
+        """[max_samples + max_rows, words] int32, always the same tensor."""
         return self._masks
 
     @property
     def lines(self) -> Tensor:
-        """[kinds, max_rows + 1] int32, the same tensor too: the lines of `masks` for each row, -1 for none."""
+        """[2, max_rows + 1] int32, the same tensor too: the lines of `masks` for each row, -1 for none."""
         return self._lines
 
     def write(self, kind: int, rows: list[int], masks: NDArray[np.int32]) -> None:
         """Masks [n, words] of these rows, which stay until they are written again. Does not wait."""
-        order = upload([kind * self._max_rows + row for row in rows], self._masks.device, torch.int64)
+        order = upload([self._firsts[kind] + row for row in rows], self._masks.device, torch.int64)
         self._masks.index_copy_(0, order, upload_array(masks, self._masks.device))
 
     def room(self, count: int) -> Masks:
@@ -63,7 +63,7 @@ class MaskBuffer:
         """Say which rows have a mask of this kind, and in which of its lines."""
         lines = self._host_lines[kind]
         lines[:] = -1
-        lines[list(places)] = [kind * self._max_rows + place for place in places.values()]
+        lines[list(places)] = [self._firsts[kind] + place for place in places.values()]
         refresh(self._lines, torch.from_numpy(self._host_lines))
 
 

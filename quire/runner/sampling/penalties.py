@@ -37,5 +37,6 @@ class Penalties(Feature):
     def apply_staged_writes(self) -> None:
         self._values.flush()
 
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
-        self._penalize(logits, rows, self._values.all, state.token_ids, state.num_tokens, state.num_prompt_tokens)
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
+        known = (state.token_ids, state.num_tokens, state.num_prompt_tokens, ahead)
+        self._penalize(logits, rows, self._values.all, *known)

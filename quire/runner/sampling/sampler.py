@@ -52,6 +52,7 @@ class SamplingKind(NamedTuple):
     groups: frozenset[str] = frozenset()  # of features that some row asks for
     logprobs: int | None = None  # number of top logprobs
     eager: bool = False  # some row asks for what cannot be captured
+    drafted: bool = False  # some row has drafts, so rows come several times
 
 
 class Sampler:
@@ -61,8 +62,11 @@ class Sampler:
         max_rows: int,
         device: torch.device,
         features: Sequence[MakeFeature] = FEATURES,
+        max_samples: int | None = None,
     ) -> None:
-        self.mask_buffer = MaskBuffer(vocab_size, max_rows, 2, device)
+        """`max_samples`: places of a step that are sampled; without drafts as many as there are rows."""
+        self._max_samples = max_samples or max_rows
+        self.mask_buffer = MaskBuffer(vocab_size, max_rows, self._max_samples, device)
         self.masks = GrammarMasks(self.mask_buffer)
         place = (vocab_size, max_rows, device)
         self._features: list[Feature] = [
@@ -72,7 +76,6 @@ class Sampler:
         self._draw_table = DrawTable(*place)
         self._logprobs = Logprobs(vocab_size)
         self.asked_logprobs = AskedLogprobs(device)
-        self._max_rows = max_rows
         target = Target(device.type)
         self._keep_allowed = KEEP_ALLOWED.bind(target)
         self._gather, self._draw_within = GATHER_SAMPLING.bind(target), DRAW_WITHIN.bind(target)
@@ -86,8 +89,8 @@ class Sampler:
     def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
         """Logits, copies of them, the words of the random generator, and keys by which top logprobs are found."""
         yield from MaskBuffer.contributes(sizes)
-        num_bytes = sizes.max_num_seqs * sizes.vocab_size * 4 * 8
-        yield LedgerLine("sampling", num_bytes, f"{sizes.max_num_seqs} rows of {sizes.vocab_size} logits")
+        num_bytes = sizes.max_num_samples * sizes.vocab_size * 4 * 8
+        yield LedgerLine("sampling", num_bytes, f"{sizes.max_num_samples} rows of {sizes.vocab_size} logits")
 
     @staticmethod
     def captured_bytes(sizes: EngineSizes) -> int:
@@ -97,7 +100,7 @@ class Sampler:
         of parts of the vocabulary, tables of each row.
         """
         vocab, tables = sizes.vocab_size, mask_words(sizes.vocab_size) * 4 + (1 << 15)
-        return sizes.max_num_seqs * (vocab * (4 + 4 + 4) + vocab // 8 + tables)
+        return sizes.max_num_samples * (vocab * (4 + 4 + 4) + vocab // 8 + tables)
 
     def add_request(self, row: int, start: RowStart) -> None:
         """Stage the parameters of a request that takes this row; one that pools is never sampled. Host only."""
@@ -168,40 +171,47 @@ class Sampler:
         found = {}
         for place, row in enumerate(row_list):
             for feature in self._asked.get(row, ()):
-                if (message := feature.error_of(row)) is not None:
+                if (message := feature.error_of(row, place)) is not None:
                     found[place] = message
         return found
 
-    def sample(self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState) -> Tensor:
+    def sample(
+        self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None
+    ) -> Tensor:
         """Choose a token for each of rows [m] int64 from logits [m, vocab_size], and append it to the row. No sync.
 
-        Returns [m, 2] int32: the tokens, and OK or a code of quire/types/status.py. The logits stay as they are.
+        With drafts a row comes several times, with ahead [m] int32 of them before the token; they stand behind the
+        row's known tokens, and what is appended are those that hold and one token more. Returns [m, 2] int32: the
+        tokens, and OK or a code of quire/types/status.py. The logits stay as they are.
         """
         place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
         shaped, raw_highest = logits, None
         if kind.masked or kind.groups:
-            shaped, raw_highest = self._shape(kind, logits, rows, state)
+            shaped, raw_highest = self._shape(kind, logits, rows, state, ahead)
         elif kind.greedy:
-            return self._append_greedy(logits, *place)
+            return self._append_greedy(logits, *place, ahead)
         drawn = self._gather(
-            rows, self._draw_table.parameters, state.seeds, state.num_tokens, state.num_prompt_tokens
+            rows, self._draw_table.parameters, state.seeds, state.num_tokens, state.num_prompt_tokens, ahead
         )
         tokens, highest = self._draw_within(shaped, *drawn)
-        return self._append(tokens, highest, *place, raw_highest)
+        return self._append(tokens, highest, *place, raw_highest, ahead)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Packed log-probabilities [m, 2 + 2 * k] int32 of tokens [m] and of the `count` top tokens. No sync."""
         return pack_logprobs(*self._gather_logprobs(logits, tokens, count))
 
-    def _shape(self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
+    def _shape(
+        self, kind: SamplingKind, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Logits with every change that may move the highest, and the highest of what they were."""
         if kind.masked:
-            self.masks.copy(min(len(rows), self._max_rows))
+            self.masks.copy(min(len(rows), self._max_samples))
         first = grammar_masks.KIND if kind.masked else allowed_tokens.KIND
         last = allowed_tokens.KIND if kind.groups else grammar_masks.KIND
         buffer = self.mask_buffer
-        shaped, raw_highest = self._keep_allowed(logits, rows, buffer.masks, buffer.lines[first : last + 1])
+        lines, of_drafts = buffer.lines[first : last + 1], ahead if kind.masked else None
+        shaped, raw_highest = self._keep_allowed(logits, rows, buffer.masks, lines, of_drafts)
         for feature in self._features:
             if feature.group in kind.groups:
-                feature.apply(shaped, rows, state)
+                feature.apply(shaped, rows, state, ahead)
         return shaped, raw_highest

@@ -30,9 +30,10 @@ class ThinkingBudget(Feature):
         self._limits = RowValues(max_rows + 1, 3, torch.int64, device)  # the budget, and the length of each mark
         self._begins = RowValues(max_rows + 1, size, torch.int64, device)  # the last token first
         self._ends = RowValues(max_rows + 1, size, torch.int64, device)  # the first token first
-        # Where thinking begins among the outputs of each row, and whether it has ended.
-        self._places = torch.full((2, max_rows + 1), _NOT_BEGUN, dtype=torch.int64, device=device)
-        self._staged: dict[int, tuple[int, bool]] = {}
+        # Where thinking begins among the outputs of each row, whether it has ended, and after how many outputs.
+        self._places = torch.full((3, max_rows + 1), _NOT_BEGUN, dtype=torch.int64, device=device)
+        self._staged: dict[int, tuple[int, int, int]] = {}
+        self._drafted = False  # whether rows ever had drafts, and so get several tokens a step
         self._asking: set[int] = set()
         self._vocabulary = torch.arange(vocab_size, device=device)
         self._back = torch.arange(size, device=device)
@@ -50,31 +51,49 @@ class ThinkingBudget(Feature):
         self._limits.set(row, budget, len(marks.begin), len(marks.end))
         self._begins.set(row, *_padded(marks.begin[::-1]))
         self._ends.set(row, *_padded(marks.end))
-        self._staged[row] = find_thinking(marks, start.token_ids[start.num_prompt_tokens :])
+        outputs = start.token_ids[start.num_prompt_tokens :]
+        self._staged[row] = (*find_thinking(marks, outputs), len(outputs))
         return True
 
     def remove_request(self, row: int) -> None:
         if row in self._asking:
             self._asking.remove(row)
             self._limits.set(row, 0, 0, 0)
-            self._staged[row] = (_NOT_BEGUN, False)
+            self._staged[row] = (_NOT_BEGUN, False, 0)
 
     def apply_staged_writes(self) -> None:
         for values in (self._limits, self._begins, self._ends):
             values.flush()
         if self._staged:
             rows = upload(list(self._staged), self._places.device, torch.int64)
-            starts, ended = zip(*self._staged.values(), strict=True)
-            self._places[0, rows] = upload(list(starts), self._places.device, torch.int64)
-            self._places[1, rows] = upload(list(map(int, ended)), self._places.device, torch.int64)
+            for place, column in zip(self._places, zip(*self._staged.values(), strict=True), strict=True):
+                place[rows] = upload([int(value) for value in column], self._places.device, torch.int64)
             self._staged.clear()
 
-    def apply(self, logits: Tensor, rows: Tensor, state: RowState) -> None:
-        budget, begin_length, end_length = self._limits.all[:, rows]
+    def apply(self, logits: Tensor, rows: Tensor, state: RowState, ahead: Tensor | None = None) -> None:
+        """Waits for the device once rows have had drafts."""
+        outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        start, ended, seen = self._places[:, rows]
+        behind = 0
+        if ahead is not None or self._drafted:
+            self._drafted = True
+            outputs = outputs if ahead is None else outputs + ahead
+            behind = int((outputs - seen).max()) - 1  # of the tokens since then, a mark may end at any
+        for back in range(behind, -1, -1):
+            start, ended, token = self._follow(rows, state, torch.maximum(outputs - back, seen), start, ended)
+        forced = (start >= 0) & (ended == 0) & (outputs - start >= self._limits.all[0, rows])
+        forced &= (logits.gather(1, token) > -torch.inf).squeeze(1)  # a grammar may not allow it here
+        logits.masked_fill_(forced.unsqueeze(1) & (self._vocabulary != token), -torch.inf)
+        certain = slice(None) if ahead is None else ahead == 0
+        self._places[:, rows[certain]] = torch.stack([start, ended, outputs])[:, certain]
+
+    def _follow(
+        self, rows: Tensor, state: RowState, outputs: Tensor, start: Tensor, ended: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`start` and `ended` after so many outputs, and the token that would go on to end thinking, [m, 1]."""
+        _, begin_length, end_length = self._limits.all[:, rows]
         begin, end = self._begins.all[:, rows].T, self._ends.all[:, rows].T  # [m, size]
-        start, ended = self._places[:, rows]
-        known = state.num_tokens[rows]
-        outputs = known - state.num_prompt_tokens[rows]
+        known = state.num_prompt_tokens[rows] + outputs
         last = state.token_ids[rows.unsqueeze(1), (known.unsqueeze(1) - 1 - self._back).clamp(min=0)].long()
         begins = ((begin == last) | (self._back >= begin_length.unsqueeze(1))).all(1) & (begin_length > 0)
         lead = outputs - begin_length
@@ -82,15 +101,11 @@ class ThinkingBudget(Feature):
         thought = torch.where(start < 0, 0, outputs - start)
         # Of each row, whether its last j tokens are the first j of the mark that ends thinking.
         written = ((end.unsqueeze(1) == last[:, self._mirrored]) | self._beyond).all(2)
-        counts = torch.arange(written.shape[1], device=logits.device)
+        counts = torch.arange(written.shape[1], device=rows.device)
         written &= counts <= thought.unsqueeze(1)
-        ended |= (written.gather(1, end_length.unsqueeze(1)).squeeze(1) & (end_length > 0)).long()
+        ended = ended | (written.gather(1, end_length.unsqueeze(1)).squeeze(1) & (end_length > 0)).long()
         progress = (written & (counts < end_length.unsqueeze(1))).long().mul_(counts).amax(1, keepdim=True)
-        token = end.gather(1, progress)
-        forced = (start >= 0) & (ended == 0) & (thought >= budget)
-        forced &= (logits.gather(1, token) > -torch.inf).squeeze(1)  # a grammar may not allow it here
-        logits.masked_fill_(forced.unsqueeze(1) & (self._vocabulary != token), -torch.inf)
-        self._places[:, rows] = torch.stack([start, ended])
+        return start, ended, end.gather(1, progress)
 
 
 def find_thinking(marks: ThinkingMarks, outputs: Sequence[int]) -> tuple[int, bool]:

@@ -70,7 +70,6 @@ RENAMED: dict[str, tuple[str, Harmless]] = {
 ACCEPTED = frozenset(
     {
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",

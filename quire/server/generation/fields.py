@@ -33,6 +33,27 @@ class RepetitionDetection(BaseModel):
     min_count: SmallInt | None = Field(None, description="How often the pattern has to come in a row; at least 2.")
 
 
+class PredictionPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """A text that the answer is expected to be much like, such as the file that is to be changed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 ExtraArgument = str | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | bool
 
 
@@ -77,6 +98,12 @@ class GenerationFields(BaseModel):
     vllm_xargs: dict[str, ExtraArgument | list[ExtraArgument]] | None = Field(
         None, description="Values for the operator's own logits processors."
     )
+    prediction: Prediction | None = Field(
+        None, description="What the answer will be much like: where it comes true, tokens come faster."
+    )
+    speculate: bool | None = Field(
+        None, description="Off: no draft tokens for this request. The answer is the same either way."
+    )
     priority: SmallInt | None = Field(None, description="Smaller runs earlier, under --policy priority.")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached prefix.")
     request_id: str | None = Field(None, description="Part of the answer's id, instead of the x-request-id header.")
@@ -94,10 +121,12 @@ class GenerationFields(BaseModel):
 
 
 def engine_prompt(body: GenerationFields, prompt: str | list[int]) -> dict[str, Any]:
-    """A prompt in the engine's form, with the request's salt."""
+    """A prompt in the engine's form, with the request's salt and prediction."""
     named: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     if body.cache_salt is not None:
         if not body.cache_salt.isprintable():
             raise RequestError("cache_salt must be printable text", "cache_salt")
         named["cache_salt"] = body.cache_salt
+    if body.prediction is not None:
+        named["prediction"] = body.prediction.text
     return named

@@ -22,11 +22,13 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """When an HTTP request arrived, and the headers that name its trace."""
+    """When an HTTP request arrived, the headers that name its trace, and whose it is."""
 
     arrival_time: float
     """On the monotonic clock."""
     trace_headers: dict[str, str] | None
+    tenant: str | None = None
+    """Stands for the API key; None where none is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Generation:
 
 def origin_of(request: Request) -> Origin:
     traced = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-    return Origin(request.state.arrival_time, traced or None)
+    return Origin(request.state.arrival_time, traced or None, request.state.owner or None)
 
 
 def ids_of(prefix: str, body: GenerationFields, request: Request) -> Ids:

@@ -44,7 +44,8 @@ def _streams(
     engine: AsyncEngine, generation: Generation, adapter: AdapterRef | None
 ) -> list[AsyncGenerator[RequestOutput, None]]:
     """One stream for each prompt; a request is sent when its stream is first read."""
-    prompts, beam = generation.prompts, generation.beam_search
+    beam, tenant = generation.beam_search, generation.origin.tenant
+    prompts = generation.prompts if tenant is None else [{**p, "tenant": tenant} for p in generation.prompts]
     if beam is not None:
         return [
             beam_search(

@@ -8,9 +8,12 @@ from quire.types.outputs import RequestOutput
 class UsageCounter:
     """Counts over all prompts, completions and turns of one HTTP request."""
 
-    __slots__ = ("_cached", "_prompts", "_reasoning", "completion_tokens")
+    __slots__ = ("_cached", "_predicted", "_prompts", "_reasoning", "completion_tokens", "has_prediction")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_prediction: bool = False) -> None:
+        """`has_prediction`: the request said what its answer will be like."""
+        self.has_prediction = has_prediction
+        self._predicted: dict[tuple[str, int], tuple[int, int]] = {}
         self._prompts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
         self._reasoning: dict[tuple[str, int], int] = {}
@@ -29,6 +32,16 @@ class UsageCounter:
     def reasoning_tokens(self) -> int:
         return sum(self._reasoning.values())
 
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of the prediction that were drafts and held."""
+        return sum(accepted for accepted, _ in self._predicted.values())
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Tokens of the prediction that were drafts and did not hold."""
+        return sum(rejected for _, rejected in self._predicted.values())
+
     def add_prompt(self, output: RequestOutput) -> None:
         """Take in the prompt of a delta, and nothing that was generated."""
         self._prompts[output.request_id] = len(output.prompt_token_ids)
@@ -41,3 +54,6 @@ class UsageCounter:
             self.completion_tokens += len(completion.token_ids)
             if completion.num_reasoning_tokens:
                 self._reasoning[output.request_id, completion.index] = completion.num_reasoning_tokens
+            predicted = completion.num_accepted_predictions, completion.num_rejected_predictions
+            if any(predicted):
+                self._predicted[output.request_id, completion.index] = predicted

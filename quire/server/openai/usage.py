@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.server.generation.usage import UsageCounter
 
@@ -13,6 +14,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -29,5 +32,9 @@ def usage_of(counter: UsageCounter) -> Usage:
         counter.completion_tokens,
         counter.prompt_tokens + counter.completion_tokens,
         PromptTokensDetails(counter.cached_tokens),
-        CompletionTokensDetails(counter.reasoning_tokens),
+        CompletionTokensDetails(
+            counter.reasoning_tokens,
+            counter.accepted_prediction_tokens if counter.has_prediction else UNSET,
+            counter.rejected_prediction_tokens if counter.has_prediction else UNSET,
+        ),
     )

@@ -223,7 +223,7 @@ def attention(all_shapes: bool) -> None:
 
 
 def sampling(all_shapes: bool) -> None:
-    from quire.kernels.triton import logprobs, sampling, shaping, step
+    from quire.kernels.triton import drafts, logprobs, sampling, shaping, step
     from quire.kernels.triton.rows import start_rows, write_blocks
     from quire.runner.sampling.edits import MAX_BEFORE, MAX_EDITS
     from quire.runner.sampling.mask_buffer import MaskBuffer
@@ -245,12 +245,19 @@ def sampling(all_shapes: bool) -> None:
     start_rows(token_ids, torch.zeros(4, rows + 1, dtype=torch.int64), starts, 1, length)
     step.gather_decode(index, token_ids, known, tables, 16)
     step.gather_mixed(index, starts[:-1], starts, token_ids, known, tables, 16, 256)
-    buffer = MaskBuffer(VOCAB, rows, 2, index.device)
+    buffer = MaskBuffer(VOCAB, rows, rows, index.device)
     shaping.keep_allowed(numbers(rows, VOCAB), index, buffer.masks, buffer.lines)
     shaped = numbers(rows, VOCAB, dtype=torch.float32)
     edits = torch.zeros(rows * MAX_EDITS, 4 + MAX_BEFORE, dtype=torch.int32)
     shaping.edit_logits(shaped, index, edits, starts, starts, token_ids, known, known)
-    shaping.penalize(shaped, index, numbers(3, rows + 1, dtype=torch.float32), token_ids, known, known)
+    penalties = numbers(3, rows + 1, dtype=torch.float32)
+    shaping.penalize(shaped, index, penalties, token_ids, known, known)
+    ahead = torch.zeros(rows, dtype=torch.int32)
+    shaping.keep_allowed(numbers(rows, VOCAB), index, buffer.masks, buffer.lines, ahead)
+    shaping.edit_logits(shaped, index, edits, starts, starts, token_ids, known, known, ahead)
+    shaping.penalize(shaped, index, penalties, token_ids, known, known, ahead)
+    step.append_greedy(shaped, index, token_ids, known, known, rows, ahead)
+    drafts.place_drafts(index, starts, starts[:-1], index, ahead, ahead, ahead, token_ids, known, known)
 
 
 PARTS = {"products": products, "experts": experts, "lines": lines, "attention": attention, "sampling": sampling}

@@ -77,7 +77,7 @@ def test_tokens_outside_the_vocabulary_are_out_of_reach_anyway() -> None:
 
 
 def test_allowed_tokens_are_a_line_of_the_mask_buffer() -> None:
-    buffer = MaskBuffer(100, 3, 2, CPU)
+    buffer = MaskBuffer(100, 3, 3, CPU)
     feature = AllowedTokens(100, 3, CPU, buffer)
     assert feature.add_request(1, start_of(1, make_row(allowed_token_ids=[0, 31, 32, 99, 100])))
     feature.apply_staged_writes()

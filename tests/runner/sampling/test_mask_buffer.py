@@ -10,7 +10,7 @@ from tests.kernels.device import DEVICE
 
 
 def test_masks_are_copied_into_the_first_lines() -> None:
-    buffer = MaskBuffer(70, 5, 2, DEVICE)
+    buffer = MaskBuffer(70, 5, 5, DEVICE)
     masks, lines = buffer.masks, buffer.lines
     given = np.arange(1, 10, dtype=np.int32).reshape(3, 3)
     buffer.stage(given)
@@ -25,7 +25,7 @@ def test_masks_are_copied_into_the_first_lines() -> None:
 
 
 def test_rows_are_told_of_their_lines_and_of_no_others() -> None:
-    buffer = MaskBuffer(70, 4, 2, DEVICE)
+    buffer = MaskBuffer(70, 4, 4, DEVICE)
     buffer.line_up(0, {3: 1, 0: 2})
     buffer.line_up(1, {3: 3})
     assert buffer.lines.tolist() == [[2, -1, -1, 1, -1], [-1, -1, -1, 7, -1]]
@@ -34,10 +34,10 @@ def test_rows_are_told_of_their_lines_and_of_no_others() -> None:
 
 
 def test_masks_made_in_the_room_need_no_staging() -> None:
-    buffer = MaskBuffer(1000, 4, 1, DEVICE)
+    buffer = MaskBuffer(1000, 4, 4, DEVICE)
     room = buffer.room(2)
     assert room.shape == (2, mask_words(1000))
     room[:] = [[7], [8]]
     buffer.stage(room)
     buffer.copy_staged(2)
-    assert buffer.masks[:, 0].tolist() == [7, 8, 0, 0]
+    assert buffer.masks[:, 0].tolist() == [7, 8, 0, 0, 0, 0, 0, 0]

@@ -135,6 +135,11 @@ PROBES: dict[str, tuple[Any, Callable[[EngineRequest, Any], bool]]] = {
     ),
     "stream_interval": (3, params("stream_interval")),
     "vllm_xargs": ({"a": [1, "b"]}, params("extra_args")),
+    "prediction": (
+        {"type": "content", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]},
+        lambda request, _: bytes(request.prediction) == b"abc",
+    ),
+    "speculate": (False, params("speculate")),
     "priority": (5, lambda request, sent: request.priority == sent),
     "cache_salt": ("salt", lambda request, sent: request.cache_salt == sent),
     "request_id": ("mine-1", lambda request, sent: sent in request.request_id),

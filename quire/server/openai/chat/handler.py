@@ -103,7 +103,7 @@ class ChatAnswer:
         self._generation = generation
         self._reader = prepared.reader()
         self._may_call = prepared.may_call
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(has_prediction=body.prediction is not None)
         self._prefix = last_text(body) if body.echo else ""
         self._include_reasoning = body.include_reasoning is not False
         self._num_top = generation.params.logprobs or 0

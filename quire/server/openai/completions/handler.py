@@ -158,7 +158,7 @@ class CompletionAnswer:
     def __init__(self, context: ServerContext, body: CompletionRequest, generation: Generation) -> None:
         self._context = context
         self._generation = generation
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(has_prediction=body.prediction is not None)
         self._n = generation.params.n if body.best_of is None else body.n or 1
         self._echo = bool(body.echo)
         self._no_tokens = body.max_tokens == 0

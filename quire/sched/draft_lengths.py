@@ -1,0 +1,189 @@
+"""How many drafts a step verifies: as many as make tokens come faster, by measured acceptance and measured cost.
+
+Acceptance costs nothing to measure: a guess that was not verified is compared with the tokens that come anyway. What
+drafts cost is learnt from the steps that verified some. Knows counts and seconds; guesses no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
+from typing import Protocol
+
+from quire.sched.draft_costs import DraftCosts
+from quire.sched.request import Request
+from quire.sched.state import InFlight, StepDraft
+from quire.sched.step_times import StepTimes
+
+_MEMORY = 0.8  # part of what is known about acceptance that the next guess leaves
+_DOUBT = 1.0  # guesses' worth of weight that the other requests' acceptance has for a new one
+_GAIN = 1.03  # what drafts must be predicted to win: the prediction is not exact
+_CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gave
+_EARNED = 0.005  # tokens of this credit that come with each token
+_PROBED = 0.004  # part of the time in which drafts are verified that would hold but look too expensive
+_LIKELY = 0.7  # acceptance from which that is worth it
+_COMPARED = 128  # of so many steps one verifies no drafts, to know what that takes
+_RARELY = 0.05  # acceptance below which guesses are made in some steps only
+_ASKED = 8  # one in so many
+
+
+class Track:
+    """What is known of the guesses for one request."""
+
+    __slots__ = ("_guess", "_place", "credit", "hits", "num_steps", "seen", "trials")
+
+    def __init__(self) -> None:
+        self.hits = 0.0  # tokens of guesses that came, the old ones with less weight
+        self.trials = 0.0  # tokens that were compared
+        self.credit = _CREDIT
+        self.seen = 0  # tokens of the request when credit was last earned
+        self.num_steps = 0
+        self._guess: Sequence[int] = ()  # not verified: compared with what comes
+        self._place = 0  # where it begins in the request's tokens
+
+    def acceptance(self, prior: float) -> float:
+        """The probability that a token of a guess is right, if those before it are."""
+        return (self.hits + _DOUBT * prior) / (self.trials + _DOUBT)
+
+    def judge(self, num_tokens: int, num_right: int) -> None:
+        """Of a guess of `num_tokens`, the first `num_right` were right."""
+        self.hits = _MEMORY * self.hits + num_right
+        self.trials = _MEMORY * self.trials + min(num_tokens, num_right + 1)
+
+    def watch(self, guess: Sequence[int], place: int) -> None:
+        """Compare a guess that is not verified with what comes, unless another one is being compared."""
+        if not self._guess:
+            self._guess, self._place = guess, place
+
+    def follow(self, request: Request) -> None:
+        """Take in the request's new tokens."""
+        known = request.token_ids
+        if self.seen:
+            self.credit = min(_CREDIT, self.credit + _EARNED * (len(known) - self.seen))
+        self.seen = len(known)
+        guess, place = self._guess, self._place
+        if not guess:
+            return
+        came = known[place : place + len(guess)]
+        right = next(
+            (n for n, (said, token) in enumerate(zip(guess, came, strict=False)) if said != token), len(came)
+        )
+        if right < len(came) or len(came) == len(guess):
+            self.judge(len(guess), right)
+            self._guess = ()
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a drafter guesses for a row of a step."""
+
+    index: int  # of the request in the step
+    tokens: list[int]
+    drafter: str
+    track: Track
+    cost: float = field(default=0.0, init=False)  # tokens that the step could have given in the time of one draft
+
+
+class DraftLengths(Protocol):
+    """Decides how many drafts are verified."""
+
+    def may_ask(self, track: Track, step: StepDraft) -> bool:
+        """Whether a guess for this request is worth making."""
+
+    def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
+        """How many tokens of each offer the step is to verify."""
+
+    def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
+        """Of an offer's drafts that a step verified, so many held."""
+
+    def measured(self, step: InFlight, seconds: float) -> None:
+        """A step kept the device for `seconds`; 0 if that is not known."""
+
+
+class EveryDraft:
+    """All of them."""
+
+    def may_ask(self, track: Track, step: StepDraft) -> bool:
+        return True
+
+    def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
+        return [len(offer.tokens) for offer in offers]
+
+    def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
+        return None
+
+    def measured(self, step: InFlight, seconds: float) -> None:
+        return None
+
+
+class MeasuredLengths:
+    """The number with the most tokens a second, by an acceptance for each request and what drafts cost before.
+
+    A request whose drafts cost more than they gave verifies none until it has earned the difference, which bounds
+    what wrong drafts cost whatever the predictions say.
+    """
+
+    def __init__(self, times: StepTimes, prior: float = 0.6) -> None:
+        """`times` is for this object alone; `prior` is believed of acceptance."""
+        self._costs = DraftCosts(times)
+        self._prior = prior
+        self._num_steps = 0
+        self._last_probe = 0  # the step that last verified drafts although they looked too expensive
+        self._last_plain = 0  # the step that last verified none
+
+    def may_ask(self, track: Track, step: StepDraft) -> bool:
+        track.num_steps += 1
+        return track.acceptance(self._prior) >= _RARELY or track.num_steps % _ASKED == 0
+
+    def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
+        self._num_steps += 1
+        counts = [0] * len(offers)
+        gains: list[tuple[float, int]] = []  # probability that a draft holds, its offer
+        for number, offer in enumerate(offers):
+            if offer.track.credit > 0.0:
+                chance = 1.0 if offer.drafter == "forced" else offer.track.acceptance(self._prior)
+                gains += [(held, number) for held in accumulate(repeat(chance, len(offer.tokens)), mul)]
+        rows = max(1, len(step.requests) - step.num_prompts)
+        gains.sort(reverse=True)
+        best = self._best(rows, [held for held, _ in gains[: self._costs.most(rows)]])
+        if not best:
+            self._last_plain = self._num_steps
+            return counts
+        cost = self._costs.extra(rows, best) / best / self._costs.plain(rows) * rows
+        for _, number in gains[:best]:
+            counts[number] += 1
+            offers[number].cost = cost
+        return counts
+
+    def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
+        track = offer.track
+        track.credit = min(_CREDIT, track.credit + num_accepted - num_drafts * offer.cost)
+        if offer.drafter != "forced":
+            track.judge(num_drafts, num_accepted)
+            self._prior += 0.02 * (min(0.9, max(0.1, num_accepted / num_drafts)) - self._prior)
+
+    def measured(self, step: InFlight, seconds: float) -> None:
+        num_drafts = sum(map(len, step.drafts.values()))
+        if seconds > 0.0 and step.work.prompt_tokens == num_drafts:
+            self._costs.measured(len(step.requests), num_drafts, seconds)
+
+    def _best(self, rows: int, gains: list[float]) -> int:
+        """How many of these drafts give the most tokens a second, the likeliest first."""
+        if not gains or self._num_steps - self._last_plain >= _COMPARED:
+            return 0
+        plain = self._costs.plain(rows)
+        best, best_rate, tokens = 0, _GAIN * rows / plain, float(rows)
+        for count, held in enumerate(gains, 1):
+            tokens += held
+            rate = tokens / (plain + self._costs.extra(rows, count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if best or gains[0] < _LIKELY:
+            return best
+        few = min(len(gains), 2)
+        if self._costs.extra(rows, few) <= _PROBED * plain * (self._num_steps - self._last_probe):
+            self._last_probe = self._num_steps
+            return few
+        return 0

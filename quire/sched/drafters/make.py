@@ -1,0 +1,30 @@
+"""Who drafts in an engine, by its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.config.groups import SpeculativeConfig
+from quire.sched.draft_lengths import MeasuredLengths
+from quire.sched.drafters.forced import Forced, ForcedDrafter
+from quire.sched.drafters.prediction import PredictionDrafter
+from quire.sched.drafters.registry import DRAFTERS
+from quire.sched.drafts import Drafter, Drafts, NoDrafts
+from quire.sched.state import Drafting
+from quire.sched.step_times import StepTimes
+
+
+def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> Drafting:
+    """Without settings, only the predictions that requests bring: they cost nothing where there are none.
+
+    `times` is used by nobody else; `forced` tells what a request's grammar leaves no choice about.
+    """
+    lengths = MeasuredLengths(times)
+    if config is None:
+        return Drafts(PredictionDrafter(), lengths=lengths)
+    if config.method == "none":
+        return NoDrafts()
+    drafters: list[Drafter] = [ForcedDrafter(forced), PredictionDrafter(config)]
+    if config.method != PredictionDrafter.name:
+        drafters.append(DRAFTERS.get(config.method)(config))
+    return Drafts(*drafters, most=config.num_speculative_tokens, lengths=lengths)

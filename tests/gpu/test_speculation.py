@@ -1,0 +1,104 @@
+"""Drafts on a GPU: the same tokens as without any in deterministic mode, and the same distribution always."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.runner.cuda_graphs import CudaGraphs
+from quire.types.sampling import SamplingParams
+from tests.e2e.drafting import Oracle, draft_with
+from tests.e2e.tiny import VOCAB, Answer
+from tests.gpu.helpers import (
+    ROOMY_CACHE,
+    SMALL_CACHE,
+    Job,
+    constrained,
+    engine,
+    make_jobs,
+    needs_gpu,
+    run_jobs,
+    shaped,
+    tiny_model,
+)
+from tests.runner.engines import run_eagerly, spy_on
+
+pytestmark = needs_gpu
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def contents(answers: dict[str, Answer]) -> dict[str, object]:
+    assert {name: answer.error for name, answer in answers.items() if answer.error} == {}
+    return {name: answer.content() for name, answer in answers.items()}
+
+
+def all_jobs() -> list[Job]:
+    return [
+        *make_jobs(30),
+        *(replace(job, name=f"shaped {job.name}") for job in shaped(make_jobs(24, seed=1))),
+        *(replace(job, name=f"constrained {job.name}") for job in constrained(make_jobs(12, seed=2))),
+    ]
+
+
+def speculating(model: Path, known: dict[str, Answer], wrong: float, **settings: Any) -> Any:
+    core = engine(model, speculative_config=SPECULATIVE, **settings)
+    draft_with(core, Oracle({name: answer.token_ids for name, answer in known.items()}, VOCAB, wrong=wrong))
+    return core
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_deterministic_tokens_are_those_of_no_speculation(model: Path, wrong: float, depth: int) -> None:
+    settings = {"deterministic": True, "kv_cache_memory": ROOMY_CACHE}
+    known = run_jobs(engine(model, **settings), all_jobs(), seed=1)
+    core = speculating(model, known, wrong, steps_in_flight=depth, **settings)
+    spy = spy_on(core)
+    assert contents(run_jobs(core, all_jobs(), seed=2)) == contents(known)
+    assert isinstance(spy.way, CudaGraphs)
+    assert sum(shape.sampling.drafted for shape in spy.ran) > 5
+
+
+def test_eager_steps_give_the_bits_of_captured_ones(model: Path) -> None:
+    settings = {"deterministic": True, "kv_cache_memory": ROOMY_CACHE}
+    known = run_jobs(engine(model, **settings), all_jobs(), seed=1)
+    core = speculating(model, known, 0.3, **settings)
+    run_eagerly(core)
+    assert contents(run_jobs(core, all_jobs(), seed=4)) == contents(known)
+
+
+def test_preempted_requests_go_on(model: Path) -> None:
+    known = run_jobs(engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE), make_jobs(30), seed=1)
+    core = speculating(model, known, 0.3, deterministic=True, kv_cache_memory=SMALL_CACHE, steps_in_flight=2)
+    assert contents(run_jobs(core, make_jobs(30), seed=2)) == contents(known)
+    assert core.scheduler.stats().num_preemptions > 0
+
+
+def test_fast_steps_draw_from_the_same_distribution(model: Path) -> None:
+    """Over seeds: two sets of samples at one position, the second behind drafts of the first."""
+    count = 600
+    jobs = [
+        Job(str(seed), [9, 8, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True))
+        for seed in range(count)
+    ]
+    settings = {"kv_cache_memory": ROOMY_CACHE}
+    plain = run_jobs(engine(model, **settings), jobs, seed=1)
+    others = [replace(job, params=replace_seed(job.params, count + index)) for index, job in enumerate(jobs)]
+    drafted = run_jobs(speculating(model, plain, 0.0, **settings), others, seed=2)
+    first, second = (Counter(answer.token_ids[1] for answer in run.values()) for run in (plain, drafted))
+    common = [token for token in first | second if first[token] + second[token] >= 10]
+    chi_square = sum((first[token] - second[token]) ** 2 / (first[token] + second[token]) for token in common)
+    assert chi_square < len(common) + 5 * (2 * len(common)) ** 0.5
+
+
+def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return msgspec.structs.replace(params, seed=seed)

@@ -1,0 +1,187 @@
+"""The number of drafts: never much slower than none, whatever drafts cost and hold, and much faster if they do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from quire.kv.layout import plan_layout
+from quire.kv.manager import KVCacheManager
+from quire.sched.draft_lengths import MeasuredLengths, Track
+from quire.sched.drafts import Drafter, Drafts
+from quire.sched.request import Request
+from quire.sched.scheduler import Scheduler
+from quire.sched.step_times import Prior, StepTimes
+from quire.types.step import StepPlan, StepResult
+from tests.sched.driver import FULL, make_request
+
+LENGTH = 512
+Right = Callable[[random.Random, int, int], float]  # position, how many drafts -> probability that the next is right
+
+
+def token_at(name: str, position: int) -> int:
+    return hash((name, position)) % 1000
+
+
+class KnowingDrafter(Drafter):
+    """Knows what will come, and says it with a probability that a test chooses."""
+
+    name = "knowing"
+
+    def __init__(self, right: Right, longest: int, seed: int) -> None:
+        self._right, self._longest = right, longest
+        self._draw = random.Random(seed)
+
+    def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
+        start = len(request.token_ids) + num_in_flight
+        guess = []
+        for offset in range(min(limit, self._longest)):
+            truth = token_at(request.request_id, start + offset)
+            is_right = self._draw.random() < self._right(self._draw, start + offset, offset)
+            guess.append(truth if is_right else 1001)
+        return guess
+
+
+class Clock:
+    """A device on which a step takes as long as its tokens say."""
+
+    def __init__(self, cost: Prior, noise: float, seed: int) -> None:
+        self._cost, self._noise = cost, noise
+        self._draw = random.Random(seed)
+        self.seconds = 0.0
+        self._rows: dict[int, tuple[str, int]] = {}  # row -> request, known tokens
+        self.num_drafts = 0
+        self.num_accepted = 0
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        for start in plan.starts:
+            self._rows[start.row] = start.request_id, len(start.token_ids)
+        tokens = []
+        for row in plan.rows:
+            name, known = self._rows[row]
+            drafts = plan.draft_token_ids.get(row, [])
+            truth = [token_at(name, known + offset) for offset in range(1 + len(drafts))]
+            held = next((n for n, token in enumerate(drafts) if token != truth[n]), len(drafts))
+            self.num_drafts += len(drafts)
+            self.num_accepted += held
+            tokens.append(truth[: held + 1])
+            self._rows[row] = name, known + held + 1
+        num_drafts = sum(map(len, plan.draft_token_ids.values()))
+        cost = self._cost
+        seconds = cost.fixed + cost.per_row * len(plan.rows) + cost.per_token * num_drafts
+        measured = seconds * (1.0 + self._noise * self._draw.random())
+        self.seconds += seconds
+        return StepResult(plan.step_id, tokens), measured
+
+
+def serve(batch: int, cost: Prior, drafter: Drafter | None, noise: float = 0.1) -> Clock:
+    layout = plan_layout(FULL, 16)
+    drafting = None if drafter is None else Drafts(drafter, lengths=MeasuredLengths(StepTimes()))
+    scheduler = Scheduler(
+        max_num_seqs=batch,
+        max_num_batched_tokens=4096,
+        long_prefill_token_threshold=4096,
+        policy="fcfs",
+        max_model_len=2048,
+        kv=KVCacheManager(layout, batch * 40, False),
+        drafting=drafting,
+    )
+    for number in range(batch):
+        scheduler.add_request(make_request(str(number), [1], LENGTH))
+    clock = Clock(cost, noise, 0)
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        result, measured = clock.run(plan)
+        scheduler.update(plan, result, measured)
+    return clock
+
+
+PATTERNS: dict[str, Right] = {
+    "never": lambda draw, position, offset: 0.0,
+    "seldom": lambda draw, position, offset: 0.15,
+    "half": lambda draw, position, offset: 0.5,
+    "mostly": lambda draw, position, offset: 0.8,
+    "always": lambda draw, position, offset: 1.0,
+    "first only": lambda draw, position, offset: float(offset == 0),
+    "in runs": lambda draw, position, offset: float(position // 40 % 2),
+    "until it is trusted": lambda draw, position, offset: float(position < 20),
+    "every other": lambda draw, position, offset: float(position % 2),
+}
+COSTS = {
+    "drafts are free": Prior(0.01, 0.001, 0.00001, 0.0),
+    "like a laptop": Prior(0.010, 0.002, 0.0035, 0.0),
+    "like a GPU": Prior(0.006, 0.00005, 0.00003, 0.0),
+    "as much as a row": Prior(0.001, 0.002, 0.002, 0.0),
+    "more than a step": Prior(0.004, 0.001, 0.009, 0.0),
+}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize(
+    ("pattern", "batch"),
+    [*((pattern, batch) for pattern in PATTERNS for batch in (1, 8)), ("never", 64), ("half", 64)],
+)
+def test_drafts_never_cost_much(pattern: str, cost: str, batch: int) -> None:
+    without = serve(batch, COSTS[cost], None)
+    drafted = serve(batch, COSTS[cost], KnowingDrafter(PATTERNS[pattern], 4, 7))
+    assert drafted.seconds <= (1.05 if batch < 8 else 1.03) * without.seconds, (
+        f"{drafted.seconds / without.seconds:.3f}, {drafted.num_accepted} of {drafted.num_drafts}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "cost", "batch", "at_least"),
+    [
+        ("always", "drafts are free", 1, 4.5),
+        ("always", "like a laptop", 1, 2.0),
+        ("always", "like a GPU", 1, 4.5),
+        ("always", "like a GPU", 64, 2.4),
+        ("mostly", "like a GPU", 8, 2.5),
+        ("in runs", "like a GPU", 1, 1.4),
+    ],
+)
+def test_drafts_that_hold_pay(pattern: str, cost: str, batch: int, at_least: float) -> None:
+    without = serve(batch, COSTS[cost], None)
+    drafted = serve(batch, COSTS[cost], KnowingDrafter(PATTERNS[pattern], 4, 7))
+    assert without.seconds / drafted.seconds >= at_least
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cost_and_any_acceptance(seed: int) -> None:
+    """Costs over three orders of magnitude, drafts that hold as if by chance, noisy measurements."""
+    draw = random.Random(seed)
+    fixed = 10 ** draw.uniform(-4, -1)
+    cost = Prior(fixed, fixed * 10 ** draw.uniform(-3, 0), fixed * 10 ** draw.uniform(-3, 0.5), 0.0)
+    chances = [draw.random() for _ in range(20)]
+    batch = draw.choice([1, 2, 8])
+    drafter = KnowingDrafter(lambda _, position, offset: chances[position // 30 % 20], draw.choice([1, 4, 16]), seed)
+    without, drafted = serve(batch, cost, None), serve(batch, cost, drafter, noise=0.3)
+    assert drafted.seconds <= (1.05 if batch < 8 else 1.03) * without.seconds
+
+
+def test_guesses_that_are_not_verified_are_compared_with_what_comes() -> None:
+    track = Track()
+    (request,) = _requests([1, 2, 3])
+    track.watch([5, 6, 7], 3)
+    track.follow(request)
+    assert track.trials == 0
+    request.token_ids += [5]
+    track.follow(request)
+    assert track.trials == 0, "the rest has not come yet"
+    request.token_ids += [9]
+    track.follow(request)
+    assert (track.hits, track.trials) == (1, 2)
+    track.watch([4], 5)
+    request.token_ids += [4, 4]
+    track.follow(request)
+    assert track.hits == pytest.approx(1.8)
+    assert track.acceptance(0.5) > 0.5
+
+
+def _requests(*prompts: list[int]) -> list[Request]:
+    kv = KVCacheManager(plan_layout(FULL, 16), 10, False)
+    made = [make_request(str(number), prompt, 100) for number, prompt in enumerate(prompts)]
+    return [Request(request, kv.open(request), (0, 0), 200) for request in made]
