@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_another_schedule_is_a_difference_of_the_plan(tmp_path: Path) -> None:
 
     def smaller(log: object) -> object:
         core = core_for(trace, poisoned)(log)  # type: ignore[arg-type]
-        core.scheduler._state.limits = type(core.scheduler._state.limits)(1, 3, 2, 48)
+        core.scheduler._state.limits = replace(core.scheduler._state.limits, max_num_seqs=1, max_num_batched_tokens=3)
         return core
 
     report = replay_steps(trace.records(), smaller)  # type: ignore[arg-type]

@@ -39,6 +39,10 @@ class Spy:
         self.refused: list[StepShape] = []
 
     @property
+    def name(self) -> str:
+        return self.way.name
+
+    @property
     def step_sizes(self) -> tuple[int, ...]:
         return self.way.step_sizes
 

@@ -65,6 +65,7 @@ ELSEWHERE = {
     "bad_words",
     "structured_outputs",
     "extra_args",
+    "speculate",
 }
 
 

@@ -21,7 +21,7 @@ from quire.runner.step import Sampled
 from quire.types.ledger import LedgerLine
 
 class DecodeAlone:
-    step_sizes = ()
+    name, step_sizes = "decode_alone", ()
 
     def __init__(self, program):
         self.program, self.ran = program, 0

@@ -27,7 +27,7 @@ PARTS = {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",
     },
-    "sampling": {"logprobs", "rows", "sampling", "shaping", "step"},
+    "sampling": {"drafts", "logprobs", "rows", "sampling", "shaping", "step"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")
