@@ -32,6 +32,7 @@ class AttentionSpec:
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
     norms_rotated: bool = False  # whether heads are normed after the rotation
     causal: bool = True  # False: a query sees its whole prompt, which is computed in one step
+    value_dim: int | None = None  # latent: a value is the first dimensions of its key; None: it is kept apart
 
     @property
     def group_size(self) -> int:

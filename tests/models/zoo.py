@@ -166,6 +166,22 @@ MIXTURES = [
     Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
 ]
 
+LATENT = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    **{"num_key_value_heads": 4, "rope_interleave": True},
+}
+LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7)
+GROUPS = {"topk_method": "group_limited_greedy"}
+LATENTS = [
+    Tiny("deepseek-v2", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **GROUPS}),
+    Tiny("deepseek-v2-lite", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, "q_lora_rank": None}),
+    Tiny("deepseek-v3", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, "attention_bias": True}),
+    Tiny("deepseek-v3-halves", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "rope_interleave": False}),
+    Tiny("kimi-k2", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "n_group": 1, "topk_group": 1}),
+    Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
+    Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
+]
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = [
     Tiny("rope-linear", "LlamaConfig", {**rope("linear", factor=4.0)}),
