@@ -19,3 +19,12 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton_fixed": "triton_fixed:FixedTritonAttention",
     },
 )
+# What serves the layers of latent attention, by the same names.
+LATENT_BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "backend of latent attention",
+    "quire.attention",
+    {
+        "torch_ref": "torch_latent:TorchLatentAttention",
+        "cpu_native": "native_latent:NativeLatentAttention",
+    },
+)
