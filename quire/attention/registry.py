@@ -26,5 +26,7 @@ LATENT_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     {
         "torch_ref": "torch_latent:TorchLatentAttention",
         "cpu_native": "native_latent:NativeLatentAttention",
+        "triton": "triton_latent:TritonLatentAttention",
+        "triton_fixed": "triton_latent:FixedTritonLatentAttention",
     },
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 
 PerHead = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,4 +36,14 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(heads, inner, outputs, generator=generator) * inner**-0.5
 
 
-PER_HEAD: Op[PerHead] = Op("per_head", per_head, generate_inputs, 1e-4, (native("per_head", "latent"),))
+PER_HEAD: Op[PerHead] = Op(
+    "per_head",
+    per_head,
+    generate_inputs,
+    1e-4,
+    (
+        Implementation("triton", "triton.latent:per_head", ("cuda",), varies=True),
+        Implementation("triton_fixed", "triton.latent:per_head_fixed", ("cuda",)),
+        native("per_head", "latent"),
+    ),
+)

@@ -61,7 +61,7 @@ class Latents:
         self.out = [torch.full((n, heads * value), torch.nan) for n in lengths]
         self.done = [0] * len(lengths)
 
-    def step(self, counts: dict[int, int], *, decode: bool = False) -> None:
+    def step(self, counts: dict[int, int], *, decode: bool = False, padding: int = 3) -> None:
         """Compute the next counts[row] tokens of each row, in one batch in the dict's order, and padding after them."""
         rows, size = list(counts), self.block_size
         spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
@@ -69,7 +69,7 @@ class Latents:
         slots = torch.cat(
             [self.tables[r, p // size].long() * size + p % size for r, p in zip(rows, positions, strict=True)]
         )
-        padding = 0 if decode else 3
+        padding = 0 if decode else padding
         batch = make_batch(
             query_lens=[counts[r] for r in rows],
             context_lens=[spans[r].stop for r in rows],
