@@ -13,7 +13,7 @@ from quire.attention.latent import LatentBackend, LatentWeights
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
 from quire.attention.triton_fixed import FixedTritonAttention
 from quire.kernels.triton.latent import FIXED_TOKENS, per_head, prepare_latent, tokens_at_once
-from quire.kernels.triton.latent_attention import LatentCut, latent_attention
+from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 
 _MAX_SPLITS = 32
@@ -24,7 +24,7 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
     splits_tiles = False
     fused_queries = 1024  # from so many on the unabsorbed form is faster
     tile_lines = 64  # queries times heads of a program, in prompts
-    keys_at_a_time = 64
+    keys_at_a_time = 32
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # Queries, keys and values of all heads of a prompt in the unabsorbed form.
@@ -110,13 +110,13 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
     def cut(self, spec: AttentionSpec, metadata: TritonMetadata, tile: int, count: int) -> LatentCut:
         """How `count` tiles of so many queries are cut into programs."""
         if tile == QUERY_TILE:
-            return LatentCut(tile, 0, lines=self.tile_lines, keys=self.keys_at_a_time, num_warps=8, num_stages=2)
+            return LatentCut(tile, 0, lines=self.tile_lines, keys=self.keys_at_a_time)
         splits = self._splits(spec, count * -(-tile // _tokens(spec)), metadata.batch.max_context)
         return LatentCut(tile, 0 if splits == 1 else splits, keys=self.keys_at_a_time)
 
     def _splits(self, spec: AttentionSpec, programs: int, max_context: int) -> int:
         """Programs that share a row's keys: as many as fill the device, with at least two pieces of keys each."""
-        programs *= -(-spec.num_heads // 64)
+        programs *= -(-spec.num_heads // MAX_HEADS)
         splits = 1
         while (
             splits < _MAX_SPLITS
@@ -158,7 +158,7 @@ class FixedTritonLatentAttention(TritonLatentAttention):
 
 def _tokens(spec: AttentionSpec) -> int:
     """Queries of a program of few lines."""
-    return max(1, 16 // min(64, spec.num_heads))
+    return max(1, 16 // min(MAX_HEADS, spec.num_heads))
 
 
 def _unabsorbed(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def _rotate(x_ptr, x_stride, out_ptr, out_stride, cos_ptr, sin_ptr, tokens, insi
     return low * cos_low + high * sin_low, high * cos_high + low * sin_high, mask, pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     q_ptr,  # [tokens, heads, NOPE + ROPE], q_stride apart
     latent_ptr,  # [tokens, RANK + ROPE], latent_stride apart
@@ -108,7 +108,7 @@ def _prepare_kernel(
             tl.store(at + RANK + HALF + pairs[None, :], high.to(query_ptr.dtype.element_ty), mask=turned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _per_head_kernel(
     x_ptr,  # [tokens, heads, K], x_stride apart
     weight_ptr,  # [heads, K, N]

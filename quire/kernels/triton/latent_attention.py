@@ -18,7 +18,7 @@ from quire.kernels.triton.launch import begin_dependent, launch_options, padded_
 from quire.kernels.triton.segments import _column_sums, fold, line_sums, nothing
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
-_MAX_HEADS = 64  # of a program
+MAX_HEADS = 32  # of a program: sums of more, on their way to memory, take more than there is of shared memory
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _take_in(
     return new_highest, totals, acc
 
 
-@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
+@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr", "number_offset"])
 def _latent_kernel(
     q_ptr,  # [tokens, heads, RANK + ROPE]
     cache_ptr,
@@ -167,7 +167,7 @@ def _latent_kernel(
                 highest, totals, acc = nothing(LINES, DIM, KEYS)
 
 
-@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr"])
+@triton.jit(do_not_specialize=["tile_index_ptr", "tile_offset_ptr", "number_offset"])
 def _fold_kernel(
     parts_ptr,
     numbers_ptr,
@@ -230,8 +230,7 @@ class LatentCut:
     segment: int = 0  # keys of a segment; 0: each split is one segment
     num_segments: int = 0  # most segments there can be, if their size is given
     lines: int = 16  # queries times heads of a program
-    keys: int = 64  # keys at a time
-    num_warps: int = 4
+    keys: int = 32  # keys at a time
     num_stages: int = 3  # if there is room for them
 
 
@@ -256,7 +255,7 @@ def latent_attention(
     num_heads, rank = out.shape[1:]
     rope = q.shape[2] - rank
     tile, splits, segment = cut.tile, cut.splits, cut.segment
-    heads = min(_MAX_HEADS, triton.next_power_of_2(num_heads))
+    heads = min(MAX_HEADS, triton.next_power_of_2(num_heads))
     tokens = max(1, min(tile, cut.lines // heads))
     lines = max(_MIN_LINES, tokens * heads)
     num_segments = cut.num_segments if segment else splits
@@ -303,7 +302,8 @@ def latent_attention(
         HEADS=heads,
         LINES=lines,
         ROPE_DIM=rope_dim,
-        num_warps=8 if lines > 32 else cut.num_warps,
+        # With more keys or fewer warps sums spill out of registers.
+        num_warps=4 if lines <= 16 else 8,
         num_stages=stages_within(cut.num_stages, piece, beside),
         **shared,
     )

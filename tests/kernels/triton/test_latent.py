@@ -15,7 +15,7 @@ pytestmark = needs_triton
 
 SIZES = (4, 16, 16, 32, 16)
 ODD = (3, 24, 8, 40, 20)  # no power of two
-MANY = (72, 16, 16, 16, 16)  # heads of two programs
+MANY = (40, 16, 16, 16, 16)  # heads of two programs
 # Short contexts count as long ones.
 SMALL: dict[str, Any] = {"keys_at_a_time": 16, "min_segment": 32}
 
