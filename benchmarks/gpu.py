@@ -1,6 +1,7 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
-    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b deepseek-v2-lite] [--rows decode batch prefill throughput context]
+    python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b deepseek-v2-lite]
+                             [--rows decode batch prefill throughput context]
                              [--modes fast fp8 deterministic start] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.ops.split_k import PartialSums
+from quire.types.errors import EngineError
+
+_NOT_HEADS = "this backend keeps latents, and heads of keys and values are asked of it"
 
 
 class LatentWeights(NamedTuple):
@@ -27,8 +31,6 @@ class LatentWeights(NamedTuple):
 
 class LatentBackend(AttentionBackend):
     """The spec of a layer has one KV head of head_dim = kv_rank + rope_dim, and value_dim = kv_rank."""
-
-    max_head_dim = None
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -68,13 +70,13 @@ class LatentBackend(AttentionBackend):
     def write(
         self,
         spec: AttentionSpec,
-        qkv: Tensor,
+        qkv: Tensor | PartialSums,
         head_norm: HeadNorm | None,
         rotation: Rotation,
         cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Written:
-        raise NotImplementedError("keeps latents, not heads")
+        raise EngineError(_NOT_HEADS)
 
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        raise NotImplementedError("keeps latents, not heads")
+        raise EngineError(_NOT_HEADS)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
 from quire.attention.latent import LatentBackend, LatentWeights
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
-from quire.attention.triton_fixed import FixedTritonAttention
+from quire.attention.triton_fixed import FixedTritonAttention, segment_size
 from quire.kernels.triton.latent import FIXED_TOKENS, per_head, prepare_latent, tokens_at_once
 from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE
@@ -20,6 +20,7 @@ _MAX_SPLITS = 32
 
 
 class TritonLatentAttention(LatentBackend, TritonAttention):
+    max_head_dim = None
     shares = False  # all rows are cut alike
     splits_tiles = False
     fused_queries = 1024  # from so many on the unabsorbed form is faster
@@ -134,12 +135,11 @@ class FixedTritonLatentAttention(TritonLatentAttention):
     fused_queries = 1 << 30  # never
     tile_lines = 32
     min_segment = FixedTritonAttention.min_segment
-    segment_size = FixedTritonAttention.segment_size
 
     def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
         assert spec.value_dim is not None
         queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
-        segments = -(-max_model_len // self.segment_size(max_model_len)) + 1
+        segments = -(-max_model_len // segment_size(self.min_segment, max_model_len)) + 1
         return queries * segments * spec.num_heads * (spec.value_dim + 2) * 4
 
     def tokens_at_once(self, num_tokens: int) -> int:
@@ -148,7 +148,7 @@ class FixedTritonLatentAttention(TritonLatentAttention):
     def cut(self, spec: AttentionSpec, metadata: TritonMetadata, tile: int, count: int) -> LatentCut:
         batch = metadata.batch
         max_len = batch.tables.shape[1] * batch.block_size
-        segment = self.segment_size(max_len - batch.block_size)  # without the spare block
+        segment = segment_size(self.min_segment, max_len - batch.block_size)  # without the spare block
         found = super().cut(spec, metadata, tile, count)
         segments = -(-max_len // segment)
         # Few queries always leave their segments in memory: with two sums in registers, one program is slower.
@@ -171,5 +171,3 @@ def _unabsorbed(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor
             query[None], keys[None], values[None], is_causal=True, scale=spec.scale
         )
     return out[0, ..., :value_dim].transpose(0, 1).reshape(query.shape[1], -1)
-
-

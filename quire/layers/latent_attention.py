@@ -1,4 +1,4 @@
-"""Latent attention as layers: projections with a rotated part, per-head up-projections, and attention over latents."""
+"""Latent attention as layers: projections with a rotated part, up-projections of heads, attention over latents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.attention.base import AttentionBackend, Rotation
 from quire.attention.latent import LatentBackend, LatentWeights
 from quire.layers.attention import AttentionLayer, ForwardBatch, WantedTokens
 from quire.layers.linear import Linear, Piece
-from quire.layers.scheme import F32, Weight, as_tensor, rows_of
+from quire.layers.scheme import F32, Weight, as_tensor, matrix_of, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
@@ -22,8 +22,8 @@ from quire.types.cache import KVForm, LayerKV
 class RotatedLinear(Linear):
     """Merged projections of whose outputs some are rotated.
 
-    `interleaved`: of a piece's index, the heads it has and the outputs of each that are rotated, as (first, end), where
-    features of a checkpoint that are rotated together lie side by side; they are kept half of the rotated part apart.
+    `interleaved`: of a piece's index, the heads it has and the outputs of each that are rotated, as (first, end),
+    where features of a checkpoint that are rotated together lie side by side; they are kept half of that part apart.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class UpProjections(WeightedLayer):
 
     def _kept_as(self, schemes: Schemes) -> torch.dtype:
         """Where activations are float32, half of that does for weights that were stored in no more."""
-        element = schemes.get(("weight", None), F32).element
+        element = next(iter(schemes.values()), F32).element
         if self._target.dtype != torch.float32 or element == "F32":
             return self._target.dtype
         return torch.bfloat16 if element == "BF16" else torch.float16
@@ -83,12 +83,23 @@ class UpProjections(WeightedLayer):
         return ("weight",)
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
-        return {None: (self._all_heads * (self._nope + self._value), self._rank)}
+        """As GGUF files have them; other checkpoints have one tensor, of which a head has rows of both."""
+        keys, values = (self._rank, self._nope), (self._value, self._rank)
+        return {"k_b_proj": (self._all_heads, *keys), "v_b_proj": (self._all_heads, *values)}
+
+    def whole_shape(self, parameter: str) -> tuple[int, ...]:
+        return (self._all_heads * (self._nope + self._value), self._rank)
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        heads = as_tensor(weight).view(self._all_heads, -1, self._rank).narrow(0, self._first, self.num_heads)
-        self.key_up.data.copy_(heads[:, : self._nope])
-        self.value_up.data.copy_(heads[:, self._nope :].transpose(1, 2))
+        mine = range(self._first, self._first + self.num_heads)
+        if piece is None:
+            heads = as_tensor(weight).view(self._all_heads, -1, self._rank)[mine.start : mine.stop]
+            self.key_up.data.copy_(heads[:, : self._nope])
+            self.value_up.data.copy_(heads[:, self._nope :].transpose(1, 2))
+            return
+        up = self.key_up if piece == "k_b_proj" else self.value_up
+        for index, head in enumerate(mine):
+            up.data[index].copy_(as_tensor(matrix_of(weight, head)).t())
 
 
 def keeps_latent(head_dim: int, value_dim: int, index_dim: int) -> LayerKV:

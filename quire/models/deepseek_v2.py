@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention; experts chosen by softmax scores, in groups or of all, beside shared ones."""
+"""DeepSeek-V2 and V2-Lite: latent attention; experts chosen by softmax scores, beside shared ones."""
 
 from __future__ import annotations
 

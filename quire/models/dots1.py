@@ -39,7 +39,9 @@ def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
         group_score="top2",
     )
     width, dense = read["moe_intermediate_size"], read["first_k_dense_replace"]
-    types = read.get("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(read["num_hidden_layers"])]
+    types = read.get("mlp_layer_types") or [
+        "dense" if i < dense else "sparse" for i in range(read["num_hidden_layers"])
+    ]
     return {
         "mlps": tuple({"dense": "gated", "sparse": "experts"}[kind] for kind in types),
         "experts": ExpertsConfig(

@@ -142,5 +142,6 @@ def latent_weights(weights: WeightMap) -> WeightMap:
     """Names of a checkpoint of these blocks, where the other layers are named by `weights`."""
     stack = {merged: pieces for merged, pieces in weights.stack.items() if merged != "qkv_proj"}
     stack["a_proj"] = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    stack["kv_b_proj"] = ("k_b_proj", "v_b_proj")
     rename = {stored: name for stored, name in weights.rename.items() if stored not in QK_NORM_NAMES}
     return replace(weights, stack=stack, rename=rename)

@@ -1,4 +1,4 @@
-"""One matrix for each head: the up-projections of latent attention, which heads apply to their own part of a token."""
+"""One matrix for each head: the up-projections of latent attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
 
     The last dimension of x is contiguous; the others may lie apart.
     """
-    n, heads, _ = x.shape
+    n = x.shape[0]
     weight = weight.to(x.dtype)
     padded = torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, -n % _TILE))
     out = torch.cat(

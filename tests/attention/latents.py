@@ -62,7 +62,7 @@ class Latents:
         self.done = [0] * len(lengths)
 
     def step(self, counts: dict[int, int], *, decode: bool = False, padding: int = 3) -> None:
-        """Compute the next counts[row] tokens of each row, in one batch in the dict's order, and padding after them."""
+        """Compute the next counts[row] tokens of each row, in one batch in the dict's order, then padding."""
         rows, size = list(counts), self.block_size
         spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
         positions = [torch.arange(s.start, s.stop) for s in spans.values()]
@@ -104,7 +104,7 @@ class Latents:
 
     def unabsorbed(self, row: int) -> Tensor:
         """Keys and values of each head made of the latents, then causal attention, in float64."""
-        heads, nope, rope, rank, value = self.sizes
+        heads, nope, _, rank, _ = self.sizes
         n = self.lengths[row]
         cos, sin = gather_rotation(self.angles.double(), torch.arange(n), torch.float64)
         q, latent = (x[row].to(self.dtype).double() for x in (self.q, self.latent))

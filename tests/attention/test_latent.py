@@ -78,9 +78,7 @@ def test_any_schedule_gives_the_same_bits_in_torch(data: st.DataObject, sizes: t
 @needs_library
 @examples(15)
 @given(data=st.data(), sizes=st.sampled_from(SIZES), kv_dtype=st.sampled_from(list(KV_TYPES)))
-def test_any_schedule_gives_the_same_bits(
-    data: st.DataObject, sizes: tuple[int, ...], kv_dtype: torch.dtype
-) -> None:
+def test_any_schedule_gives_the_same_bits(data: st.DataObject, sizes: tuple[int, ...], kv_dtype: torch.dtype) -> None:
     isa = data.draw(st.sampled_from(INSTRUCTION_SETS))
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     block = 2 ** data.draw(st.integers(0, 7))

@@ -13,7 +13,9 @@ _OUTPUTS = 128  # of a program
 
 
 @triton.jit
-def _rotate(x_ptr, x_stride, out_ptr, out_stride, cos_ptr, sin_ptr, tokens, inside, HALF: tl.constexpr, PAIRS: tl.constexpr):
+def _rotate(
+    x_ptr, x_stride, out_ptr, out_stride, cos_ptr, sin_ptr, tokens, inside, HALF: tl.constexpr, PAIRS: tl.constexpr
+):
     """Features i and i + HALF of each token's line, rotated; cos and sin [tokens, 2 * HALF], the sign folded in."""
     pairs = tl.arange(0, PAIRS)
     mask = inside[:, None] & (pairs < HALF)[None, :]
@@ -67,7 +69,9 @@ def _prepare_kernel(
             dims = tl.arange(0, DIM)
             in_rank = dims < RANK
             mask = inside[:, None] & in_rank[None, :]
-            x = tl.load(latent_ptr + tokens[:, None] * latent_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(latent_ptr + tokens[:, None] * latent_stride + dims[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
             norm = tl.load(norm_ptr + dims, mask=in_rank, other=0.0).to(tl.float32)
             x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / RANK + eps))[:, None] * norm[None, :]
             x = x.to(query_ptr.dtype.element_ty)
@@ -92,7 +96,9 @@ def _prepare_kernel(
         out = query_ptr + head * WIDTH
         inner, outputs = tl.arange(0, INNER), part * OUTPUTS + tl.arange(0, OUTPUTS)
         in_nope, in_rank = inner < NOPE, outputs < RANK
-        x = tl.load(q + tokens[:, None] * q_stride + inner[None, :], mask=inside[:, None] & in_nope[None, :], other=0.0)
+        x = tl.load(
+            q + tokens[:, None] * q_stride + inner[None, :], mask=inside[:, None] & in_nope[None, :], other=0.0
+        )
         up = up_ptr + head.to(tl.int64) * NOPE * RANK
         weight = tl.load(
             up + inner[:, None] * RANK + outputs[None, :], mask=in_nope[:, None] & in_rank[None, :], other=0.0
@@ -167,7 +173,7 @@ def prepare_latent(
     *,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Absorbed and rotated queries [n, heads, rank + rope]; latents, normed and rotated, go to the cache, and to kept."""
+    """Absorbed and rotated queries [n, heads, rank + rope]; normed, rotated latents go to the cache and to kept."""
     num_tokens, num_heads, _ = q.shape
     _, nope, rank = key_up.shape
     rope = latent.shape[1] - rank
@@ -206,7 +212,7 @@ def prepare_latent(
 
 
 def per_head(x: Tensor, weight: Tensor, at_once: int | None = None) -> Tensor:
-    """x [n, heads, in], the last dimension contiguous, times weight [heads, in, out] -> [n, heads, out] in x's type."""
+    """x [n, heads, in], the last dimension contiguous, times weight [heads, in, out] -> [n, heads, out]."""
     num_tokens, num_heads, inner = x.shape
     n = weight.shape[2]
     at_once = at_once or tokens_at_once(num_tokens)

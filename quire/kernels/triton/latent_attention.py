@@ -1,7 +1,7 @@
 """Attention over latents in the paged cache: one KV head, whose values are the first dimensions of its keys.
 
-The cache is [num_blocks, block_size, width] and already holds the queries' own latents. The heads of a token are packed
-into one tile, so that latents are read once for up to HEADS of them, and once for keys and values. Keys are cut into
+The cache is [num_blocks, block_size, width] and already holds the queries' own latents. The heads of a token are
+packed into one tile, so that latents are read once for up to HEADS of them, as keys and as values. Keys are cut into
 segments as in tile_attention.py, whose arithmetic this is.
 """
 
@@ -135,7 +135,7 @@ def _latent_kernel(
         whole_highest, _, whole = nothing(LINES, DIM, KEYS)
         whole_total = tl.zeros([LINES], tl.float32)
         for start in range(0, seen, KEYS):
-            if SEGMENT > 0:
+            if SEGMENT > 0:  # noqa: SIM102  known when it is compiled
                 if start % segment_size == 0:
                     total = line_sums(totals, LINES, KEYS)
                     whole_highest, whole_total, whole = fold(whole_highest, whole_total, whole, highest, total, acc)

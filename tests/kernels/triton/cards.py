@@ -232,12 +232,19 @@ def latent(all_shapes: bool) -> None:
     from quire.attention.triton_latent import FixedTritonLatentAttention, TritonLatentAttention
 
     torch.bmm = lambda a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    kinds = [(16, BF16), *([(128, BF16), (40, BF16)] if all_shapes else []), *([(16, FP8)] if all_shapes and has_fp8() else [])]
+    kinds = [
+        (16, BF16),
+        *([(128, BF16), (40, BF16)] if all_shapes else []),
+        *([(16, FP8)] if all_shapes and has_fp8() else []),
+    ]
     for backend, (heads, kept) in product((TritonLatentAttention(), FixedTritonLatentAttention()), kinds):
         spec = AttentionSpec(heads, 1, 576, 0.1, value_dim=512)
         cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 576, kept), dtype=kept)
         weights = LatentWeights(numbers(512), 1e-6, numbers(heads, 128, 512), numbers(heads, 512, 128))
-        steps = [backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])), backend.prepare_eager(batch([2100], [2100]))]
+        steps = [
+            backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])),
+            backend.prepare_eager(batch([2100], [2100])),
+        ]
         for rows in (1, 16, 64, 256) if all_shapes else (256,):
             steps.append(backend.prepare(batch([1] * rows, [999] * rows), DecodeKind(), ()))
         for metadata in steps:

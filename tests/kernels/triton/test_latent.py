@@ -1,4 +1,4 @@
-"""Latent attention by Triton kernels: right beside the unabsorbed form, and in fixed mode the same bits in any step."""
+"""Latent attention by Triton kernels: as the unabsorbed form says, and in fixed mode the same bits in any step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_fp8_cache_is_within_its_rounding() -> None:
 
     if quantize.unavailable():
         pytest.skip("fp8 needs a newer card")
-    assert_right(run(SIZES, fast(), dtype=HALF, kv_dtype=quantize.FP8), 0.2)
+    assert_right(run(SIZES, fast(), dtype=HALF, kv_dtype=quantize.FP8), 0.3)
 
 
 def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
