@@ -22,7 +22,7 @@ _ROUTED = {
     **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
 }
 _LATENT = {
-    **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     **{"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
 _EQUAL_HEADS = {"num_key_value_heads": 4}  # all that llama.cpp takes
