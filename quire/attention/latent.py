@@ -29,6 +29,14 @@ class LatentWeights(NamedTuple):
     value_up: Tensor  # [heads, kv_rank, value_dim]
 
 
+class IndexInputs(NamedTuple):
+    """What a sparse indexer makes of a step's tokens; the first dimensions of queries and keys are to be rotated."""
+
+    query: Tensor  # [n, heads, dim]
+    key: Tensor  # [n, dim]
+    weights: Tensor  # [n, heads]
+
+
 class LatentBackend(AttentionBackend):
     """The spec of a layer has one KV head of head_dim = kv_rank + rope_dim, and value_dim = kv_rank."""
 
@@ -55,6 +63,12 @@ class LatentBackend(AttentionBackend):
 
         q [n, heads, nope_dim + rope_dim], latent [n, kv_rank + rope_dim]: views whose last dimension is contiguous.
         """
+
+    def write_index(
+        self, spec: AttentionSpec, index: IndexInputs, rotation: Rotation, cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and keep index keys; return index queries, rotated and scaled, and the weights of their heads."""
+        raise EngineError(f"{self.name} attention has no sparse indexer")
 
     @abstractmethod
     def attend_latent(

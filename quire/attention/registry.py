@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from quire.types.cache import KVForm
 from quire.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,3 +32,17 @@ LATENT_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton_fixed": "triton_latent:FixedTritonLatentAttention",
     },
 )
+# The same for layers with a sparse indexer, which only the reference has.
+SPARSE_BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "backend of sparse latent attention",
+    "quire.attention",
+    dict.fromkeys(("torch_ref", "cpu_native"), "torch_latent:TorchLatentAttention"),
+)
+
+
+def choose_backend(name: str, forms: Iterable[KVForm | None]) -> type[AttentionBackend]:
+    """The backend of this name for layers that keep these forms."""
+    kept = [form for form in forms if form is not None]
+    if any(form.index_dim for form in kept):
+        return SPARSE_BACKENDS.get(name)
+    return (LATENT_BACKENDS if any(form.value_dim is not None for form in kept) else BACKENDS).get(name)

@@ -8,10 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, Rotation
-from quire.attention.latent import LatentBackend, LatentWeights
+from quire.attention.base import AttentionBackend, Rotation, Written
+from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.layers.attention import AttentionLayer, ForwardBatch, WantedTokens
 from quire.layers.linear import Linear, Piece
+from quire.layers.norm import LayerNorm
 from quire.layers.scheme import F32, Weight, as_tensor, matrix_of, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
@@ -41,10 +42,25 @@ class RotatedLinear(Linear):
     def _arranged(self, index: int, rows: Weight) -> Weight:
         if index not in self._interleaved:
             return rows
-        heads, first, end = self._interleaved[index]
-        order = torch.arange(rows.shape[0]).view(heads, -1)
-        order[:, first:end] = order[:, first:end].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-        return rows_of(rows, order.flatten())
+        return rows_of(rows, _in_halves(rows.shape[0], *self._interleaved[index]))
+
+
+def _in_halves(size: int, heads: int, first: int, end: int) -> Tensor:
+    """The order in which pairs of features [first, end) of each head, side by side, come to lie in two halves."""
+    order = torch.arange(size).view(heads, -1)
+    order[:, first:end] = order[:, first:end].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return order.flatten()
+
+
+class RotatedLayerNorm(LayerNorm):
+    """Of features whose first `interleaved` are rotated and lie in pairs in a checkpoint; 0: none do."""
+
+    def __init__(self, width: int, interleaved: int, *, eps: float, target: Target) -> None:
+        super().__init__(width, eps=eps, target=target)
+        self._interleaved = interleaved
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        super().load(parameter, piece, rows_of(weight, _in_halves(weight.shape[0], 1, 0, self._interleaved)))
 
 
 class UpProjections(WeightedLayer):
@@ -112,12 +128,12 @@ class LatentAttention(AttentionLayer):
     @property
     def keeps(self) -> LayerKV:
         assert self.spec.value_dim is not None
-        return keeps_latent(self.spec.head_dim, self.spec.value_dim, 0)
+        return keeps_latent(self.spec.head_dim, self.spec.value_dim, self.spec.index_dim)
 
     def cache_shape(
         self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> tuple[int, ...]:
-        return backend.cache_shape(num_blocks, block_size, 1, self.spec.head_dim, dtype)
+        return backend.cache_shape(num_blocks, block_size, 1, self.spec.head_dim + self.spec.index_dim, dtype)
 
     def forward(
         self,
@@ -127,13 +143,17 @@ class LatentAttention(AttentionLayer):
         rotation: Rotation,
         batch: ForwardBatch,
         wanted: WantedTokens | None = None,
+        index: IndexInputs | None = None,
     ) -> Tensor:
         """q [n, heads, nope_dim + rope_dim], latent [n, kv_rank + rope_dim] -> [n or wanted, heads * value_dim]."""
         backend, metadata = self.backend, batch.attention[self.group]
         assert isinstance(backend, LatentBackend)
         written = backend.write_latent(self.spec, weights, q, latent, rotation, self.cache, metadata)
+        if index is not None:
+            written = written._replace(index=backend.write_index(self.spec, index, rotation, self.cache, metadata))
         if wanted is not None:
             backend.note_finite(latent, wanted.finite)
-            written = written._replace(query=self._gather_rows(written.query, wanted.tokens), keys=None, values=None)
+            of_index = written.index and (written.index[0][wanted.tokens], written.index[1][wanted.tokens])
+            written = Written(self._gather_rows(written.query, wanted.tokens), index=of_index)
             metadata = wanted.attention[self.group]
         return backend.attend_latent(self.spec, weights, written, self.cache, metadata)

@@ -124,6 +124,10 @@ class ConfigSchema(msgspec.Struct):
     qk_nope_head_dim: HeadDim | None = None
     qk_rope_head_dim: HeadDim | None = None
     v_head_dim: HeadDim | None = None
+    index_topk: Count | None = None
+    index_head_dim: HeadDim | None = None
+    index_n_heads: Count | None = None
+    indexer_types: list[str] | None = None
     rope_interleave: bool | None = None
     scale_emb: Positive | None = None
     scale_depth: Positive | None = None

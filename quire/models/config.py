@@ -67,9 +67,7 @@ class LatentConfig:
     rope_dim: int  # of a query head, and of the key part that all heads share, which are rotated
     value_dim: int
     norm_eps: float = 1e-6  # of the norms of what is compressed
-    q_scale: float = 1.0  # on the normed queries' latent
-    kv_scale: float = 1.0  # on the normed latent of keys and values
-    indexers: tuple[IndexConfig | None, ...] | None = None  # per layer; None: attention is dense
+    index: IndexConfig | None = None  # None: a query attends to all keys before it
 
     @property
     def width(self) -> int:

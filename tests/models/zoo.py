@@ -171,6 +171,8 @@ LATENT = {
     **{"num_key_value_heads": 4, "rope_interleave": True},
 }
 LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7)
+# Fewer keys than the sequence has; so many heads that hardly any scores are equal, of which transformers takes any.
+INDEX = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 GROUPS = {"topk_method": "group_limited_greedy"}
 LATENTS = [
     Tiny("deepseek-v2", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **GROUPS}),
@@ -179,6 +181,8 @@ LATENTS = [
     Tiny("deepseek-v3-halves", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "rope_interleave": False}),
     Tiny("kimi-k2", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "n_group": 1, "topk_group": 1}),
     Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
+    Tiny("deepseek-v32", "DeepseekV32Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **INDEX}),
+    Tiny("glm-moe-dsa", "GlmMoeDsaConfig", {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full"] * 4}),
     Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
 ]
 
