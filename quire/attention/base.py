@@ -112,7 +112,7 @@ class Written(NamedTuple):
     query: Tensor  # [num_tokens, num_heads, head_dim]
     keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
     values: Tensor | None = None
-    index: tuple[Tensor, Tensor] | None = None  # of a sparse indexer: queries [n, heads, dim], and their weights
+    of_index: tuple[Tensor, Tensor] | None = None  # of a sparse indexer: queries [n, heads, dim], and their weights
 
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque

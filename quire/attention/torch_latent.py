@@ -61,7 +61,7 @@ class TorchLatentAttention(LatentBackend, TorchAttention):
         for unit in plan_units(metadata, spec, query.element_size()):
             lines = cache.index_select(0, unit.block_ids).view(unit.num_rows, -1, cache.shape[-1])
             keys, values = lines[..., : spec.head_dim], lines[..., : spec.value_dim].contiguous()
-            mask = unit.mask if written.index is None else self._chosen(spec, written.index, lines, unit)
+            mask = unit.mask if written.of_index is None else self._chosen(spec, written.of_index, lines, unit)
             out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, mask, min_rows))
         return per_head(out.view(-1, spec.num_heads, spec.value_dim), weights.value_up).flatten(1)
 

@@ -150,10 +150,10 @@ class LatentAttention(AttentionLayer):
         assert isinstance(backend, LatentBackend)
         written = backend.write_latent(self.spec, weights, q, latent, rotation, self.cache, metadata)
         if index is not None:
-            written = written._replace(index=backend.write_index(self.spec, index, rotation, self.cache, metadata))
+            written = written._replace(of_index=backend.write_index(self.spec, index, rotation, self.cache, metadata))
         if wanted is not None:
             backend.note_finite(latent, wanted.finite)
-            of_index = written.index and (written.index[0][wanted.tokens], written.index[1][wanted.tokens])
-            written = Written(self._gather_rows(written.query, wanted.tokens), index=of_index)
+            of_index = written.of_index and (written.of_index[0][wanted.tokens], written.of_index[1][wanted.tokens])
+            written = Written(self._gather_rows(written.query, wanted.tokens), of_index=of_index)
             metadata = wanted.attention[self.group]
         return backend.attend_latent(self.spec, weights, written, self.cache, metadata)
