@@ -31,6 +31,15 @@ EXPERT_KEYS: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1},
+}
+# What configs of latent attention call things.
+LATENT_KEYS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
@@ -166,10 +175,7 @@ MIXTURES = [
     Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
 ]
 
-LATENT = {
-    **{"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
-    **{"num_key_value_heads": 4, "rope_interleave": True},
-}
+LATENT = {**LATENT_KEYS, "num_key_value_heads": 4, "rope_interleave": True}
 LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7)
 # Fewer keys than the sequence has; so many heads that hardly any scores are equal, of which transformers takes any.
 INDEX = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
