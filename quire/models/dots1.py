@@ -7,6 +7,7 @@ from typing import Any
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
+from quire.types.errors import ModelError
 
 SHARED_EXPERTS = EXPERT_WEIGHTS.renaming(("shared_experts", "shared"))
 
@@ -42,6 +43,8 @@ def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     types = read.get("mlp_layer_types") or [
         "dense" if i < dense else "sparse" for i in range(read["num_hidden_layers"])
     ]
+    if len(types) != read["num_hidden_layers"]:
+        raise ModelError(f"mlp_layer_types has {len(types)} entries; it must have one for each layer")
     return {
         "mlps": tuple({"dense": "gated", "sparse": "experts"}[kind] for kind in types),
         "experts": ExpertsConfig(

@@ -26,20 +26,21 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 WINDOW = {"sliding_window": 8}
-# What configs of mixtures of experts call things.
-EXPERT_KEYS: dict[str, Any] = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
-    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
-    **{"n_group": 1, "topk_group": 1},
-}
 # What configs of latent attention call things.
 LATENT_KEYS: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 20,
+}
+# What configs of mixtures of experts, and of latent attention, call things.
+EXPERT_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1},
+    **LATENT_KEYS,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
