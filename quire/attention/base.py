@@ -32,6 +32,9 @@ class AttentionSpec:
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""
     norms_rotated: bool = False  # whether heads are normed after the rotation
     causal: bool = True  # False: a query sees its whole prompt, which is computed in one step
+    value_dim: int | None = None  # latent: a value is the first dimensions of its key; None: it is kept apart
+    index_dim: int = 0  # latent: of the key of a sparse indexer, which is kept after the latent
+    top_k: int | None = None  # keys that a query attends to, as the indexer chooses; None: all
 
     @property
     def group_size(self) -> int:
@@ -109,6 +112,7 @@ class Written(NamedTuple):
     query: Tensor  # [num_tokens, num_heads, head_dim]
     keys: Tensor | None = None  # [num_tokens, num_kv_heads, head_dim]
     values: Tensor | None = None
+    of_index: tuple[Tensor, Tensor] | None = None  # of a sparse indexer: queries [n, heads, dim], and their weights
 
 
 class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; callers treat it as opaque

@@ -30,11 +30,12 @@ from quire.ops.soft_cap import soft_cap
 
 KEY_TILE = 128  # a multiple of every block size
 QUERY_TILE, MIN_QUERY_TILE = 128, 16
+MAX_SUM = 256  # dimensions that one matmul sums over
 WORKSPACE_BYTES = 64 << 20  # aim for one unit's gathered keys and values, and for its scores
 
 
 @dataclass(slots=True)
-class _Unit:
+class Unit:
     """Rows with equally many queries and about as long a context, computed together."""
 
     tokens: Tensor  # [rows * queries] int64 index into the step's tokens
@@ -49,14 +50,14 @@ class TorchMetadata(AttentionMetadata):
     batch: AttentionBatch
     slots: Tensor  # [num_tokens] int64, without padding
     # Layers of one group ask for the same units; built by the first of them.
-    units: dict[tuple[int | None, int, int], list[_Unit]] = field(default_factory=dict)
+    units: dict[tuple[int | None, int, int], list[Unit]] = field(default_factory=dict)
 
 
 class TorchAttention(AttentionBackend):
     name = "torch_ref"
 
     def __init__(self) -> None:
-        self._min_rows: dict[tuple[int, torch.dtype], int] = {}
+        self._min_rows: dict[tuple[int, int, torch.dtype], int] = {}
 
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
@@ -100,25 +101,32 @@ class TorchAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
         query = written.query
-        plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
-        units = metadata.units.get(plan_key)
-        if units is None:
-            units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, query.element_size()))
         scaled = query * spec.scale
         out = query.new_zeros(query.shape[0], spec.num_heads * spec.head_dim)
-        min_rows = self._find_min_rows(spec.head_dim, query.dtype)
-        for unit in units:
-            out.index_copy_(0, unit.tokens, _attend(spec, scaled, cache, unit, min_rows))
+        min_rows = self.find_min_rows(spec.head_dim, spec.head_dim, query.dtype)
+        for unit in plan_units(metadata, spec, query.element_size()):
+            shape = (spec.num_kv_heads * unit.num_rows, -1, spec.head_dim)
+            keys, values = (part.index_select(1, unit.block_ids).view(shape) for part in cache)
+            out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, unit.mask, min_rows))
         return out
 
-    def _find_min_rows(self, head_dim: int, dtype: torch.dtype) -> int:
-        found = self._min_rows.get((head_dim, dtype))
+    def find_min_rows(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+        found = self._min_rows.get((head_dim, value_dim, dtype))
         if found is None:
-            found = self._min_rows[(head_dim, dtype)] = _probe(head_dim, dtype)
+            found = self._min_rows[(head_dim, value_dim, dtype)] = _probe(head_dim, value_dim, dtype)
         return found
 
 
-def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> Iterator[_Unit]:
+def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> list[Unit]:
+    """Those of a layer; made by the first layer that asks like this."""
+    plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
+    units = metadata.units.get(plan_key)
+    if units is None:
+        units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, itemsize))
+    return units
+
+
+def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> Iterator[Unit]:
     """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
     buckets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     token = 0
@@ -168,7 +176,7 @@ def _make_unit(
     first_key: int,
     num_keys: int,
     members: list[tuple[int, int, int]],
-) -> _Unit:
+) -> Unit:
     device = batch.tables.device
     rows, tokens, positions = torch.tensor(members, device=device).unbind(1)
     offsets = torch.arange(num_queries, device=device)
@@ -186,7 +194,7 @@ def _make_unit(
     if spec.sliding_window is not None:
         unseen |= blocks < (positions[:, None] - spec.sliding_window + 1).clamp_min(0) // batch.block_size
     tables = tables.masked_fill(unseen, 0)
-    return _Unit(
+    return Unit(
         tokens=(tokens[:, None] + offsets).flatten(),
         block_ids=tables.flatten(),
         num_rows=len(members),
@@ -195,26 +203,30 @@ def _make_unit(
     )
 
 
-def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_rows: int) -> Tensor:
-    """Attention of one unit. query [num_tokens, heads, dim] is scaled; returns [rows * queries, heads * dim]."""
+def attend_unit(
+    spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, unit: Unit, mask: Tensor, min_rows: int
+) -> Tensor:
+    """Attention of one unit: [rows * queries, heads * value dim].
+
+    query [num_tokens, heads, dim] is scaled; keys [KV heads * rows, keys, dim] and values alike; mask as the unit's.
+    """
     heads, group, dim, rows = spec.num_kv_heads, spec.group_size, spec.head_dim, unit.num_rows
-    keys = cache[0].index_select(1, unit.block_ids).view(heads * rows, -1, dim)
-    values = cache[1].index_select(1, unit.block_ids).view(heads * rows, -1, dim)
+    value_dim = values.shape[-1]
     num_keys, query_rows = keys.shape[1], unit.num_queries * group
     q = query.index_select(0, unit.tokens).view(rows, unit.num_queries, heads, group, dim)
     q = q.permute(2, 0, 1, 3, 4).reshape(heads * rows, query_rows, dim)
     if query_rows < min_rows:
         q = torch.nn.functional.pad(q, (0, 0, 0, min_rows - query_rows))
-    scores = torch.bmm(q, keys.transpose(1, 2))[:, :query_rows]
+    scores = _scores(q, keys)[:, :query_rows]
     if spec.soft_cap is not None:
         scores = soft_cap(scores.contiguous(), spec.soft_cap)
-    scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(unit.mask, -torch.inf)
+    scores = scores.reshape(heads, rows, unit.num_queries, group, num_keys).masked_fill(mask, -torch.inf)
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest).exp_().view(heads * rows, query_rows, num_keys)
     if query_rows < min_rows:
         weights = torch.nn.functional.pad(weights, (0, 0, 0, min_rows - query_rows))
     total = weights.new_zeros(*weights.shape[:2])
-    out = weights.new_zeros(*weights.shape[:2], dim)
+    out = weights.new_zeros(*weights.shape[:2], value_dim)
     for start in range(0, num_keys, KEY_TILE):
         tile = weights[:, :, start : start + KEY_TILE].contiguous()
         total += tile.sum(-1)
@@ -222,21 +234,31 @@ def _attend(spec: AttentionSpec, query: Tensor, cache: Tensor, unit: _Unit, min_
     if spec.sinks is not None:
         sinks = spec.sinks.view(heads, 1, 1, group, 1).sub(highest).exp_().view(heads * rows, query_rows)
         total[:, :query_rows] += sinks
-    out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, dim)
-    return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * dim)
+    out = (out / total[:, :, None])[:, :query_rows].reshape(heads, rows, unit.num_queries, group, value_dim)
+    return out.permute(1, 2, 0, 3, 4).reshape(rows * unit.num_queries, heads * group * value_dim)
 
 
-def _probe(head_dim: int, dtype: torch.dtype) -> int:
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    """[batch, queries, dim] and [batch, keys, dim] -> [batch, queries, keys]; long sums in parts, see invariance."""
+    scores = torch.bmm(query[..., :MAX_SUM], keys[..., :MAX_SUM].transpose(1, 2))
+    for start in range(MAX_SUM, keys.shape[-1], MAX_SUM):
+        part = slice(start, start + MAX_SUM)
+        scores.baddbmm_(query[..., part], keys[..., part].transpose(1, 2))
+    return scores
+
+
+def _probe(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
     """The fewest query rows from which on both products give a row the same bits."""
     keys = probe_row(KEY_TILE * head_dim, dtype, seed=1).view(1, KEY_TILE, head_dim)
     query, weight = probe_row(head_dim, dtype, seed=2), probe_row(KEY_TILE, dtype, seed=3).abs()
 
     def scores(x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous().transpose(1, 2))[1]
+        return _scores(x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous())[1]
 
     def outputs(x: Tensor) -> Tensor:
-        out = x.new_zeros(2, x.shape[0], head_dim)
-        return out.baddbmm_(x.expand(2, -1, -1).contiguous(), keys.expand(2, -1, -1).contiguous())[1]
+        out = x.new_zeros(2, x.shape[0], value_dim)
+        values = keys[..., :value_dim].expand(2, -1, -1).contiguous()
+        return out.baddbmm_(x.expand(2, -1, -1).contiguous(), values)[1]
 
     for min_rows in MIN_ROWS:
         sizes = row_ladder(min_rows, 8 * QUERY_TILE)

@@ -101,7 +101,7 @@ class TritonMetadata(AttentionMetadata):
 class TritonAttention(AttentionBackend):
     name = "triton"
     records = True
-    max_head_dim = 256
+    max_head_dim: int | None = 256
     shares = True  # a row's keys over as many programs as suits the step
     splits_tiles = True  # in steps of few tiles, programs share the keys of a tile ...
     long_context = 4096  # ... from this many keys on

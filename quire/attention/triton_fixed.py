@@ -84,10 +84,14 @@ class FixedTritonAttention(TritonAttention):
 
     def segment_size(self, max_len: int) -> int:
         """Keys of a segment: a power of two, so that the longest context has at most MAX_SEGMENTS."""
-        size = self.min_segment
-        while size * MAX_SEGMENTS < max_len:
-            size *= 2
-        return size
+        return segment_size(self.min_segment, max_len)
 
     def choose_share(self, programs: int) -> tuple[int, int]:
         return next((share for limit, share in self.segment_shares if programs <= limit), _LEAST_SHARE)
+
+
+def segment_size(least: int, max_len: int) -> int:
+    """Keys of a segment: `least` times a power of two, so that the longest context has at most MAX_SEGMENTS."""
+    while least * MAX_SEGMENTS < max_len:
+        least *= 2
+    return least

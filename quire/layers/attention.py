@@ -92,14 +92,18 @@ class CachedLayer(Stage):
         self.backend.heal(self.cache, block_ids)
 
 
-class Attention(CachedLayer):
-    """Holds no parameters."""
+class AttentionLayer(CachedLayer):
+    """Attention of any form; holds no parameters."""
 
     def __init__(self, spec: AttentionSpec, layer_index: int, target: Target) -> None:
         super().__init__()
         self.spec = spec
         self.layer_index = layer_index
         self._gather_rows = GATHER_ROWS.bind(target)
+
+
+class Attention(AttentionLayer):
+    """Over heads of keys and values."""
 
     @property
     def accepts(self) -> Forms:

@@ -5,7 +5,7 @@ Keys may be absent or null; which ones an architecture needs it says itself. Oth
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -117,6 +117,21 @@ class ConfigSchema(msgspec.Struct):
     norm_topk_prob: bool | None = None
     routed_scaling_factor: Positive | None = None
     n_group: Count | None = None
+    topk_method: str | None = None
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: HeadDim | None = None
+    qk_rope_head_dim: HeadDim | None = None
+    v_head_dim: HeadDim | None = None
+    index_topk: Count | None = None
+    index_head_dim: HeadDim | None = None
+    index_n_heads: Count | None = None
+    indexer_types: list[str] | None = None
+    rope_interleave: bool | None = None
+    scale_emb: Positive | None = None
+    scale_depth: Positive | None = None
+    dim_model_base: Count | None = None
     topk_group: Count | None = None
     router_jitter_noise: Annotated[float, Meta(ge=0.0)] | None = None
     swiglu_alpha: Positive | None = None

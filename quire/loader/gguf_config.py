@@ -100,7 +100,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     num_heads = keys.count("attention.head_count")
     hidden_size = keys.count("embedding_length")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
-    if keys.count("attention.value_length", head_dim) != head_dim:
+    is_latent = keys.get("attention.kv_lora_rank") is not None
+    if not is_latent and keys.count("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(
             f"{file.path}: {name}.attention.value_length is {keys.get('attention.value_length')} but heads have "
             f"{head_dim} key values; such models are not supported"
@@ -126,7 +127,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         **_special_tokens(file),
     }
     rotary_dim = keys.count("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
+    if rotary_dim != head_dim and not is_latent:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if name in _OWN_KEYS:
         _OWN_KEYS[name](keys, config)
@@ -332,6 +333,29 @@ def _deepseek_experts(keys: GgufKeys, config: dict[str, Any]) -> None:
     }
 
 
+def _deepseek(keys: GgufKeys, config: dict[str, Any]) -> None:
+    """Latent attention. Files that have its keys and values apart state lengths of heads under names of their own."""
+    _deepseek_experts(keys, config)
+    rope_dim = keys.count("rope.dimension_count")
+    head_dim = keys.count("attention.key_length_mla", config["head_dim"])
+    is_v2 = keys.count("expert_gating_func", _SOFTMAX) == _SOFTMAX
+    q_rank = keys.get("attention.q_lora_rank")
+    config |= {
+        "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rope_dim,
+        "q_lora_rank": q_rank if isinstance(q_rank, int) and q_rank > 0 else None,
+        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": head_dim - rope_dim,
+        "v_head_dim": keys.count("attention.value_length_mla", keys.count("attention.value_length", head_dim)),
+    }
+    weight = keys.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+    if config["rope_scaling"] is not None and weight:
+        config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight}
+
+
 def _phi_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
     _experts_alone(keys, config)
     _phi3(keys, config)
@@ -355,6 +379,7 @@ def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
 
 
+_SOFTMAX = 1  # as expert_gating_func numbers it
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -374,6 +399,7 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "hunyuan-moe": _hunyuan_moe,
     "dots1": _deepseek_experts,
     "glm4moe": _deepseek_experts,
+    "deepseek2": _deepseek,
 }
 
 

@@ -74,6 +74,26 @@ _GLM4_MOE = (
     | _NEXT_TOKENS
     | _shared("shared_experts")
 )
+_DEEPSEEK = (
+    _GATED_MLP
+    | _PRE_NORMS
+    | _EXPERTS
+    | _CHOICE_BIAS
+    | _NEXT_TOKENS
+    | _shared("shared_experts")
+    | {
+        "attn_q": "self_attn.q_proj",
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",  # before files had keys and values apart
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+        "attn_output": "self_attn.o_proj",
+    }
+)
 _HUNYUAN_MOE = (
     _LLAMA
     | _EXPERTS
@@ -124,6 +144,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM", "dots1", _LLAMA | _QK_NORMS | _EXPERTS | _CHOICE_BIAS | _shared("shared_experts")
     ),
+    "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK),  # or V2, by its keys
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
 }
 

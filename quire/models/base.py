@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from quire.layers.attention import Attention, CachedLayer, ForwardBatch
+from quire.layers.attention import AttentionLayer, CachedLayer, ForwardBatch
 from quire.layers.embedding import LMHead
 from quire.layers.fusion import Stage
 from quire.layers.linear import Linear
@@ -88,8 +88,8 @@ class Model(MappedModule):
         """In layer order; each must be bound before the first forward."""
         return [module for module in self.modules() if isinstance(module, CachedLayer)]
 
-    def attention_layers(self) -> list[Attention]:
-        return [layer for layer in self.cached_layers() if isinstance(layer, Attention)]
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [layer for layer in self.cached_layers() if isinstance(layer, AttentionLayer)]
 
     @property
     def is_bidirectional(self) -> bool:

@@ -48,6 +48,34 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class IndexConfig:
+    """The sparse indexer of latent attention: it chooses the keys that a query attends to."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved_rope: bool = False
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The mixers of kind "latent"."""
+
+    kv_rank: int  # of the compressed keys and values
+    q_rank: int | None  # of the compressed queries; None: queries are projected at once
+    nope_dim: int  # of a query or key head, without position
+    rope_dim: int  # of a query head, and of the key part that all heads share, which are rotated
+    value_dim: int
+    norm_eps: float = 1e-6  # of the norms of what is compressed
+    index: IndexConfig | None = None  # None: a query attends to all keys before it
+
+    @property
+    def width(self) -> int:
+        """Of what is kept of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -81,6 +109,7 @@ class DecoderConfig:
     logit_divisor: float | None = None
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None  # of the layers whose MLP is of this kind
+    latent: LatentConfig | None = None  # of the layers whose mixer is of this kind
 
     @property
     def num_layers(self) -> int:

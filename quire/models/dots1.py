@@ -7,6 +7,7 @@ from typing import Any
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
 from quire.ops.routing import Routing
+from quire.types.errors import ModelError
 
 SHARED_EXPERTS = EXPERT_WEIGHTS.renaming(("shared_experts", "shared"))
 
@@ -38,9 +39,14 @@ def grouped_experts(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
         top_groups=read["topk_group"],
         group_score="top2",
     )
-    layers, width = range(read["num_hidden_layers"]), read["moe_intermediate_size"]
+    width, dense = read["moe_intermediate_size"], read["first_k_dense_replace"]
+    types = read.get("mlp_layer_types") or [
+        "dense" if i < dense else "sparse" for i in range(read["num_hidden_layers"])
+    ]
+    if len(types) != read["num_hidden_layers"]:
+        raise ModelError(f"mlp_layer_types has {len(types)} entries; it must have one for each layer")
     return {
-        "mlps": tuple("gated" if layer < read["first_k_dense_replace"] else "experts" for layer in layers),
+        "mlps": tuple({"dense": "gated", "sparse": "experts"}[kind] for kind in types),
         "experts": ExpertsConfig(
             read.first("n_routed_experts", "num_local_experts"),
             width,

@@ -45,7 +45,9 @@ class MLP(Stage):
         """hidden [n, hidden] -> [n, hidden]."""
 
 
-MIXERS: Registry[type[Mixer]] = Registry("mixer", "quire.models", {"attention": "blocks:AttentionBlock"})
+MIXERS: Registry[type[Mixer]] = Registry(
+    "mixer", "quire.models", {"attention": "blocks:AttentionBlock", "latent": "latent:LatentBlock"}
+)
 MLPS: Registry[type[MLP]] = Registry(
     "MLP", "quire.models", {"gated": "blocks:GatedMLP", "experts": "experts:ExpertsMLP"}
 )

@@ -21,6 +21,7 @@ from quire.ops.logprobs import LOGPROBS
 from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
+from quire.ops.per_head import PER_HEAD
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
@@ -54,6 +55,7 @@ OPS: tuple[Op[Any], ...] = (
     ADD_LORA,
     GATHER_ADAPTERS,
     SELECT_ADAPTERS,
+    PER_HEAD,
     LAYER_NORM,
     ADD_LAYER_NORM,
     RMS_NORM,

@@ -12,6 +12,7 @@ class KVForm:
     num_heads: int  # of keys and values
     head_dim: int
     value_dim: int | None = None  # latent: a value is its key's first dimensions; None: it is kept apart
+    index_dim: int = 0  # latent: a key of the sparse indexer, kept after the latent
 
 
 @dataclass(frozen=True, slots=True)

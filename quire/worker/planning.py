@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.attention.registry import BACKENDS
+from quire.attention.registry import BACKENDS, choose_backend
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
@@ -135,7 +135,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     if "encodes" in architecture.capabilities:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
-    backend = BACKENDS.get(settings.attention_backend)()
+    backend = choose_backend(settings.attention_backend, (layer.form for layer in description.layers))()
     backend.start()
     _check_heads(description, backend)
     kv_dtype = _kv_dtype(config, backend, dtype, pooler)

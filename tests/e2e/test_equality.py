@@ -14,7 +14,7 @@ from quire.engine.core import EngineCore
 from quire.kernels.cpu import library
 from quire.types.sampling import SamplingParams
 from quire.worker.planning import plan_memory
-from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model, run_alone
+from tests.e2e.tiny import LATENT, VOCAB, Answer, Driver, make_engine, make_model, run_alone
 
 MODELS = {
     "llama": {"model_type": "llama"},
@@ -32,6 +32,7 @@ MODELS = {
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [0],
     },
+    "latent": {"model_type": "deepseek_v3", **LATENT},  # one compressed vector a token, beside experts in groups
 }
 
 

@@ -33,7 +33,7 @@ from quire.worker.executor import Executor, StartedStep
 from quire.worker.inproc import InProcStep
 from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
-from tests.e2e.tiny import make_model
+from tests.e2e.tiny import LATENT, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.runner.engines import run_eagerly, spy_on
 
@@ -70,7 +70,7 @@ ENGINE_FACTORS = {
     "faults": [False, True],
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "quantized": ["", "w4a16"],  # a scheme of the checkpoint
-    "experts": [False, True],
+    "kind": ["dense", "experts", "latent"],  # of mixers and MLPs; latent attention goes with experts
     "speculation": ["none", "ngram", "suffix", "prediction"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -97,7 +97,7 @@ class FaultyExecutor(Executor):
         self._inner.shutdown()
 
 
-Models = dict[tuple[str, bool], Path]  # by the scheme of its weights, and whether its MLPs are experts
+Models = dict[tuple[str, str], Path]  # by the scheme of its weights, and the kind of its layers
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +105,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("structured")
     dense = make_model(folder / "dense", "llama")
     experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
-    found = {("", False): dense, ("", True): experts}
-    for has_experts, path in ((False, dense), (True, experts)):
+    latent = make_model(folder / "latent", "deepseek_v3", **LATENT)
+    found = {}
+    for path in (dense, experts, latent):
         write_tokenizer(path)
-        found["w4a16", has_experts] = written = folder / f"{path.name}-w4a16"
+        found["", path.name] = path
+        found["w4a16", path.name] = written = folder / f"{path.name}-w4a16"
         assert main(["quantize", str(path), "--scheme", "w4a16", "--out", str(written)]) == 0
     return found
 
 
 @pytest.fixture(scope="module")
 def model(models: Models) -> Path:
-    return models["", False]
+    return models["", "dense"]
 
 
 def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, EngineCore]:
@@ -174,7 +176,7 @@ def alone(models: Models) -> list[Content]:
     for key, model in models.items():
         with start(model, way="eager", **PLAIN)[0] as llm:
             for index, row in enumerate(ROWS):
-                if (row["quantized"], row["experts"]) == key:
+                if (row["quantized"], row["kind"]) == key:
                     found[index] = content(llm.generate(prompt_of(index), params_of(row, index), use_tqdm=False)[0])
     return [found[index] for index in range(len(ROWS))]
 
@@ -182,7 +184,7 @@ def alone(models: Models) -> list[Content]:
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
 def test_any_three_features_together(models: Models, alone: list[Content], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
-    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("experts")]
+    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("kind")]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
         blocks = sum(layout.blocks_for(MAX_LEN, 64)) + 3

@@ -36,6 +36,14 @@ SIZES: dict[str, Any] = {
 }
 
 
+# DeepSeek's keys: latent attention, and experts in groups after a dense layer.
+LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+}
+
+
 def make_model(folder: Path, model_type: str, **overrides: Any) -> Path:
     config = AutoConfig.for_model(model_type, **{**SIZES, **overrides})
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ _MIXTURE = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _ROUTED = {
     **{**_MIXTURE, "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": True},
     **{"routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+}
+_LATENT = {
+    **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    **{"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
 _EQUAL_HEADS = {"num_key_value_heads": 4}  # all that llama.cpp takes
 EXPERT_MODELS: dict[str, TinyModel] = {
@@ -41,6 +46,11 @@ EXPERT_MODELS: dict[str, TinyModel] = {
     ),
     "dots1": TinyModel("dots1", "dots1", {**_ROUTED, **_EQUAL_HEADS}),
     "glm4moe": TinyModel("glm4moe", "glm4_moe", {**_ROUTED, "use_qk_norm": True}),
+    "deepseek-v3": TinyModel("deepseek2", "deepseek_v3", {**_ROUTED, **_LATENT}),
+    "deepseek-v2": TinyModel("deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "norm_topk_prob": False}),
+    "deepseek-v2-lite": TinyModel(
+        "deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False}
+    ),
     "phimoe": TinyModel("phimoe", "phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
     "ernie4_5-moe": TinyModel(
         "ernie4_5-moe",
@@ -98,7 +108,10 @@ def write_expert_gguf(name: str, path: Path, quant: str | None = None) -> PreTra
     spec, model = EXPERT_MODELS[name], make_model(name)
     config = model.config
     writer = gguf.GGUFWriter(path, spec.arch)
-    gguf_tiny._write_common(writer, config)
+    common = copy.copy(config)
+    if spec.arch == "deepseek2":
+        common.num_key_value_heads = 1  # the absorbed form
+    gguf_tiny._write_common(writer, common)
     gguf_tiny._write_rope(writer, config, spec)
     _write_experts(writer, config, spec)
     gguf_tiny.write_tokenizer(writer)
@@ -132,6 +145,11 @@ def _tensors(spec: TinyModel, model: PreTrainedModel) -> Iterator[tuple[str, Ten
         block, _, inner = key.removeprefix("model.layers.").partition(".")
         if ".experts." in key:
             yield from ((f"blk.{block}.{name}", part) for name, part in _expert_tensors(spec, inner, tensor))
+        elif inner == "self_attn.kv_b_proj.weight":
+            heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+            yield f"blk.{block}.attn_k_b.weight", keys.transpose(1, 2).contiguous()
+            yield f"blk.{block}.attn_v_b.weight", values.contiguous()
         elif inner in _NAMES:
             yield f"blk.{block}.{_NAMES[inner]}", tensor.squeeze()
         else:
@@ -171,7 +189,7 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         gguf_tiny._granite(writer, config)
     if spec.arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
-    if spec.arch in ("dots1", "glm4moe"):
+    if spec.arch in ("dots1", "glm4moe", "deepseek2"):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -187,5 +205,19 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_feed_forward_length(width * config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if spec.arch in ("dots1", "glm4moe", "minimax-m2"):
+    if spec.arch in ("dots1", "glm4moe", "minimax-m2") or spec.model_type == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if spec.arch == "deepseek2":
+        _write_latent(writer, config, spec)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> None:
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if spec.model_type == "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)

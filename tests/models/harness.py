@@ -12,8 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, make_batch
+from quire.attention.torch_latent import TorchLatentAttention
 from quire.attention.torch_ref import TorchAttention
 from quire.layers.attention import ForwardBatch
+from quire.layers.latent_attention import LatentAttention
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.mapper import load_weights
 from quire.models.base import BuildContext, CausalLM
@@ -21,6 +23,7 @@ from quire.models.registry import model_class
 
 BLOCK_SIZE = 4
 BACKEND = TorchAttention()  # one for all: it probes each head size and dtype once
+LATENT_BACKEND = TorchLatentAttention()
 MIN_TOKENS = 4  # rows a step is padded to
 
 
@@ -56,14 +59,16 @@ class PagedSequence:
     """One sequence in a model: feeds tokens in chunks and keeps its KV blocks, deliberately out of order."""
 
     def __init__(self, model: CausalLM, max_len: int, backend: AttentionBackend = BACKEND) -> None:
+        if backend is BACKEND and any(isinstance(layer, LatentAttention) for layer in model.cached_layers()):
+            backend = LATENT_BACKEND
         self.model, self.backend = model, backend
         self.length = 0
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
         for layer in model.attention_layers():
-            spec = layer.spec
-            shape = backend.cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-            layer.bind(backend, torch.zeros(shape, dtype=next(model.parameters()).dtype), group=0)
+            dtype = next(model.parameters()).dtype
+            shape = layer.cache_shape(backend, num_blocks + 1, BLOCK_SIZE, dtype)
+            layer.bind(backend, torch.zeros(shape, dtype=dtype), group=0)
 
     def inputs(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, ForwardBatch]:
         """What a model's forward takes for the next chunk, padded to MIN_TOKENS."""

@@ -10,7 +10,7 @@ from quire.models.registry import ARCHITECTURES, describe, model_class
 from quire.types.errors import ModelError, UnknownArchitectureError
 from tests.e2e.test_encoders import ENCODERS
 from tests.models.zoo import ARCHITECTURES as TINY
-from tests.models.zoo import EXPERT_KEYS, MIXTURES, SIZES
+from tests.models.zoo import EXPERT_KEYS, LATENTS, MIXTURES, SIZES
 
 
 def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_the_zoo_has_every_architecture() -> None:
         return name.lower().removesuffix("forcausallm").removesuffix("config").removesuffix("text")
 
     generating = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
-    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES)}
+    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES, *LATENTS)}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:

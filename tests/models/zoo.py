@@ -26,11 +26,21 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 WINDOW = {"sliding_window": 8}
-# What configs of mixtures of experts call things.
+# What configs of latent attention call things.
+LATENT_KEYS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 20,
+}
+# What configs of mixtures of experts, and of latent attention, call things.
 EXPERT_KEYS: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1},
+    **LATENT_KEYS,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
@@ -164,6 +174,23 @@ MIXTURES = [
     ),
     Tiny("dots1", "Dots1Config", {**ROUTED_EXPERTS, **WINDOW, "max_window_layers": 2}),
     Tiny("glm4-moe", "Glm4MoeConfig", {**ROUTED_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+]
+
+LATENT = {**LATENT_KEYS, "num_key_value_heads": 4, "rope_interleave": True}
+LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7)
+# Fewer keys than the sequence has; so many heads that hardly any scores are equal, of which transformers takes any.
+INDEX = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
+GROUPS = {"topk_method": "group_limited_greedy"}
+LATENTS = [
+    Tiny("deepseek-v2", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **GROUPS}),
+    Tiny("deepseek-v2-lite", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, "q_lora_rank": None}),
+    Tiny("deepseek-v3", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, "attention_bias": True}),
+    Tiny("deepseek-v3-halves", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "rope_interleave": False}),
+    Tiny("kimi-k2", "DeepseekV3Config", {**ROUTED_EXPERTS, **LATENT, "n_group": 1, "topk_group": 1}),
+    Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
+    Tiny("deepseek-v32", "DeepseekV32Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **INDEX}),
+    Tiny("glm-moe-dsa", "GlmMoeDsaConfig", {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full"] * 4}),
+    Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
 ]
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -4,6 +4,7 @@
 // values on its own; these are merged in order of position. Keys that a query must not see weigh exactly zero. So neither
 // the batch, nor how a sequence was cut into steps, nor how the work is shared can change a bit.
 #include "attention_tile.h"
+#include "latent_cache.h"
 
 namespace quire {
 namespace QUIRE_NS {
@@ -19,13 +20,13 @@ struct Shape {
     const int64_t* rows;      // [num_rows] line of `tables`
     const int32_t* contexts;  // [num_rows] KV length after the step
     const int32_t* starts;    // [num_rows + 1] first token of each row
-    float* out;               // [tokens, heads, dim]
-    int64_t num_rows, table_stride, heads, kv_heads, dim, window;
+    float* out;               // [tokens, heads, value_dim]
+    int64_t num_rows, table_stride, heads, kv_heads, dim, value_dim, window;
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
 
     int64_t group() const { return heads / kv_heads; }
-    int64_t padded_dim() const { return (dim + 15) / 16 * 16; }
+    int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }
 };
 
 // Some consecutive tokens of one row, with the query heads of one KV head: `count` = tokens * group query rows.
@@ -121,6 +122,63 @@ void unpack(const Cells<Format>& cells, const Keys& wanted, int64_t padded, floa
     for (int k = 0; k < TILE; ++k) tile.line[k] = values + k * padded;
 }
 
+// The same of latents: keys are their transpose, and values are what they begin with.
+template <class Format>
+void unpack(const LatentCells<Format>& cells, const Keys& wanted, int64_t, float* keys, float* values,
+            Tile<Unpacked>& tile) {
+    using Element = typename Format::Element;
+    const int64_t start = wanted.begin / TILE * TILE, size = cells.block_size, dim = cells.dim;
+    const int64_t stride = (dim + 15) / 16 * 16;
+    for (int64_t first = 0; first < TILE && start + first < wanted.end; first += LANES) {
+        const Element* line[LANES];
+        for (int i = 0; i < LANES; ++i) {
+            const int64_t next = start + first + i, position = next < wanted.end ? next : wanted.end - 1;
+            line[i] = cells.line(wanted.table[position / size] * size + position % size);
+        }
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const int64_t count = dim - d < LANES ? dim - d : LANES;
+            Vec part[LANES];
+            for (int i = 0; i < LANES; ++i) {
+                if (count == LANES) {
+                    part[i] = Format::read(line[i] + d);
+                } else {
+                    Element lanes[LANES] = {};
+                    std::memcpy(lanes, line[i] + d, sizeof(Element) * count);
+                    part[i] = Format::read(lanes);
+                }
+                store(values + (first + i) * stride + d, part[i]);
+            }
+            transpose(part);
+            for (int64_t i = 0; i < count; ++i) store(keys + (d + i) * TILE + first, part[i]);
+        }
+    }
+    tile.stride = TILE;
+    for (int c = 0; c < TILE_VECTORS; ++c) tile.column[c] = keys + c * LANES;
+    for (int k = 0; k < TILE; ++k) tile.line[k] = values + k * stride;
+}
+
+template <class Format>
+void gather_scales(const LatentCells<Format>& cells, const Keys& keys, float* key_scales, float* value_scales) {
+    if constexpr (Format::SCALED) {
+        std::memset(key_scales, 0, sizeof(float) * TILE);
+        for (int64_t k = keys.begin; k < keys.end; ++k)
+            key_scales[k % TILE] = cells.scale(keys.table[k / cells.block_size] * cells.block_size + k % cells.block_size);
+        std::memcpy(value_scales, key_scales, sizeof(float) * TILE);
+    }
+}
+
+template <class Format>
+void locate(const LatentCells<Format>&, const Keys&, Tile<Format>&) {}  // keys are never read in place
+
+template <class Format>
+constexpr bool in_place(const Cells<Format>*) {
+    return true;
+}
+template <class Format>
+constexpr bool in_place(const LatentCells<Format>*) {
+    return false;
+}
+
 // Fetches what `unpack` will read of the tile to come, a few lines at each call: blocks lie anywhere in memory, each too
 // short for the processor to see what comes next. Many fetches at once gave nothing (benchmarks/notes/cpu.md).
 template <class Format>
@@ -157,6 +215,35 @@ class Fetch {
     }
 };
 
+template <class Format>
+class LatentFetch {
+   public:
+    LatentFetch(const LatentCells<Format>& cells, const Keys& wanted, int64_t calls)
+        : cells(cells), wanted(wanted), position(wanted.begin) {
+        lines = (wanted.end - wanted.begin + calls - 1) / calls;
+    }
+    void operator()() {
+        for (int64_t i = 0; i < lines && position < wanted.end; ++i, ++position) {
+            const int64_t slot = wanted.table[position / cells.block_size] * cells.block_size + position % cells.block_size;
+            for (int64_t at = 0; at < cells.line_bytes; at += 64) __builtin_prefetch((const char*)cells.line(slot) + at, 0, 2);
+        }
+    }
+
+   private:
+    const LatentCells<Format>& cells;
+    const Keys wanted;
+    int64_t position, lines;  // lines: at each call
+};
+
+template <class Format>
+Fetch<Format> fetch(const Cells<Format>& cells, const Keys& wanted, int64_t calls) {
+    return Fetch<Format>(cells, wanted, calls);
+}
+template <class Format>
+LatentFetch<Format> fetch(const LatentCells<Format>& cells, const Keys& wanted, int64_t calls) {
+    return LatentFetch<Format>(cells, wanted, calls);
+}
+
 // --------------------------------------------------------------------------------------------------------- units
 void gather_queries(const Shape& shape, const Unit& unit, float* q) {
     const int64_t width = shape.group() * shape.dim;
@@ -170,15 +257,16 @@ void gather_queries(const Shape& shape, const Unit& unit, float* q) {
 
 // Tiles [first, last) of a unit into one state, or, if `apart`, each tile into its own state, one after the other.
 // `after` is the unit that this thread does next, if there is one.
-template <class Format>
-void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit, int64_t first, int64_t last,
+template <class Format, template <class> class CellsOf>
+void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& unit, int64_t first, int64_t last,
                float* memory, bool apart, const Unit* after) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     float* q = (float*)scratch(0, sizeof(float) * count * shape.dim);
-    float* keys = (float*)scratch(1, sizeof(float) * TILE * (shape.dim + padded + 2));
-    float *values = keys + TILE * shape.dim, *scales = values + TILE * padded;
+    const int64_t line = (shape.dim + 15) / 16 * 16;  // no less than `padded`
+    float* keys = (float*)scratch(1, sizeof(float) * TILE * (shape.dim + line + 2));
+    float *values = keys + TILE * shape.dim, *scales = values + TILE * line;
     gather_queries(shape, unit, q);
-    const bool direct = count <= DIRECT_ROWS && shape.dim == padded && cells.block_size % LANES == 0;
+    const bool direct = in_place(&cells) && count <= DIRECT_ROWS && shape.dim == padded && cells.block_size % LANES == 0;
     Tile<Format> located[2];
     Tile<Unpacked> unpacked;
     if (direct) locate(cells, Keys(shape, unit, first), located[first % 2]);
@@ -204,7 +292,7 @@ void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit,
             const bool more = index + 1 < last;
             const Unit& owner = more || !after ? unit : *after;
             const Keys coming(shape, owner, more ? index + 1 : after ? after->first_tile : index);
-            attend(unpacked, unpacked, Fetch<Format>(cells, coming, 2 * ((count + MAX_ROWS - 1) / MAX_ROWS)));
+            attend(unpacked, unpacked, fetch(cells, coming, 2 * ((count + MAX_ROWS - 1) / MAX_ROWS)));
         }
         if (apart) memory += State::size(count, padded);
     }
@@ -214,17 +302,17 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
     const int64_t padded = shape.padded_dim(), group = shape.group();
     for (int64_t i = 0; i < unit.num_tokens * group; ++i) {
         const int64_t token = unit.first_token + i / group, head = unit.kv_head * group + i % group;
-        float* out = shape.out + (token * shape.heads + head) * shape.dim;
+        float* out = shape.out + (token * shape.heads + head) * shape.value_dim;
         // A score beside those of the keys: it takes a share of the weight and adds nothing.
         const float sink = shape.sinks ? std::exp2(shape.sinks[head] * LOG2_E - state.highest[i]) : 0.0f;
         const Vec total = set(state.total[i] + sink);
         const float* sums = state.sums + i * padded;
-        map(shape.dim, [&](int64_t d, int n) { put(out + d, div(get(sums + d, n), total), n); });
+        map(shape.value_dim, [&](int64_t d, int n) { put(out + d, div(get(sums + d, n), total), n); });
     }
 }
 
-template <class Format>
-void run_unit(const Shape& shape, const Cells<Format>& cells, const Unit& unit, const Unit* after) {
+template <class CellsType>
+void run_unit(const Shape& shape, const CellsType& cells, const Unit& unit, const Unit* after) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     float* memory = (float*)scratch(2, sizeof(float) * State::size(count, padded));
     const State state = State::at(memory, count, padded);
@@ -276,8 +364,8 @@ int64_t make_units(const Shape& shape, Unit* units) {
 }
 
 // Few units with many keys: threads share the tiles, then the tiles of each unit are merged in order.
-template <class Format>
-void run_split(const Shape& shape, const Cells<Format>& cells, const Unit* units, int64_t count) {
+template <class CellsType>
+void run_split(const Shape& shape, const CellsType& cells, const Unit* units, int64_t count) {
     const int64_t padded = shape.padded_dim();
     int64_t* offsets = (int64_t*)scratch(4, sizeof(int64_t) * 2 * (count + 1));
     int64_t* first_item = offsets + count + 1;
@@ -306,16 +394,10 @@ void run_split(const Shape& shape, const Cells<Format>& cells, const Unit* units
     });
 }
 
-}  // namespace
-
-void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
-               const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
-               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int kv_type, float scale,
-               float soft_cap, const float* sinks) {
-    if (num_rows == 0) return;
-    const Shape shape{q,        tables,       rows,  contexts, starts, out,   num_rows,
-                      table_stride, heads, kv_heads, dim,    window, scale, soft_cap, sinks};
-    Unit* units = (Unit*)scratch(3, sizeof(Unit) * (starts[num_rows] - starts[0]) * kv_heads);
+template <class MakeCells>
+void run(const Shape& shape, int kv_type, MakeCells make_cells) {
+    const int32_t* starts = shape.starts;
+    Unit* units = (Unit*)scratch(3, sizeof(Unit) * (starts[shape.num_rows] - starts[0]) * shape.kv_heads);
     const int64_t count = make_units(shape, units);
     int64_t most_rows = 0, tiles = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -324,15 +406,43 @@ void attention(const float* q, const void* cache, const int32_t* tables, const i
     }
     const bool split = count < 8 * num_threads() && tiles >= 2 * count && most_rows <= SPLIT_ROWS && num_threads() > 1;
     with_format(kv_type, [&](auto format) {
-        using Format = decltype(format);
-        const Cells<Format> cells{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
+        const auto cells = make_cells(format);
         if (split) return run_split(shape, cells, units, count);
         // Very little work is done by one thread: waking another takes longer.
-        const int64_t grain = 1 + 8192 / (tiles * TILE * dim / count * (most_rows + 2) / 64 + 1);
+        const int64_t grain = 1 + 8192 / (tiles * TILE * shape.dim / count * (most_rows + 2) / 64 + 1);
         parallel(count, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i)
                 run_unit(shape, cells, units[i], i + 1 < end ? units + i + 1 : nullptr);
         });
+    });
+}
+
+}  // namespace
+
+void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
+               const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
+               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int kv_type, float scale,
+               float soft_cap, const float* sinks) {
+    if (num_rows == 0) return;
+    const Shape shape{q,            tables, rows,     contexts, starts, out,    num_rows,
+                      table_stride, heads,  kv_heads, dim,      dim,    window, scale,    soft_cap, sinks};
+    run(shape, kv_type, [&](auto format) {
+        return Cells<decltype(format)>{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
+    });
+}
+
+void latent_attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows,
+                      const int32_t* contexts, const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride,
+                      int64_t line_bytes, int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, int kv_type,
+                      float scale) {
+    if (num_rows == 0) return;
+    // All heads read the same keys. They are in groups so large that units of work can be shared among threads.
+    int64_t group = heads < SPLIT_ROWS ? heads : SPLIT_ROWS;
+    while (heads % group) --group;
+    const Shape shape{q,            tables, rows,          contexts, starts,    out, num_rows,
+                      table_stride, heads,  heads / group, dim,      value_dim, 0,   scale,    0.0f, nullptr};
+    run(shape, kv_type, [&](auto format) {
+        return LatentCells<decltype(format)>{(char*)const_cast<void*>(cache), dim, block_size, line_bytes};
     });
 }
 

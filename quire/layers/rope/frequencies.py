@@ -82,11 +82,13 @@ def _dimension_of(rope: RopeParameters, turns: float, length: int) -> float:
 
 
 def _yarn_attention_factor(rope: RopeParameters, factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, rope.mscale) / yarn_magnitude(factor, rope.mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """What scores of a context that is `factor` times as long are scaled by, as the root."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0

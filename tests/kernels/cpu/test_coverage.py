@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from quire.kernels.cpu import library
-from tests.attention import test_cpu_native
+from tests.attention import test_cpu_native, test_latent
 from tests.kernels.cpu import (
     test_extremes,
     test_grouped,
@@ -20,6 +20,7 @@ from tests.kernels.cpu import (
 
 MODULES = (
     test_cpu_native,
+    test_latent,
     test_extremes,
     test_grouped,
     test_lora,
@@ -75,6 +76,14 @@ COVERED = {
     "gather_rotation": Held(*["test_rotations_are_looked_up"] * 3),
     "attention": Held(
         "test_matches_dense_attention", "test_attention_with_extreme_scores", "test_any_schedule_gives_the_same_bits"
+    ),
+    **dict.fromkeys(
+        ("prepare_latent", "per_head", "latent_attention"),
+        Held(
+            "test_the_absorbed_form_is_the_unabsorbed_one",
+            "test_what_is_not_finite_stays_in_its_row",
+            "test_any_schedule_gives_the_same_bits",
+        ),
     ),
     "first_max": Held("test_the_first_maximum", "test_nan_is_reported", "test_draws"),
     "draw_within": Held("test_draws_are_the_references", "test_draws", "test_rows_do_not_depend_on_the_batch"),

@@ -32,6 +32,7 @@ MULTIPROCESSORS = 132
 CARDS = {"hopper": (90, 232448), "ampere": (80, 166912), "ada": (89, 101376), "blackwell": (120, 101376)}
 FIRST_WITH_FP8 = 89
 VOCAB = 151936
+BLOCK_SIZE, MAX_LEN = 16, 4096
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 compiled: Counter[str] = Counter()
@@ -172,29 +173,30 @@ def lines(all_shapes: bool) -> None:
             run(numbers(rows, 2 * 14336))
 
 
+def batch(queries: list[int], contexts: list[int]) -> Any:
+    from quire.attention.base import AttentionBatch, HostLengths
+
+    rows, tokens = len(queries), sum(queries)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+    return AttentionBatch(
+        tables=torch.zeros(rows + 1, MAX_LEN // BLOCK_SIZE + 1, dtype=torch.int32),
+        rows=torch.arange(rows),
+        contexts=torch.tensor(contexts, dtype=torch.int32),
+        query_starts=starts,
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        block_size=BLOCK_SIZE,
+        num_tokens=tokens,
+        max_context=MAX_LEN,
+        padding_row=rows,
+        lengths=HostLengths(queries, contexts),
+    )
+
+
 def attention(all_shapes: bool) -> None:
     """Both backends, with prompts, prefix hits, single queries, and decode steps of few and many rows."""
-    from quire.attention.base import AttentionBatch, AttentionSpec, HeadNorm, HostLengths
+    from quire.attention.base import AttentionSpec, HeadNorm
     from quire.attention.triton import DecodeKind, TritonAttention
     from quire.attention.triton_fixed import FixedTritonAttention
-
-    block_size, max_len = 16, 4096
-
-    def batch(queries: list[int], contexts: list[int]) -> AttentionBatch:
-        rows, tokens = len(queries), sum(queries)
-        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
-        return AttentionBatch(
-            tables=torch.zeros(rows + 1, max_len // block_size + 1, dtype=torch.int32),
-            rows=torch.arange(rows),
-            contexts=torch.tensor(contexts, dtype=torch.int32),
-            query_starts=starts,
-            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
-            block_size=block_size,
-            num_tokens=tokens,
-            max_context=max_len,
-            padding_row=rows,
-            lengths=HostLengths(queries, contexts),
-        )
 
     kinds = [(128, None, None, BF16), (256, 512, 50.0, BF16)]
     if all_shapes:
@@ -202,7 +204,7 @@ def attention(all_shapes: bool) -> None:
     for backend, (head_dim, window, cap, kept) in product((TritonAttention(), FixedTritonAttention()), kinds):
         sinks = numbers(16, dtype=torch.float32) if head_dim == 64 else None
         spec = AttentionSpec(16, 8, head_dim, 0.1, window, cap, sinks, norms_rotated=head_dim == 64)
-        cache = numbers(*backend.cache_shape(64, block_size, 8, head_dim, kept), dtype=kept)
+        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 8, head_dim, kept), dtype=kept)
         norm = HeadNorm(numbers(head_dim), numbers(head_dim), 1e-6, 0.0)
         turned = min(head_dim, 128)  # of wider heads only a part
         angles = (numbers(2700, 1, turned), numbers(2700, 1, turned))
@@ -220,6 +222,38 @@ def attention(all_shapes: bool) -> None:
             qkv = numbers(tokens, 32 * head_dim)
             query = backend.write(spec, qkv, norm if head_dim in (64, 128) else None, rotation, cache, metadata)
             backend.attend(spec, query, cache, metadata)
+
+
+def latent(all_shapes: bool) -> None:
+    """Latent attention of DeepSeek-V2-Lite's and V3's heads, in both modes."""
+    from quire.attention.base import AttentionSpec
+    from quire.attention.latent import LatentWeights
+    from quire.attention.triton import DecodeKind
+    from quire.attention.triton_latent import FixedTritonLatentAttention, TritonLatentAttention
+
+    torch.bmm = lambda a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    kinds = [
+        (16, BF16),
+        *([(128, BF16), (40, BF16)] if all_shapes else []),
+        *([(16, FP8)] if all_shapes and has_fp8() else []),
+    ]
+    for backend, (heads, kept) in product((TritonLatentAttention(), FixedTritonLatentAttention()), kinds):
+        spec = AttentionSpec(heads, 1, 576, 0.1, value_dim=512)
+        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 576, kept), dtype=kept)
+        weights = LatentWeights(numbers(512), 1e-6, numbers(heads, 128, 512), numbers(heads, 512, 128))
+        steps = [
+            backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])),
+            backend.prepare_eager(batch([2100], [2100])),
+        ]
+        for rows in (1, 16, 64, 256) if all_shapes else (256,):
+            steps.append(backend.prepare(batch([1] * rows, [999] * rows), DecodeKind(), ()))
+        for metadata in steps:
+            tokens = int(metadata.batch.query_starts[-1])
+            projected = numbers(tokens, heads * 192 + 576)
+            q, kv = projected[:, : heads * 192].unflatten(-1, (heads, 192)), projected[:, heads * 192 :]
+            rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
+            written = backend.write_latent(spec, weights, q, kv, rotation, cache, metadata)
+            backend.attend_latent(spec, weights, written, cache, metadata)
 
 
 def sampling(all_shapes: bool) -> None:
@@ -260,7 +294,14 @@ def sampling(all_shapes: bool) -> None:
     drafts.place_drafts(index, starts, starts[:-1], index, ahead, ahead, ahead, token_ids, known, known)
 
 
-PARTS = {"products": products, "experts": experts, "lines": lines, "attention": attention, "sampling": sampling}
+PARTS = {
+    "products": products,
+    "experts": experts,
+    "lines": lines,
+    "attention": attention,
+    "latent": latent,
+    "sampling": sampling,
+}
 
 
 def main() -> None:

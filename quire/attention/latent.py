@@ -1,0 +1,96 @@
+"""What a backend of latent attention is: it keeps one compressed vector of each token, from which all heads read.
+
+The absorbed form: a head's queries are multiplied by its key up-projection, so that they meet the compressed vectors
+themselves, and what attention gives is multiplied by its value up-projection. To attention this is one KV head, whose
+values are the first dimensions of its keys.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.ops.split_k import PartialSums
+from quire.types.errors import EngineError
+
+_NOT_HEADS = "this backend keeps latents, and heads of keys and values are asked of it"
+
+
+class LatentWeights(NamedTuple):
+    """What a layer does to the latent of a token before it is kept, and to that of its heads."""
+
+    norm: Tensor  # [kv_rank], of the RMS norm of what is compressed
+    eps: float
+    key_up: Tensor  # [heads, nope_dim, kv_rank]
+    value_up: Tensor  # [heads, kv_rank, value_dim]
+
+
+class IndexInputs(NamedTuple):
+    """What a sparse indexer makes of a step's tokens; the first dimensions of queries and keys are to be rotated."""
+
+    query: Tensor  # [n, heads, dim]
+    key: Tensor  # [n, dim]
+    weights: Tensor  # [n, heads]
+
+
+class LatentBackend(AttentionBackend):
+    """The spec of a layer has one KV head of head_dim = kv_rank + rope_dim, and value_dim = kv_rank."""
+
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size, head_dim)
+
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        cache[block_ids] = cache[block_ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    @abstractmethod
+    def write_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        q: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Written:
+        """Norm and rotate latents and write them into the cache; absorb and rotate queries. Mutates `cache` only.
+
+        q [n, heads, nope_dim + rope_dim], latent [n, kv_rank + rope_dim]: views whose last dimension is contiguous.
+        """
+
+    def write_index(
+        self, spec: AttentionSpec, index: IndexInputs, rotation: Rotation, cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and keep index keys; return index queries, rotated and scaled, and the weights of their heads."""
+        raise EngineError(f"{self.name} attention has no sparse indexer")
+
+    @abstractmethod
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        written: Written,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[n, heads * value_dim], of what `write_latent` returned; padding is undefined."""
+
+    def write(
+        self,
+        spec: AttentionSpec,
+        qkv: Tensor | PartialSums,
+        head_norm: HeadNorm | None,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Written:
+        raise EngineError(_NOT_HEADS)
+
+    def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        raise EngineError(_NOT_HEADS)

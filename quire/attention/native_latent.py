@@ -1,0 +1,108 @@
+"""Latent attention through the native CPU library, for prefill and decode alike: the absorbed form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
+from quire.attention.cpu_native import KV_TYPES, SCALE_BYTES, NativeAttention, NativeMetadata
+from quire.attention.latent import LatentBackend, LatentWeights
+from quire.kernels.cpu import library
+from quire.kernels.cpu.latent import per_head, per_head_into
+from quire.kernels.cpu.tracing import empty
+
+
+class NativeLatentAttention(LatentBackend, NativeAttention):
+    def cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size, head_dim + (SCALE_BYTES if dtype == torch.int8 else 0))
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
+        assert spec.value_dim is not None
+        return library.num_threads() * (2 << 20) + max_model_len * spec.num_heads * (spec.value_dim + 2) // 16
+
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        if cache.dtype != torch.int8:
+            return super().heal(cache, block_ids)
+        lines = cache[block_ids]
+        scales = lines[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+        lines[..., -SCALE_BYTES:] = scales.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(torch.int8)
+        cache[block_ids] = lines
+        return None
+
+    def write_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        q: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Written:
+        assert isinstance(metadata, NativeMetadata)
+        tokens, heads, _ = q.shape
+        rank, nope = weights.norm.shape[0], weights.key_up.shape[1]
+        query = empty(tokens, heads, spec.head_dim)
+        per_head_into(q[..., :nope], weights.key_up, query)
+        cos, sin = (None, None) if rotation is None else (part.data_ptr() for part in rotation)
+        self._kernels.prepare_latent(
+            q.data_ptr(),
+            q.stride(0),
+            latent.data_ptr(),
+            latent.stride(0),
+            weights.norm.data_ptr(),
+            cos,
+            sin,
+            metadata.slots,
+            query.data_ptr(),
+            cache.data_ptr(),
+            tokens,
+            metadata.batch.num_tokens,
+            heads,
+            nope,
+            spec.head_dim - rank,
+            rank,
+            metadata.batch.block_size,
+            cache.stride(1) * cache.element_size(),
+            KV_TYPES[cache.dtype],
+            weights.eps,
+        )
+        return Written(query)
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        written: Written,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, NativeMetadata)
+        assert spec.value_dim is not None
+        batch, query = metadata.batch, written.query
+        out = empty(query.shape[0], spec.num_heads, spec.value_dim)
+        if query.shape[0] > batch.num_tokens:
+            out[batch.num_tokens :] = 0.0
+        self._kernels.latent_attention(
+            query.data_ptr(),
+            cache.data_ptr(),
+            metadata.tables,
+            metadata.rows,
+            metadata.contexts,
+            metadata.starts,
+            out.data_ptr(),
+            batch.rows.shape[0],
+            batch.tables.stride(0),
+            cache.stride(1) * cache.element_size(),
+            spec.num_heads,
+            spec.head_dim,
+            spec.value_dim,
+            batch.block_size,
+            KV_TYPES[cache.dtype],
+            spec.scale,
+        )
+        return per_head(out, weights.value_up).flatten(1)

@@ -1,0 +1,85 @@
+"""Latent attention in plain torch: the reference, with the same tiles of keys as attention over heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
+from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
+from quire.attention.torch_ref import TorchAttention, TorchMetadata, Unit, attend_unit, plan_units
+from quire.ops.index import index_scores, top_keys
+from quire.ops.norm import rms_norm
+from quire.ops.per_head import per_head
+from quire.ops.rope import apply_rope
+
+
+class TorchLatentAttention(LatentBackend, TorchAttention):
+    def write_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        q: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Written:
+        assert isinstance(metadata, TorchMetadata)
+        rank, nope_dim = weights.norm.shape[0], weights.key_up.shape[1]
+        shared = rotated(latent[:, None, rank:], rotation)[:, 0]
+        kept = torch.cat((rms_norm(latent[:, :rank], weights.norm, weights.eps), shared), dim=-1)
+        slots = metadata.slots
+        lines = cache.view(-1, cache.shape[-1])[:, : spec.head_dim]
+        lines.index_copy_(0, slots, kept[: slots.shape[0]].to(cache.dtype))
+        absorbed = per_head(q[..., :nope_dim], weights.key_up)
+        return Written(torch.cat((absorbed, rotated(q[..., nope_dim:], rotation)), dim=-1))
+
+    def write_index(
+        self, spec: AttentionSpec, index: IndexInputs, rotation: Rotation, cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(metadata, TorchMetadata)
+        lines, slots = cache.view(-1, cache.shape[-1])[:, spec.head_dim :], metadata.slots
+        key = rotated(index.key[:, None], rotation)[:, 0]
+        lines.index_copy_(0, slots, key[: slots.shape[0]].to(cache.dtype))
+        num_heads, dim = index.query.shape[1:]
+        return rotated(index.query, rotation) * dim**-0.5, index.weights.float() * num_heads**-0.5
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        written: Written,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TorchMetadata)
+        assert spec.value_dim is not None
+        query = written.query
+        scaled, out = query * spec.scale, query.new_zeros(query.shape[0], spec.num_heads * spec.value_dim)
+        min_rows = self.find_min_rows(spec.head_dim, spec.value_dim, query.dtype)
+        for unit in plan_units(metadata, spec, query.element_size()):
+            lines = cache.index_select(0, unit.block_ids).view(unit.num_rows, -1, cache.shape[-1])
+            keys, values = lines[..., : spec.head_dim], lines[..., : spec.value_dim].contiguous()
+            mask = unit.mask if written.of_index is None else self._chosen(spec, written.of_index, lines, unit)
+            out.index_copy_(0, unit.tokens, attend_unit(spec, scaled, keys, values, unit, mask, min_rows))
+        return per_head(out.view(-1, spec.num_heads, spec.value_dim), weights.value_up).flatten(1)
+
+    def _chosen(self, spec: AttentionSpec, index: tuple[Tensor, Tensor], lines: Tensor, unit: Unit) -> Tensor:
+        """The unit's mask, with the keys that the indexer does not choose."""
+        assert spec.top_k is not None
+        if lines.shape[1] <= spec.top_k:
+            return unit.mask
+        query, weights = (part.index_select(0, unit.tokens) for part in index)
+        heads, dim = query.shape[1:]
+        shape = (unit.num_rows, unit.num_queries)
+        flat = query.view(unit.num_rows, unit.num_queries * heads, dim)
+        min_rows = self.find_min_rows(dim, dim, query.dtype)
+        padded = torch.nn.functional.pad(flat, (0, 0, 0, max(0, min_rows - flat.shape[1])))
+        products = torch.bmm(padded, lines[..., spec.head_dim :].transpose(1, 2))[:, : flat.shape[1]]
+        scores = index_scores(products.view(*shape, heads, -1), weights.view(*shape, heads))
+        return ~top_keys(scores, unit.mask[:, :, 0], spec.top_k)[:, :, None]
+
+
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    return x if rotation is None else apply_rope(x, *rotation)

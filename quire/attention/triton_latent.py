@@ -1,0 +1,173 @@
+"""Latent attention with Triton kernels: the absorbed form, and for long prompts by themselves the unabsorbed one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
+from quire.attention.latent import LatentBackend, LatentWeights
+from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
+from quire.attention.triton_fixed import FixedTritonAttention, segment_size
+from quire.kernels.triton.latent import FIXED_TOKENS, per_head, prepare_latent, tokens_at_once
+from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
+from quire.kernels.triton.prefill_attention import QUERY_TILE
+
+_MAX_SPLITS = 32
+
+
+class TritonLatentAttention(LatentBackend, TritonAttention):
+    max_head_dim = None
+    shares = False  # all rows are cut alike
+    splits_tiles = False
+    fused_queries = 1024  # from so many on the unabsorbed form is faster
+    tile_lines = 64  # queries times heads of a program, in prompts
+    keys_at_a_time = 32
+
+    def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
+        # Queries, keys and values of all heads of a prompt in the unabsorbed form.
+        return max_model_len * spec.num_heads * spec.head_dim * itemsize
+
+    def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
+        assert spec.value_dim is not None
+        singles = max(rows * self._splits(spec, rows, max_model_len) for rows in (1, 16, 64, max_rows))
+        few = MAX_FEW_ROWS * FEW_QUERIES * self._splits(spec, FEW_QUERIES, max_model_len)
+        return max(few, singles) * spec.num_heads * (spec.value_dim + 2) * 4
+
+    def heal(self, cache: Tensor, block_ids: Tensor) -> None:
+        if cache.dtype.itemsize > 1:
+            return super().heal(cache, block_ids)
+        bits = cache[block_ids].view(torch.uint8)  # fp8 has no infinities, and one NaN of either sign
+        cache.view(torch.uint8)[block_ids] = torch.where(bits & 0x7F == 0x7F, 0, bits)
+        return None
+
+    def write_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        q: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Written:
+        assert isinstance(metadata, TritonMetadata)
+        assert rotation is not None, "latent attention rotates"
+        whole = self.unabsorbs(metadata, q)
+        kept = torch.empty(latent.shape, dtype=q.dtype, device=q.device) if whole else None
+        given = (weights.norm, weights.eps, weights.key_up, rotation, metadata.batch.slot_mapping, cache)
+        query = prepare_latent(q, latent, *given, self.tokens_at_once(q.shape[0]), kept=kept)
+        if kept is None:
+            return Written(query)
+        rank, nope = weights.norm.shape[0], weights.key_up.shape[1]
+        heads, count = spec.num_heads, q.shape[0]
+        compressed = kept[:, :rank].expand(heads, -1, -1)
+        plain = torch.empty(2, heads, count, q.shape[2], dtype=q.dtype, device=q.device)
+        plain[0, ..., :nope].copy_(q[..., :nope].transpose(0, 1))
+        plain[0, ..., nope:].copy_(query[..., rank:].transpose(0, 1))
+        plain[1, ..., :nope].copy_(torch.bmm(compressed, weights.key_up.transpose(1, 2)))
+        plain[1, ..., nope:].copy_(kept[:, rank:])
+        return Written(query, plain, torch.bmm(compressed, weights.value_up))
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        weights: LatentWeights,
+        written: Written,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        assert spec.value_dim is not None
+        if written.keys is not None and written.values is not None:
+            return _unabsorbed(spec, written.keys[0], written.keys[1], written.values)
+        batch, query = metadata.batch, written.query
+        out = torch.empty(query.shape[0], spec.num_heads, spec.value_dim, dtype=query.dtype, device=query.device)
+        given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
+        index = metadata.singles[0]
+        if index.shape[0]:
+            if metadata.offsets is None:
+                metadata.offsets = torch.zeros_like(index)
+            cut = self.cut(spec, metadata, 1, index.shape[0])
+            latent_attention(*given, index, metadata.offsets, out, spec.scale, cut)
+        if metadata.few[0].shape[0]:
+            cut = self.cut(spec, metadata, FEW_QUERIES, metadata.few[0].shape[0])
+            latent_attention(*given, *metadata.few, out, spec.scale, cut)
+        if metadata.tiles[0].shape[0]:
+            cut = replace(self.cut(spec, metadata, QUERY_TILE, 0), splits=0)
+            latent_attention(*given, *metadata.tiles, out, spec.scale, cut)
+        return per_head(out, weights.value_up, self.tokens_at_once(out.shape[0])).flatten(1)
+
+    def unabsorbs(self, metadata: TritonMetadata, q: Tensor) -> bool:
+        """Whether the step is one prompt whose keys and values are all in it."""
+        return metadata.whole == ((0, q.shape[0]),)
+
+    def tokens_at_once(self, num_tokens: int) -> int:
+        return tokens_at_once(num_tokens)
+
+    def cut(self, spec: AttentionSpec, metadata: TritonMetadata, tile: int, count: int) -> LatentCut:
+        """How `count` tiles of so many queries are cut into programs."""
+        if tile == QUERY_TILE:
+            return LatentCut(tile, 0, lines=self.tile_lines, keys=self.keys_at_a_time)
+        splits = self._splits(spec, count * -(-tile // _tokens(spec)), metadata.batch.max_context)
+        return LatentCut(tile, 0 if splits == 1 else splits, keys=self.keys_at_a_time)
+
+    def _splits(self, spec: AttentionSpec, programs: int, max_context: int) -> int:
+        """Programs that share a row's keys: as many as fill the device, with at least two pieces of keys each."""
+        programs *= -(-spec.num_heads // MAX_HEADS)
+        splits = 1
+        while (
+            splits < _MAX_SPLITS
+            and programs * splits * 2 <= 2 * self.multiprocessors()
+            and max_context > 2 * self.keys_at_a_time * splits
+        ):
+            splits *= 2
+        return splits
+
+
+class FixedTritonLatentAttention(TritonLatentAttention):
+    """The absorbed form for all: segments of keys at fixed places."""
+
+    name = "triton_fixed"
+    fused_queries = 1 << 30  # never
+    tile_lines = 32
+    min_segment = FixedTritonAttention.min_segment
+
+    def parts_bytes(self, spec: AttentionSpec, max_rows: int, max_model_len: int) -> int:
+        assert spec.value_dim is not None
+        queries = max(max_rows, MAX_FEW_ROWS * FEW_QUERIES)
+        segments = -(-max_model_len // segment_size(self.min_segment, max_model_len)) + 1
+        return queries * segments * spec.num_heads * (spec.value_dim + 2) * 4
+
+    def tokens_at_once(self, num_tokens: int) -> int:
+        return FIXED_TOKENS
+
+    def cut(self, spec: AttentionSpec, metadata: TritonMetadata, tile: int, count: int) -> LatentCut:
+        batch = metadata.batch
+        max_len = batch.tables.shape[1] * batch.block_size
+        segment = segment_size(self.min_segment, max_len - batch.block_size)  # without the spare block
+        found = super().cut(spec, metadata, tile, count)
+        segments = -(-max_len // segment)
+        # Few queries always leave their segments in memory: with two sums in registers, one program is slower.
+        splits = 0 if tile == QUERY_TILE else min(max(1, found.splits), segments)
+        return replace(found, splits=splits, segment=segment, num_segments=segments)
+
+
+def _tokens(spec: AttentionSpec) -> int:
+    """Queries of a program of few lines."""
+    return max(1, 16 // min(MAX_HEADS, spec.num_heads))
+
+
+def _unabsorbed(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of a prompt over itself. query, keys [heads, n, dim], values [heads, n, value_dim]."""
+    value_dim = values.shape[-1]
+    # Fused kernels take heads of one size: what is added to values are zeros.
+    values = torch.nn.functional.pad(values, (0, query.shape[-1] - value_dim))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query[None], keys[None], values[None], is_causal=True, scale=spec.scale
+        )
+    return out[0, ..., :value_dim].transpose(0, 1).reshape(query.shape[1], -1)

@@ -1,0 +1,137 @@
+// Latent attention around its attention proper: what is kept of a token, and the matrices of single heads.
+#include "latent_cache.h"
+#include "norm.h"
+#include "rotate.h"
+
+namespace quire {
+namespace QUIRE_NS {
+namespace {
+
+enum UpType { UP_FLOAT32 = 0, UP_FLOAT16 = 1, UP_BFLOAT16 = 2 };  // as kv_cache.h numbers them
+
+constexpr int64_t CHUNK = 16;     // tokens of a piece of work: a block's, since two threads should not write to one
+constexpr int TOKENS = 6;         // whose sums are in registers together
+constexpr int VECTORS = 4;        // of outputs beside them
+constexpr int64_t FEW_TOKENS = 2;  // so few read the matrix from the first line to the last, and keep sums in memory
+
+template <class Format>
+inline Vec read(const typename Format::Element* p, int n) {
+    if (n == LANES) return Format::read(p);
+    typename Format::Element lanes[LANES] = {};
+    std::memcpy(lanes, p, sizeof(lanes[0]) * n);
+    return Format::read(lanes);
+}
+
+// Each output is summed over k from the first to the last, whatever the number of tokens.
+template <class Format>
+void multiply_few(const float* x, const typename Format::Element* w, float* out, int64_t inner, int64_t outputs) {
+    map(outputs, [&](int64_t i, int n) { put(out + i, zero(), n); });
+    for (int64_t k = 0; k < inner; ++k) {
+        const Vec factor = set(x[k]);
+        const auto* line = w + k * outputs;
+        map(outputs, [&](int64_t i, int n) { put(out + i, fma(factor, read<Format>(line + i, n), get(out + i, n)), n); });
+    }
+}
+
+template <class Format, int ROWS>
+void multiply_tile(const float* x, int64_t x_token, const typename Format::Element* w, float* out, int64_t out_token,
+                   int64_t inner, int64_t outputs, int64_t first) {
+    Vec acc[ROWS][VECTORS];
+    int width[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) {
+        const int64_t rest = outputs - first - v * LANES;
+        width[v] = rest < 0 ? 0 : rest < LANES ? (int)rest : LANES;
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
+    for (int64_t k = 0; k < inner; ++k) {
+        const auto* line = w + k * outputs + first;
+        Vec weight[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) weight[v] = width[v] ? read<Format>(line + v * LANES, width[v]) : zero();
+        for (int r = 0; r < ROWS; ++r) {
+            const Vec factor = set(x[r * x_token + k]);
+            for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(factor, weight[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v)
+            if (width[v]) put(out + r * out_token + first + v * LANES, acc[r][v], width[v]);
+}
+
+template <class Format>
+void multiply_head(const float* x, int64_t x_token, const typename Format::Element* w, float* out, int64_t out_token,
+                   int64_t tokens, int64_t inner, int64_t outputs) {
+    if (tokens <= FEW_TOKENS) {
+        for (int64_t t = 0; t < tokens; ++t) multiply_few<Format>(x + t * x_token, w, out + t * out_token, inner, outputs);
+        return;
+    }
+    for (int64_t first = 0; first < outputs; first += VECTORS * LANES) {
+        int64_t t = 0;
+        for (; t + TOKENS <= tokens; t += TOKENS)
+            multiply_tile<Format, TOKENS>(x + t * x_token, x_token, w, out + t * out_token, out_token, inner, outputs,
+                                          first);
+        for (; t < tokens; ++t)
+            multiply_tile<Format, 1>(x + t * x_token, x_token, w, out + t * out_token, out_token, inner, outputs, first);
+    }
+}
+
+}  // namespace
+
+void prepare_latent(const float* q, int64_t q_token, const float* latent, int64_t latent_token, const float* norm,
+                    const float* cos, const float* sin, const int64_t* slots, float* query, void* cache, int64_t tokens,
+                    int64_t num_written, int64_t heads, int64_t nope, int64_t rope, int64_t rank, int64_t block_size,
+                    int64_t line_bytes, int kv_type, float eps) {
+    const int64_t width = rank + rope;
+    with_format(kv_type, [&](auto format) {
+        using Format = decltype(format);
+        const LatentCells<Format> cells{(char*)cache, width, block_size, line_bytes};
+        parallel((tokens + CHUNK - 1) / CHUNK, 1 + 8192 / (CHUNK * (heads * rope + width)), [&](int64_t begin, int64_t end) {
+            float* line = (float*)scratch(0, sizeof(float) * width);
+            const int64_t last = end * CHUNK < tokens ? end * CHUNK : tokens;
+            const auto turn = [&](const float* x, int64_t t, float* out) {
+                if (cos)
+                    rotate(x, cos + t * rope, sin + t * rope, rope, rope, out);
+                else
+                    std::memcpy(out, x, sizeof(float) * rope);
+            };
+            for (int64_t t = begin * CHUNK; t < last; ++t) {
+                for (int64_t h = 0; h < heads; ++h)
+                    turn(q + t * q_token + h * (nope + rope) + nope, t, query + (t * heads + h) * width + rank);
+                if (t >= num_written) continue;
+                norm_row(latent + t * latent_token, norm, 0.0f, eps, rank, line);
+                turn(latent + t * latent_token + rank, t, line + rank);
+                cells.write(slots[t], line);
+            }
+        });
+    });
+}
+
+void per_head(const float* x, int64_t x_token, int64_t x_head, const void* weight, int type, float* out,
+              int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t inner, int64_t outputs) {
+    const int64_t size = inner * outputs;
+    // Pieces of a head's tokens, where there are fewer heads than threads.
+    const int64_t pieces = heads < 4 * num_threads() && tokens >= 8 * TOKENS ? 8 : 1;
+    const int64_t step = (tokens + pieces - 1) / pieces;
+    parallel(heads * pieces, 1 + 8192 / (size * (tokens < 16 ? tokens : 16) + 1), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t h = i / pieces, first = i % pieces * step;
+            const int64_t count = tokens - first < step ? tokens - first : step;
+            if (count <= 0) continue;
+            const auto run = [&](auto format) {
+                using Format = decltype(format);
+                multiply_head<Format>(x + first * x_token + h * x_head, x_token,
+                                      (const typename Format::Element*)weight + h * size,
+                                      out + first * out_token + h * out_head, out_token, count, inner, outputs);
+            };
+            if (type == UP_FLOAT16)
+                run(Float16());
+            else if (type == UP_BFLOAT16)
+                run(BFloat16());
+            else
+                run(Float32());
+        }
+    });
+}
+
+}  // namespace QUIRE_NS
+}  // namespace quire

@@ -1,0 +1,115 @@
+"""Latent attention by Triton kernels: as the unabsorbed form says, and in fixed mode the same bits in any step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.latents import Latents
+from tests.kernels.device import DEVICE, HALF, NATIVE
+from tests.kernels.triton.paged import needs_triton
+
+pytestmark = needs_triton
+
+SIZES = (4, 16, 16, 32, 16)
+ODD = (3, 24, 8, 40, 20)  # no power of two
+MANY = (40, 16, 16, 16, 16)  # heads of two programs
+# Short contexts count as long ones.
+SMALL: dict[str, Any] = {"keys_at_a_time": 16, "min_segment": 32}
+
+
+def fast(**attributes: Any) -> Any:
+    from quire.attention.triton_latent import TritonLatentAttention
+
+    return type("Small", (TritonLatentAttention,), {**SMALL, **attributes})()
+
+
+def fixed(**attributes: Any) -> Any:
+    from quire.attention.triton_latent import FixedTritonLatentAttention
+
+    return type("Small", (FixedTritonLatentAttention,), {**SMALL, **attributes})()
+
+
+def run(sizes: tuple[int, ...], backend: Any, **options: Any) -> Latents:
+    latents = Latents(sizes, [50, 33, 3], backend, device=str(DEVICE), **options)
+    latents.step({0: 40, 2: 2})
+    latents.step({1: 32, 0: 8, 2: 1})
+    latents.step({0: 1, 1: 1})
+    latents.step({0: 1}, decode=True)
+    return latents
+
+
+def assert_right(latents: Latents, tolerance: float) -> None:
+    for row in range(len(latents.lengths)):
+        expected = latents.unabsorbed(row)
+        torch.testing.assert_close(latents.out[row].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("make", [fast, fixed])
+@pytest.mark.parametrize("sizes", [SIZES, ODD], ids=str)
+def test_rows_of_all_kinds_are_right(make: Any, sizes: tuple[int, ...]) -> None:
+    assert_right(run(sizes, make(), dtype=torch.float32), 1e-4)
+
+
+def test_more_heads_than_a_program_takes() -> None:
+    latents = Latents(MANY, [34], fast(), device=str(DEVICE))
+    latents.step({0: 33}, padding=0)
+    latents.step({0: 1}, decode=True)
+    assert_right(latents, 1e-4)
+
+
+@pytest.mark.parametrize("make", [fast, fixed])
+def test_in_half_precision(make: Any) -> None:
+    assert_right(run(SIZES, make(), dtype=HALF), 2e-2)
+
+
+def test_an_fp8_cache_is_within_its_rounding() -> None:
+    """A latent that is kept in three bits errs by a sixteenth at most, and so do the values made of it."""
+    from quire.kernels.triton import quantize
+
+    if quantize.unavailable():
+        pytest.skip("fp8 needs a newer card")
+    assert_right(run(SIZES, fast(), dtype=HALF, kv_dtype=quantize.FP8), 0.3)
+
+
+def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton_latent
+
+    ran = []
+    unabsorbed = triton_latent._unabsorbed
+
+    def spy(*arguments: Any) -> torch.Tensor:
+        ran.append(True)
+        return unabsorbed(*arguments)
+
+    monkeypatch.setattr(triton_latent, "_unabsorbed", spy)
+    for make, expected in ((fast, [True]), (fixed, [])):
+        ran.clear()
+        latents = Latents(SIZES, [48], make(**({"fused_queries": 40} if make is fast else {})), device=str(DEVICE))
+        latents.step({0: 48}, padding=0)
+        assert ran == expected
+        assert_right(latents, 1e-4 if not NATIVE else 5e-3)
+
+
+def test_any_step_gives_the_same_bits_in_fixed_mode() -> None:
+    whole = Latents(SIZES, [50, 33, 3], fixed(), device=str(DEVICE), dtype=HALF)
+    whole.step({0: 50, 1: 33, 2: 3})
+    cut = run(SIZES, fixed(), dtype=HALF)
+    for a, b in zip(whole.out, cut.out, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_blocks_beyond_two_to_the_31_elements() -> None:
+    """Offsets are of 64 bits: on a GPU the blocks lie that far, in the interpreter their ids are made to."""
+    if not NATIVE:
+        pytest.skip("needs a GPU's memory")
+    sizes = (16, 128, 64, 512, 128)
+    latents = Latents(sizes, [40], fast(), device="cuda", dtype=HALF)
+    num_blocks = (1 << 31) // (16 * 576) + 8
+    latents.cache = torch.zeros(num_blocks, 16, 576, dtype=HALF, device="cuda")
+    latents.tables[0, :3] = torch.arange(num_blocks - 3, num_blocks)
+    latents.step({0: 39})
+    latents.step({0: 1}, decode=True)
+    assert_right(latents, 3e-2)
