@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from quire.models.base import CausalLM, Model, ModelDescription
@@ -47,6 +48,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
     error=UnknownArchitectureError,
 )
 
+_HEAD = re.compile(r"(For(SequenceClassification|TokenClassification|RewardModel|ProcessRewardModel)|Model)$")
 _LONGEST = 1 << 24  # tokens: tables of positions are made for so many
 
 
@@ -59,8 +61,10 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 def model_class(config: dict[str, Any]) -> type[Model]:
     name = architecture_of(config)
-    below_head = name.removesuffix("Model") + "ForCausalLM"  # how embedders call the decoder that they are
-    return ARCHITECTURES.get(below_head if name not in ARCHITECTURES and below_head in ARCHITECTURES else name)
+    # A classifier or an embedder is called by what is on top of the decoder or encoder that it is.
+    below_head = _HEAD.sub("", name)
+    known = (other for other in (name, f"{below_head}Model", f"{below_head}ForCausalLM") if other in ARCHITECTURES)
+    return ARCHITECTURES.get(next(known, name))
 
 
 def generator_class(config: dict[str, Any]) -> type[CausalLM]:

@@ -57,6 +57,20 @@ def gelu(x: Tensor) -> Tensor:
     return torch.where(value < 0.0, tail, 1.0 - tail).mul_(value).to(x.dtype)
 
 
+def tanh(x: Tensor) -> Tensor:
+    """1 - 2 / (1 + exp(2x)); float32 inside."""
+    return (1.0 - 2.0 / x.float().mul(2.0).exp_().add_(1.0)).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)); float32 inside."""
+    return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
+
+
+def relu(x: Tensor) -> Tensor:
+    return x.clamp_min(0.0)
+
+
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """silu(gate) * up quantized row by row: (values [n, width], scale [n])."""
     return quantize_rows(silu_and_mul(gate_up))

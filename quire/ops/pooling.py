@@ -6,8 +6,13 @@ additions, so that a vector's bits depend on its prompt and on nothing that ran 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from quire.ops.activation import relu, sigmoid
+from quire.types.sampling import Activation
 
 TILE = 64  # tokens of a partial sum, at absolute positions
 _SMALLEST_NORM = 1e-12
@@ -38,3 +43,24 @@ def normalized(vectors: Tensor) -> Tensor:
     """[m, size] float32, each divided by its length; a vector of zeros stays one."""
     lengths = tree_sum(vectors * vectors, 1).sqrt_().clamp_min_(_SMALLEST_NORM)
     return vectors / lengths[:, None]
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """[m, classes] float32 -> probabilities of each row."""
+    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    return weights / tree_sum(weights, 1)[:, None]
+
+
+def log1p_relu(values: Tensor) -> Tensor:
+    """log(1 + max(x, 0)), as sparse encoders weigh tokens."""
+    return relu(values).add_(1.0).log_()
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "normalize": normalized,
+    "sigmoid": sigmoid,
+    "softmax": softmax,
+    "relu": relu,
+    "log1p_relu": log1p_relu,
+}

@@ -28,7 +28,8 @@ from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
-from quire.loader.pooler import read_pooler
+from quire.loader.pooler import module_files, read_pooler
+from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
 from quire.ops.base import Target
@@ -108,10 +109,15 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     pooler = read_pooler(
         config.model,
         source,
+        model_config,
+        classifier=architecture.classifier(model_config),
+        token_head=architecture.token_head(model_config),
         size=description.hidden_size,
         generates="generates" in architecture.capabilities,
         is_encoder="encodes" in architecture.capabilities,
     )
+    if checkpoint is not None:
+        checkpoint = with_modules(checkpoint, module_files(source, pooler))
     if pooler is not None and pooler.max_tokens is not None:
         most = min(pooler.max_tokens, description.max_position_embeddings)
         description = replace(description, max_position_embeddings=most)
@@ -357,5 +363,6 @@ def _build_context(
         quantization=settings.quantization,
         deterministic=deterministic,
         activations=settings.activations,
-        head=pooler is None,
+        head=pooler is None or bool(pooler.label_tokens),
+        heads={} if pooler is None else pooler.heads,
     )
