@@ -81,7 +81,8 @@ class PooledHeads:
         if self._ladder:
             size = self._ladder[bisect_left(self._ladder, count)]
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, size - count))
-        return self._model.head(name)(hidden)[:count]
+        out: Tensor = self._model.head(name)(hidden)
+        return out[:count]
 
     def _label_logits(self, hidden: Tensor, labels: list[int]) -> Tensor:
         parts = [self._logits(part)[:, labels].float() for part in hidden.split(self._logits.max_rows)]

@@ -288,9 +288,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """What to read from a model that pools. Names and meanings follow vLLM's class of the same name."""
 
-    task: PoolingTask = "embed"
-    """embed: one vector for the prompt; classify: a value for each class; token_embed and token_classify: the same
-    for each of the prompt's tokens; sparse: a weight for each token of the vocabulary."""
+    task: PoolingTask | None = None
+    """None: what the model is for. embed: one vector for the prompt; classify: a value for each class; token_embed
+    and token_classify: the same of each of the prompt's tokens; sparse: a weight of each token of the vocabulary."""
     use_activation: bool | None = None
     """Scale a vector to length 1, make probabilities of logits; None: as the model's folder says, or on."""
     dimensions: int | None = None
@@ -309,7 +309,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Index of the first token of the second text of a pair, where the model's tokens have types."""
 
     def __post_init__(self) -> None:
-        _require(self.task in get_args(PoolingTask), "task", self.task, f"one of {', '.join(get_args(PoolingTask))}")
+        tasks = get_args(PoolingTask)
+        _require(self.task is None or self.task in tasks, "task", self.task, f"one of {', '.join(tasks)}")
         active = self.use_activation
         _require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
         size = self.dimensions

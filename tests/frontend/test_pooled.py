@@ -38,8 +38,8 @@ def test_the_engine_is_told_how_the_model_pools(normalize: bool) -> None:
     llm(client).embed(["a", "b"], pooling_params=[PoolingParams(), PoolingParams(use_activation=not normalize)])
     sent = [request.params for request in client.added]
     assert sent == [
-        PoolingParams(pooling="mean", use_activation=normalize),
-        PoolingParams(pooling="mean", use_activation=not normalize),
+        PoolingParams(task="embed", pooling="mean", use_activation=normalize),
+        PoolingParams(task="embed", pooling="mean", use_activation=not normalize),
     ]
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_for_this_call_is_refused() -> None:
         llm().generate("a")
     with pytest.raises(RequestError, match="generates text and no embeddings"):
         llm(FakeClient("x")).embed("a")
-    with pytest.raises(RequestError, match="task is 'score' but must be one of embed, token_embed"):
+    with pytest.raises(RequestError, match="task is 'score' but must be one of embed, token_embed, classify"):
         PoolingParams(task="score")  # type: ignore[arg-type]
 
 

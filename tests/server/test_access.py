@@ -18,6 +18,7 @@ from quire.server.body import JsonRoute
 from quire.server.metrics_route import make_metrics_router
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, FakeProvider, ServerConfig, http
+from tests.server.pooling_bodies import POOLING_BODIES
 
 CHAT = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -25,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/render": {"messages": CHAT},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/completions/render": {"prompt": "Hi"},
-    "/v1/embeddings": {"input": "Hi"},
+    **POOLING_BODIES,
     "/v1/responses": {"model": MODEL, "input": "Hi"},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "Hi"},
     "/v1/messages": {"model": MODEL, "max_tokens": 5, "messages": CHAT},
@@ -138,7 +139,7 @@ def app() -> FastAPI:
 
 async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open: bool) -> None:
     good = 404 if "{response_id}" in path else 307 if (method, path) == ("GET", "/") else 200
-    if path == "/v1/embeddings":
+    if path in POOLING_BODIES:
         good = 400  # the fake engine generates
     for header, matches in [
         (None, False),
