@@ -87,7 +87,7 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, width, generator=generator) * 8.0,)
 
 
-GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5)
+GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5, (native("gelu"),))
 SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,

@@ -21,6 +21,7 @@ struct Shape {
     const int32_t* starts;    // [num_rows + 1] first token of each row
     float* out;               // [tokens, heads, dim]
     int64_t num_rows, table_stride, heads, kv_heads, dim, window;
+    bool causal;
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
 
@@ -43,6 +44,12 @@ int64_t first_seen(const Shape& shape, int64_t position) {
     return shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
 }
 
+// The end of the keys that a token of this row sees.
+int64_t end_seen(const Shape& shape, int64_t row, int64_t position) {
+    const int64_t ahead = shape.causal ? 1 : shape.window > 0 ? shape.window : shape.contexts[row];
+    return position + ahead < shape.contexts[row] ? position + ahead : shape.contexts[row];
+}
+
 // --------------------------------------------------------------------------------------------------------- tiles
 // The keys of one tile that a unit needs: [begin, end), and where they are found.
 struct Keys {
@@ -52,7 +59,8 @@ struct Keys {
         : table(shape.tables + shape.rows[unit.row] * shape.table_stride), head(unit.kv_head) {
         const int64_t position = first_position(shape, unit), first = first_seen(shape, position);
         begin = tile * TILE < first ? first : tile * TILE;
-        end = (tile + 1) * TILE < position + unit.num_tokens ? (tile + 1) * TILE : position + unit.num_tokens;
+        end = end_seen(shape, unit.row, position + unit.num_tokens - 1);
+        end = (tile + 1) * TILE < end ? (tile + 1) * TILE : end;
     }
 };
 
@@ -188,8 +196,9 @@ void run_tiles(const Shape& shape, const Cells<Format>& cells, const Unit& unit,
         const auto attend = [&](auto& tile, const auto& next, auto meanwhile) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
             const int64_t start = index * TILE, position = first_position(shape, unit);
+            const int64_t length = shape.causal ? 0 : shape.contexts[unit.row];
             const TileWork work{q,      tile,          next,         start,    shape.dim,
-                                padded, shape.group(), shape.window, position, shape.soft_cap};
+                                padded, shape.group(), shape.window, position, length, shape.soft_cap};
             attend_tile(work, count, State::at(memory, count, padded), meanwhile);
         };
         if (direct) {
@@ -265,7 +274,8 @@ int64_t make_units(const Shape& shape, Unit* units) {
             Unit unit{(int32_t)row, (int32_t)first, (int32_t)(end - first), 0, 0, 0};
             const int64_t position = first_position(shape, unit);
             unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);
-            unit.num_tiles = (int32_t)((position + unit.num_tokens - 1) / TILE + 1 - unit.first_tile);
+            const int64_t end_key = end_seen(shape, row, position + unit.num_tokens - 1);
+            unit.num_tiles = (int32_t)((end_key - 1) / TILE + 1 - unit.first_tile);
             for (int64_t head = 0; head < shape.kv_heads; ++head) {
                 unit.kv_head = (int32_t)head;
                 units[count++] = unit;
@@ -310,11 +320,11 @@ void run_split(const Shape& shape, const Cells<Format>& cells, const Unit* units
 
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
-               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int kv_type, float scale,
-               float soft_cap, const float* sinks) {
+               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int causal, int kv_type,
+               float scale, float soft_cap, const float* sinks) {
     if (num_rows == 0) return;
     const Shape shape{q,        tables,       rows,  contexts, starts, out,   num_rows,
-                      table_stride, heads, kv_heads, dim,    window, scale, soft_cap, sinks};
+                      table_stride, heads, kv_heads, dim,    window, causal != 0, scale, soft_cap, sinks};
     Unit* units = (Unit*)scratch(3, sizeof(Unit) * (starts[num_rows] - starts[0]) * kv_heads);
     const int64_t count = make_units(shape, units);
     int64_t most_rows = 0, tiles = 0;
