@@ -49,7 +49,7 @@ class TorchMetadata(AttentionMetadata):
     batch: AttentionBatch
     slots: Tensor  # [num_tokens] int64, without padding
     # Layers of one group ask for the same units; built by the first of them.
-    units: dict[tuple[int | None, int, int], list[_Unit]] = field(default_factory=dict)
+    units: dict[tuple[int | None, int, int, bool], list[_Unit]] = field(default_factory=dict)
 
 
 class TorchAttention(AttentionBackend):

@@ -56,6 +56,7 @@ class ModelDescription:
     num_layers: int
     max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
     layers: tuple[LayerKV, ...]  # what is kept of tokens and of rows, in the order of `cached_layers`
+    is_bidirectional: bool = False  # as Model.is_bidirectional
 
 
 class Model(MappedModule):

@@ -169,6 +169,7 @@ class DecoderLM(CausalLM):
             num_layers=decoder.num_layers,
             max_position_embeddings=decoder.max_position_embeddings,
             layers=tuple(layer for layer in kept if layer is not None),
+            is_bidirectional=not decoder.causal,
         )
 
     @classmethod

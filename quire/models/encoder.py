@@ -37,6 +37,9 @@ HEADS = (
     "*.decoder.weight",
     "*.decoder.bias",
     "vocab_projector.weight",
+    "decoder.weight",
+    "decoder.bias",
+    "head.*",
     "cls.seq_relationship.*",
     "cls.*",
     "lm_head.*",
@@ -173,12 +176,13 @@ class Encoder(Model):
     outer: ClassVar[dict[str, str]]
     """The same of the first segments, before which checkpoints with a head have a prefix."""
     prefix: ClassVar[str]
+    embeddings: nn.Module
 
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.num_token_types = config.num_token_types
-        self.embeddings = EncoderEmbeddings(config, ctx)
-        self.heads = make_heads(ctx.heads, ctx.target, self.embeddings.words)
+        embeddings = self.embeddings = EncoderEmbeddings(config, ctx)
+        self.heads = make_heads(ctx.heads, ctx.target, embeddings.words)
         self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer) for layer in range(config.num_layers))
 
     @classmethod
@@ -188,7 +192,7 @@ class Encoder(Model):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
-        model = cls(cls.encoder_config(config), ctx)
+        model = cls.built(config, ctx)
         below = "" if str(config["architectures"][0]).endswith("Model") else f"{cls.prefix}."
         outer = {below + old: new for old, new in cls.outer.items()}
         model.weight_map = with_heads(WeightMap({**outer, **cls.names}, STACKED, HEADS), ctx.heads)
@@ -226,6 +230,10 @@ class Encoder(Model):
         return "cls"
 
     @classmethod
+    def built(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
+        return cls(cls.encoder_config(config), ctx)
+
+    @classmethod
     def describe(cls, config: dict[str, Any]) -> ModelDescription:
         encoder = cls.encoder_config(config)
         kept = keeps_heads(encoder.num_heads, encoder.head_dim, None)
@@ -235,6 +243,7 @@ class Encoder(Model):
             num_layers=encoder.num_layers,
             max_position_embeddings=encoder.num_positions - encoder.first_position,
             layers=(kept,) * encoder.num_layers,
+            is_bidirectional=True,
         )
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:

@@ -47,7 +47,10 @@ class HeadStage(nn.Module):
         activations: Mapping[str, Callable[[Tensor], Tensor]]
         activations = {"tanh": tanh, "relu": relu, "gelu": GELU.bind(target)}
         self._activation = None if layer.activation is None else activations[layer.activation]
-        self.norm = LayerNorm(layer.out_size, eps=layer.norm_eps, target=target) if layer.norm else None
+        self.norm: LayerNorm | None = None
+        if layer.norm is not None:
+            eps, bias = layer.norm_eps, layer.norm_bias
+            self.norm = LayerNorm(layer.out_size, eps=eps, bias=bias, target=target)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = whole(self.linear(hidden))

@@ -22,6 +22,7 @@ class HeadLayer(msgspec.Struct, frozen=True, array_like=True):
     activation: HeadActivation | None = None
     norm: str | None = None  # what a checkpoint calls the layer norm behind the activation
     norm_eps: float = 1e-12
+    norm_bias: bool = True
     tied: bool = False  # its matrix is the table of token embeddings
 
 

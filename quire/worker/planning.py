@@ -113,8 +113,8 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         classifier=architecture.classifier(model_config),
         token_head=architecture.token_head(model_config),
         size=description.hidden_size,
-        generates="generates" in architecture.capabilities,
-        is_encoder="encodes" in architecture.capabilities,
+        generates="generates" in architecture.capabilities and not description.is_bidirectional,
+        is_encoder=description.is_bidirectional,
     )
     if checkpoint is not None:
         checkpoint = with_modules(checkpoint, module_files(source, pooler))
@@ -125,7 +125,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
     length = config.model.max_model_len or description.max_position_embeddings
     settings = resolve(config, _defaults(config, platform, default_dtype))
-    if "encodes" in architecture.capabilities:
+    if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     backend = BACKENDS.get(settings.attention_backend)()

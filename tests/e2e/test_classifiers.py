@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from quire.engine.core import EngineCore
 from quire.types.errors import ConfigError
 from quire.types.sampling import PoolingParams
-from tests.e2e.test_encoders import DISTIL, SIZES
+from tests.e2e.test_encoders import DISTIL, SIZES, WINDOWS, make_encoder
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import VOCAB, make_engine
 from tests.models.zoo import SIZES as DECODER
 from tests.runner.engines import worker_of
 
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert")
 DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
 LOGITS = PoolingParams(task="classify", pooling="cls", head="classify", activation="none")
 
@@ -27,7 +29,14 @@ LOGITS = PoolingParams(task="classify", pooling="cls", head="classify", activati
 def make_classifier(folder: Path, name: str, kind: str, **keys: Any) -> torch.nn.Module:
     sizes = DISTIL if name == "DistilBert" else SIZES if name in ENCODERS else {**DECODER, "pad_token_id": 0}
     config = getattr(transformers, f"{name}Config")(
-        **{**sizes, "vocab_size": VOCAB, "max_position_embeddings": 160, "num_labels": 3, **keys}
+        **{
+            **sizes,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 160,
+            "num_labels": 3,
+            **WINDOWS.get(name, {}),
+            **keys,
+        }
     )
     torch.manual_seed(1)
     auto = getattr(transformers, f"AutoModelFor{kind}")
@@ -151,3 +160,56 @@ def test_a_classifier_embeds_when_asked_and_refuses_what_it_cannot_do(tmp_path: 
     make_classifier(tmp_path, "Bert", "MaskedLM")
     with pytest.raises(ConfigError, match="has no classifier and generates nothing: it embeds"):
         engine(tmp_path, convert="classify")
+
+
+def dense(folder: Path, name: str, sizes: tuple[int, int], activation: str) -> torch.nn.Linear:
+    """A Dense module of sentence-transformers, in a folder of its own."""
+    torch.manual_seed(len(name))
+    layer = torch.nn.Linear(*sizes)
+    (folder / name).mkdir()
+    named = {"in_features": sizes[0], "out_features": sizes[1], "bias": True, "activation_function": activation}
+    (folder / name / "config.json").write_text(json.dumps(named))
+    save_file({f"linear.{key}": value.detach() for key, value in layer.named_parameters()}, folder / name / FILE)
+    return layer
+
+
+FILE = "model.safetensors"
+
+
+def test_dense_modules_come_after_pooling(tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, "Bert")
+    first = dense(tmp_path, "2_Dense", (64, 48), "torch.nn.modules.activation.Tanh")
+    second = dense(tmp_path, "3_Dense", (48, 24), "torch.nn.modules.linear.Identity")
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense", "Dense ": "3_Dense", "Normalize": "4"}
+    modules = [{"type": f"sentence_transformers.models.{kind.strip()}", "path": at} for kind, at in paths.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    core = engine(tmp_path)
+    pooler = worker_of(core).plan.pooler
+    assert pooler is not None
+    assert (pooler.size, pooler.kind, list(pooler.heads)) == (24, "mean", ["embed"])
+    outputs = pool(core, PROMPTS, PoolingParams(pooling="mean", head="embed"))
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            mean = theirs(torch.tensor([tokens])).last_hidden_state[0].mean(0)
+            expected = torch.nn.functional.normalize(second(first(mean).tanh()), dim=0)
+        np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-5)
+        assert pool(core, [tokens], PoolingParams(pooling="mean", head="embed"))[0].pooled == output.pooled
+
+
+def test_a_projection_of_each_token_makes_a_multi_vector_model(tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, "Bert")
+    layer = dense(tmp_path, "1_Dense", (64, 16), "torch.nn.modules.linear.Identity")
+    modules = [{"type": "x.Transformer", "path": ""}, {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    core = engine(tmp_path)
+    pooler = worker_of(core).plan.pooler
+    assert pooler is not None
+    assert (pooler.tasks, pooler.score) == (("token_embed",), "late")
+    (output,) = pool(core, PROMPTS[4:], PoolingParams(pooling="all", head="token_embed"))
+    with torch.inference_mode():
+        expected = torch.nn.functional.normalize(
+            layer(theirs(torch.tensor(PROMPTS[4:])).last_hidden_state[0]), dim=-1
+        )
+    np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-5)

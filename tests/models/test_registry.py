@@ -99,5 +99,5 @@ def test_unknown_layer_types_are_refused() -> None:
 
 
 def test_an_encoder_gemma3_is_refused() -> None:
-    with pytest.raises(ModelError, match="use_bidirectional_attention"):
-        describe(config_of("Gemma3ForCausalLM", sliding_window=8, use_bidirectional_attention=True))
+    both = describe(config_of("Gemma3ForCausalLM", sliding_window=8, use_bidirectional_attention=True))
+    assert both.is_bidirectional
