@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible HTTP interface",
     "run": "answer one prompt",
     "chat": "talk with a model",
+    "embed": "make a file of vectors of the texts in a file",
     "fit": "say what memory a model needs here, without loading it",
     "bench": "measure a server or the engine",
     "quantize": "write a quantized checkpoint of a model",

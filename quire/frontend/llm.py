@@ -310,6 +310,11 @@ class LLM:
         params = sampling_params or self.get_default_sampling_params()
         return self._stream(self._prepare(cast(Prompt, prompt), params, "delta"))
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its output."""
+        return self._client.info.max_model_len
+
     def get_tokenizer(self) -> Tokenizer:
         if self._text.tokenizer is None:
             raise RequestError("this LLM has no tokenizer; it takes prompt_token_ids only")

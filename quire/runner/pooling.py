@@ -8,6 +8,7 @@ next one: so a prompt computed in chunks gives the bits of one computed at once.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.models.base import Model
-from quire.ops.pooling import ACTIVATIONS, TILE, tile_sums
-from quire.platform.transfer import Download
+from quire.ops.pooling import ACTIVATIONS, TILE, prompt_sums, tile_sums
+from quire.platform.transfer import Download, upload
 from quire.runner.logits import LogitsHead
 from quire.runner.step import PooledRows, Step
 from quire.types.errors import EngineError
@@ -115,6 +116,7 @@ class Pooler(NoPooling):
     def read(self, step: Step) -> bool:
         places = {index: place for place, index in enumerate(step.sample_indices)}
         starts = step.tokens.starts
+        self._take_whole(step, places)
         vectors: dict[_Reading, list[tuple[int, Tensor]]] = {}
         for index, (row, count) in enumerate(zip(step.plan.rows, step.plan.num_tokens, strict=True)):
             state, is_last = self._rows[row], index in places
@@ -122,7 +124,7 @@ class Pooler(NoPooling):
                 if is_last:
                     assert step.hidden is not None
                     state.total = step.hidden[places[index]].float()
-            else:
+            elif state.total is None or state.kind == "max" or not is_last or state.num_tokens:
                 assert step.every_hidden is not None
                 self._take(state, step.every_hidden[starts[index] : starts[index] + count], is_last)
             state.num_tokens += count
@@ -143,6 +145,27 @@ class Pooler(NoPooling):
             values = self._heads(torch.stack([vector for _, vector in found]), reading)
             step.pooled.append(PooledRows([index for index, _ in found], Download(_finished(values, reading))))
         return True
+
+    def _take_whole(self, step: Step, places: Mapping[int, int]) -> None:
+        """Take in prompts that begin and end in this step, all at once."""
+        counts, starts = step.plan.num_tokens, step.tokens.starts
+        found: dict[PoolingKind, list[int]] = {"cls": [], "mean": []}
+        for index, row in enumerate(step.plan.rows):
+            state = self._rows[row]
+            if index in places and not state.num_tokens and state.kind in found:
+                found[state.kind].append(index)
+        for kind, indices in found.items():
+            if not indices:
+                continue
+            hidden = step.every_hidden
+            assert hidden is not None
+            first = [starts[index] for index in indices]
+            if kind == "cls":
+                vectors = hidden.index_select(0, upload(first, hidden.device, torch.int64)).float()
+            else:
+                vectors = prompt_sums(hidden, first, [counts[index] for index in indices])
+            for index, vector in zip(indices, vectors, strict=True):
+                self._rows[step.plan.rows[index]].total = vector
 
     def _take(self, state: _Row, hidden: Tensor, is_last: bool) -> None:
         """Take in the hidden states [n, hidden] of a row's next tokens."""
