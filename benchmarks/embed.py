@@ -3,8 +3,8 @@
     python benchmarks/embed.py [--repeats 7] [--threads 2]
 
 All compute float32 on the same threads and get token ids; the last two run one ONNX file that is exported from the
-same weights, with mean pooling and normalization inside. Times on a shared machine move, so the result is the ratio of
-the best runs. A peer that is not installed is left out and named.
+same weights, with mean pooling and normalization inside. Times on a shared machine move, so the result is the ratio
+of the best runs. A peer that is not installed is left out and named.
 """
 
 from __future__ import annotations

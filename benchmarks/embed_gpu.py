@@ -2,8 +2,8 @@
 
     python benchmarks/embed_gpu.py [--model bert-base|qwen3-0.6b] [--repeats 3] [--out FILE]
 
-BERT-base in float16: 1,024 x 500 and 4,096 x 64 tokens, and one of 64; the shape of Qwen3-0.6B in bfloat16: 1,024 x 512
-and 4,096 x 64, and one of 64.
+BERT-base in float16: 1,024 x 500 and 4,096 x 64 tokens, and one of 64; the shape of Qwen3-0.6B in bfloat16: 1,024 x
+512 and 4,096 x 64, and one of 64.
 """
 
 from __future__ import annotations
