@@ -26,7 +26,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    sliding_window: int | None = None  # a query sees itself and the window-1 tokens before it
+    sliding_window: int | None = None  # a query sees itself and window - 1 tokens before it, or on both sides
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
     sinks: Tensor | None = field(default=None, compare=False)
     """[num_heads] float32: for each head the score of a key that all queries see and that has no value."""

@@ -169,6 +169,7 @@ class NativeAttention(AttentionBackend):
             spec.head_dim,
             batch.block_size,
             spec.sliding_window or 0,
+            int(spec.causal),
             KV_TYPES[cache.dtype],
             spec.scale,
             spec.soft_cap or 0.0,

@@ -50,7 +50,7 @@ class TorchMetadata(AttentionMetadata):
     batch: AttentionBatch
     slots: Tensor  # [num_tokens] int64, without padding
     # Layers of one group ask for the same units; built by the first of them.
-    units: dict[tuple[int | None, int, int], list[Unit]] = field(default_factory=dict)
+    units: dict[tuple[int | None, int, int, bool], list[Unit]] = field(default_factory=dict)
 
 
 class TorchAttention(AttentionBackend):
@@ -119,7 +119,7 @@ class TorchAttention(AttentionBackend):
 
 def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> list[Unit]:
     """Those of a layer; made by the first layer that asks like this."""
-    plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads)
+    plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads, spec.causal)
     units = metadata.units.get(plan_key)
     if units is None:
         units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, itemsize))
@@ -128,7 +128,7 @@ def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> l
 
 def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> Iterator[Unit]:
     """Cut rows into query tiles and join tiles of equal shape, as many as the workspace holds."""
-    buckets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    buckets: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
     token = 0
     assert batch.lengths is not None, "torch's own attention is never captured"
     for row, (num_queries, context) in enumerate(zip(*batch.lengths, strict=True)):
@@ -136,11 +136,11 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
         for start in range(0, num_queries, tile):
             queries = min(tile, num_queries - start)
             position = context - num_queries + start
-            last_tile = (position + queries - 1) // KEY_TILE + 1
+            last_tile = (_end_seen(spec, position + queries - 1, context) - 1) // KEY_TILE + 1
             first_tile = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
             width = _padded_tiles(last_tile - first_tile)
             buckets.setdefault((queries, first_tile if spec.sliding_window else 0, width), []).append(
-                (row, token + start, position)
+                (row, token + start, position, context)
             )
         token += num_queries
     for (queries, first_tile, width), members in buckets.items():
@@ -151,9 +151,25 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
             yield _make_unit(batch, spec, queries, first_tile * KEY_TILE, keys, members[start : start + step])
 
 
+def _end_seen(spec: AttentionSpec, position: int, context: int) -> int:
+    """The end of the keys that a token at this position sees."""
+    if spec.causal:
+        return position + 1
+    return context if spec.sliding_window is None else min(context, position + spec.sliding_window)
+
+
+def _ends_seen(spec: AttentionSpec, positions: Tensor, contexts: Tensor) -> Tensor:
+    """The same of many: positions [rows, queries], contexts [rows, 1]."""
+    if spec.causal:
+        return positions + 1
+    ends = contexts.expand_as(positions)
+    return ends if spec.sliding_window is None else torch.minimum(ends, positions + spec.sliding_window)
+
+
 def _query_tile(spec: AttentionSpec, context: int, itemsize: int) -> int:
     """As many queries at once as keep the scores within the workspace."""
-    keys = context if spec.sliding_window is None else min(context, spec.sliding_window + QUERY_TILE)
+    window = spec.sliding_window
+    keys = context if window is None else min(context, (window if spec.causal else 2 * window) + QUERY_TILE)
     per_query = _padded_tiles(-(-keys // KEY_TILE)) * KEY_TILE * spec.num_heads * itemsize
     tile = QUERY_TILE
     while tile > MIN_QUERY_TILE and tile * per_query > WORKSPACE_BYTES:
@@ -175,14 +191,15 @@ def _make_unit(
     num_queries: int,
     first_key: int,
     num_keys: int,
-    members: list[tuple[int, int, int]],
+    members: list[tuple[int, int, int, int]],
 ) -> Unit:
     device = batch.tables.device
-    rows, tokens, positions = torch.tensor(members, device=device).unbind(1)
+    rows, tokens, positions, contexts = torch.tensor(members, device=device).unbind(1)
     offsets = torch.arange(num_queries, device=device)
     query_positions = positions[:, None] + offsets  # [rows, queries]
     key_positions = torch.arange(first_key, first_key + num_keys, device=device)
-    mask = key_positions > query_positions[:, :, None]
+    ends = _ends_seen(spec, query_positions, contexts[:, None])
+    mask = key_positions >= ends[:, :, None]
     if spec.sliding_window is not None:
         mask |= key_positions <= query_positions[:, :, None] - spec.sliding_window
     first_block, num_blocks = first_key // batch.block_size, num_keys // batch.block_size
@@ -190,7 +207,7 @@ def _make_unit(
     tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
     # The null block stands in for blocks that no query sees: they may belong to others by now, and hold anything.
     blocks = torch.arange(first_block, first_block + num_blocks, device=device)
-    unseen = blocks > (positions[:, None] + num_queries - 1) // batch.block_size
+    unseen = blocks > (ends[:, -1:] - 1) // batch.block_size
     if spec.sliding_window is not None:
         unseen |= blocks < (positions[:, None] - spec.sliding_window + 1).clamp_min(0) // batch.block_size
     tables = tables.masked_fill(unseen, 0)

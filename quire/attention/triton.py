@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from quire.attention.base import (
     NO_HEAD_NORM,
@@ -115,7 +116,9 @@ class TritonAttention(AttentionBackend):
     multiprocessors = staticmethod(launch.multiprocessors)
 
     def lacks(self, spec: AttentionSpec) -> str | None:
-        return None if spec.causal else "bidirectional attention"
+        if spec.causal or (spec.soft_cap is None and spec.sinks is None):
+            return None
+        return "bidirectional attention with a soft cap or sinks"
 
     def start(self) -> None:
         reason = self.unavailable()
@@ -243,7 +246,8 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         keys = values = None
-        if metadata.whole and isinstance(qkv, Tensor) and self.takes_whole(spec, qkv, cache):
+        takes_whole = metadata.whole and isinstance(qkv, Tensor) and self.takes_whole(spec, qkv, cache)
+        if isinstance(qkv, Tensor) and (takes_whole or not spec.causal):
             keys = qkv.new_empty(qkv.shape[0], spec.num_kv_heads, spec.head_dim)
             first_value = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
             values = qkv[:, first_value:].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
@@ -277,6 +281,8 @@ class TritonAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
+        if not spec.causal and written.keys is not None:
+            return _both_directions(spec, written, batch)
         plain = is_plain(spec)
         if plain and metadata.whole == ((0, query.shape[0]),):
             return _whole_prompt(spec, written, slice(0, query.shape[0]))
@@ -355,3 +361,31 @@ def _whole_prompt(spec: AttentionSpec, written: Written, span: slice) -> Tensor:
             q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True
         )
     return out[0].transpose(0, 1).reshape(span.stop - span.start, -1)
+
+
+def _both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch) -> Tensor:
+    """Attention of whole prompts over themselves, where tokens see those after them too."""
+    query, keys, values = written.query, written.keys, written.values
+    assert keys is not None
+    assert values is not None
+    side = -1 if spec.sliding_window is None else spec.sliding_window - 1
+    if query.is_cuda and query.element_size() == 2:  # the only ones that there is a fused kernel for
+        starts, most = batch.query_starts, batch.max_context
+        given = (query, keys, values.contiguous(), starts, starts, most, most)
+        fused = varlen_attn(*given, scale=spec.scale, window_size=(side, side), enable_gqa=True)
+        assert isinstance(fused, Tensor)
+        return fused.flatten(1)
+    out = torch.zeros_like(query)
+    assert batch.lengths is not None, "prompts of this type are never captured"
+    start = 0
+    for length in batch.lengths.queries:
+        part = slice(start, start + length)
+        q, k, v = (x[part].transpose(0, 1)[None] for x in (query, keys, values))
+        mask = None
+        if side >= 0:
+            at = torch.arange(length, device=query.device)
+            mask = (at[:, None] - at).abs() <= side
+        own = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale, enable_gqa=True)
+        out[part] = own[0].transpose(0, 1)
+        start += length
+    return out.flatten(1)

@@ -87,6 +87,21 @@ class LatencyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """One batch of texts that is embedded several times."""
+
+    batch_size: int
+    input_len: int
+    repeats: int
+    warmup: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "input_len", "repeats"):
+            check_least(name, getattr(self, name), 1)
+        check_least("warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which server, and how to ask it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from quire.bench.embed import EmbedSummary
 from quire.bench.offline import LatencySummary
 from quire.bench.startup import StartupSummary
 from quire.bench.stats import PERCENTILES, Distribution, Summary
@@ -78,6 +79,14 @@ def latency_grids(summary: LatencySummary) -> list[Grid]:
     _add(grid, MEASURES["ttft_ms"], summary.ttft_ms)
     _add(grid, MEASURES["tpot_ms"], summary.tpot_ms)
     return [Grid(["result", ""], [("output tokens/s", f"{summary.output_tokens_per_s:.1f}")]), grid]
+
+
+def embed_grids(summary: EmbedSummary) -> list[Grid]:
+    grid = _latency_grid()
+    _add(grid, "batch", summary.batch_ms)
+    rates = Grid(["result", ""])
+    rates.rows += [("texts/s", f"{summary.texts_per_s:.1f}"), ("tokens/s", f"{summary.tokens_per_s:.0f}")]
+    return [rates, grid]
 
 
 def startup_grids(summary: StartupSummary) -> list[Grid]:

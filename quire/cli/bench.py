@@ -1,4 +1,4 @@
-"""`quire bench serve | sweep | latency | throughput | steps | spec | startup`: measures a server or the engine."""
+"""`quire bench serve | sweep | latency | embed | throughput | steps | spec | startup`: measures servers and engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.bench import flags
-from quire.bench.options import LatencyOptions
+from quire.bench.options import EmbedOptions, LatencyOptions
 from quire.bench.report import environment, write_report
 from quire.config.args import add_engine_arguments, engine_config_from, engine_settings_from
 from quire.config.groups import DEFAULT_MODEL
@@ -115,6 +115,31 @@ def _run_latency(args: argparse.Namespace) -> int:
         summary = bench_latency(llm, options, seed=settings.get("seed", 0))
     title = f"{args.batch_size} x ({args.input_len} in, {args.output_len} out), {args.repeats} times"
     _finish(args, "latency", title, latency_grids(summary), {**shape, "engine": settings}, summary.to_dict())
+    return 0
+
+
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch-size", type=int, default=32, metavar="N", help="texts in the batch; default %(default)s")
+    add("--input-len", type=int, default=128, metavar="N", help="tokens per text; default %(default)s")
+    add("--repeats", type=int, default=5, metavar="N", help="default %(default)s")
+    add("--warmup", type=int, default=1, metavar="N", help="repeats before, uncounted; default %(default)s")
+    flags.add_output_flags(parser, "embed")
+    add_engine_arguments(parser)
+
+
+def _run_embed(args: argparse.Namespace) -> int:
+    settings = {"model": "minilm", **engine_settings_from(args)}
+    shape = {name: getattr(args, name) for name in ("batch_size", "input_len", "repeats", "warmup")}
+    options = EmbedOptions(**shape)
+    from quire import LLM
+    from quire.bench.embed import bench_embed
+    from quire.bench.tables import embed_grids
+
+    with LLM(**settings) as llm:
+        summary = bench_embed(llm, options, seed=settings.get("seed", 0))
+    title = f"{args.batch_size} x {args.input_len} tokens, {args.repeats} times"
+    _finish(args, "embed", title, embed_grids(summary), {**shape, "engine": settings}, summary.to_dict())
     return 0
 
 
@@ -291,6 +316,7 @@ KINDS: dict[str, Kind] = {
     "serve": ("what users of a server see: latencies and throughput under a load", _add_serve, _run_serve),
     "sweep": ("bench serve over several loads, with the latency-throughput curve", _add_sweep, _run_sweep),
     "latency": ("how long one batch takes, without a server", _add_latency, _run_latency),
+    "embed": ("how fast the engine embeds a batch of texts, without a server", _add_embed, _run_embed),
     "throughput": ("how fast the engine works off many prompts, without a server", _add_throughput, _run_throughput),
     "steps": (
         "how long steps take, by rows, tokens and context: a cost table for `quire plan`",

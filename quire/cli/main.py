@@ -30,6 +30,7 @@ TASKS = {
     "Talk with a model": {
         "run": "answer one prompt, or talk with a model",
         "chat": "talk with a model",
+        "embed": "make a file of vectors of the texts in a file",
     },
     "Serve a model": {
         "serve": "serve a model over HTTP: a page to chat, and the APIs of OpenAI, Anthropic and Ollama",

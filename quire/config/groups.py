@@ -18,7 +18,7 @@ KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 MetricsNames = Literal["quire", "vllm"]
 RunnerName = Literal["auto", "generate", "pooling"]
-Conversion = Literal["auto", "embed"]
+Conversion = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "smollm2"
@@ -40,12 +40,14 @@ class ModelConfig:
     )
     runner: RunnerName = setting(
         "auto",
-        "What the model is for: generate (text) or pooling (vectors). auto: pooling for encoders and for folders of"
-        " sentence-transformers, which have a modules.json.",
+        "What the model is for: generate (text) or pooling (vectors, classes, scores). auto: pooling for encoders,"
+        " classifiers, reward models and folders of sentence-transformers, which have a modules.json.",
     )
     convert: Conversion = setting(
         "auto",
-        "embed makes an embedder of a model that generates, as --runner pooling does: its LM head is not read.",
+        "embed makes an embedder of a model that generates or classifies: what is on top is not read. classify makes"
+        " a classifier of one that generates: a reranker, whose classes are the tokens that classifier_from_token in"
+        " its config names (no and yes if there is none). auto: as the architecture says; none: as it is.",
     )
     tokenizer: str | None = setting(None, "Folder or .gguf file to take the tokenizer from, if not the model's own.")
     skip_tokenizer_init: bool = setting(

@@ -14,8 +14,9 @@ from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.pooled import as_pooling, for_embedding
+from quire.frontend.pooled import as_pooling, for_reward, for_task, scored, with_outputs
 from quire.frontend.reading import Reading
+from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.frontend.thinking import thinking_marks
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
@@ -25,12 +26,14 @@ from quire.types.console import ConsoleQuery, EngineView, RequestView
 from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import (
+    ClassificationOutput,
     EmbeddingOutput,
     EngineOutput,
     EngineStats,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
 )
 from quire.types.request import AdapterRef
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -186,7 +189,7 @@ class AsyncEngine:
 
     async def encode(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TextPair,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
@@ -222,9 +225,44 @@ class AsyncEngine:
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **how: Any
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """The vector of a prompt as a list; otherwise like encode."""
-        found = await self.encode(prompt, for_embedding(pooling_params), request_id, **how)
-        values = EmbeddingOutput(found.outputs.data.tolist())
-        return PoolingRequestOutput(found.request_id, values, found.prompt_token_ids, found.num_cached_tokens)
+        found = await self.encode(prompt, for_task(pooling_params, "embed", "embed"), request_id, **how)
+        return with_outputs(found, EmbeddingOutput(found.outputs.data.tolist()))
+
+    async def classify(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **how: Any
+    ) -> PoolingRequestOutput[ClassificationOutput]:
+        """A value for each class; otherwise like encode."""
+        found = await self.encode(prompt, for_task(pooling_params, "classify", "classify"), request_id, **how)
+        return with_outputs(found, ClassificationOutput(found.outputs.data.tolist()))
+
+    async def reward(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **how: Any
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """What a reward model gives a prompt or each of its tokens, before any activation; otherwise like encode."""
+        params = for_reward(pooling_params or PoolingParams(use_activation=False), self.info.pooler)
+        return await self.encode(prompt, params, request_id, **how)
+
+    async def score(
+        self,
+        text_1: str,
+        text_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        instruction: str | None = None,
+        **how: Any,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well a text goes with each of others. Cancelling it aborts all requests; `how` is as in encode."""
+        plan = plan_scores(self.info.pooler, [text_1], [text_2] if isinstance(text_2, str) else text_2, instruction)
+        params = for_task(pooling_params, plan.task, "score")
+        tasks = [asyncio.ensure_future(self.encode(prompt, params, **how)) for prompt in plan.prompts]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        scores = plan.scores([output.outputs.data for output in found])
+        return [scored(found[one], found[two], score) for (one, two), score in zip(plan.pairs, scores, strict=True)]
 
     async def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -407,7 +445,9 @@ class AsyncEngine:
             self._mailboxes[request_id].fail(error)
 
 
-def _is_long(prompt: Prompt) -> bool:
+def _is_long(prompt: Prompt | TextPair) -> bool:
+    if isinstance(prompt, TextPair):
+        return len(prompt.query) + len(prompt.document) > LONG_TEXT
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
         return True
     names = ("prompt", "prompt_token_ids", "suffix", "prediction")

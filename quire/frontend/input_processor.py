@@ -15,7 +15,9 @@ from typing import Any, cast
 import msgspec
 
 from quire.frontend.infill import find_infill
+from quire.frontend.pooled import filled
 from quire.frontend.prompt_embeds import read_prompt_embeds
+from quire.frontend.scoring import TextPair
 from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
@@ -152,7 +154,7 @@ class InputProcessor:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
         if self._info.pooler is not None:
-            raise WrongTaskError(pools=True)
+            raise WrongTaskError("generate", self._info.pooler.tasks)
         embeds = self._read_embeds(prompt, params)
         speculation = self._read_speculation(prompt)
         if embeds is not None:  # what the tokens are is not known; there are as many
@@ -183,7 +185,7 @@ class InputProcessor:
 
     def process_pooling(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TextPair,
         params: PoolingParams | None = None,
         *,
         prompt_name: str | None = None,
@@ -192,18 +194,14 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         arrival_time: float | None = None,
     ) -> PreparedRequest:
-        """The same for a prompt that becomes a vector. `prompt_name`: which of the model's own goes before a text."""
+        """The same for a prompt that is pooled. `prompt_name`: which of the model's own goes before a text."""
         pooler = self._info.pooler
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
             raise RequestError(f"pooling_params is {_short(params)} but must be PoolingParams(...)", "pooling_params")
         if pooler is None:
-            raise WrongTaskError(pools=False)
-        if params.dimensions is not None and params.dimensions > pooler.size:
-            raise RequestError(
-                f"dimensions is {params.dimensions} but vectors of this model have {pooler.size}; give at most that",
-                "dimensions",
-            )
+            raise WrongTaskError(params.task or "embed", ("generate",))
+        told = filled(params, pooler, self._tokenizer)
         request_id = secrets.token_hex(8) if request_id is None else request_id
         # Towards the caller it is a request whose only output is its last.
         shown = SamplingParams(
@@ -212,25 +210,43 @@ class InputProcessor:
             truncate_prompt_tokens=params.truncate_prompt_tokens,
             truncation_side="right",
         )
-        text, token_ids, cache_salt = self._read_prompt(_with_prefix(prompt, pooler, prompt_name), shown, True)
-        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
-        if is_text and params.truncate_prompt_tokens is not None:
-            token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
-        filled = msgspec.structs.replace(
-            params,
-            pooling="all" if params.task == "token_embed" else pooler.kind,
-            use_activation=pooler.normalize if params.use_activation is None else params.use_activation,
-            truncate_prompt_tokens=None,
-        )
+        text: str | None = None
+        cache_salt: str | None = None
+        if isinstance(prompt, TextPair):
+            token_ids, second_text_at = self._encode_pair(prompt, pooler, params.truncate_prompt_tokens)
+            told = msgspec.structs.replace(told, second_text_at=second_text_at)
+        else:
+            text, token_ids, cache_salt = self._read_prompt(_with_prefix(prompt, pooler, prompt_name), shown, True)
+            is_text = text is not None and not (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids"))
+            if is_text and params.truncate_prompt_tokens is not None:
+                token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
         child = EngineRequest(
             request_id=request_id,
             token_ids=self._fit(token_ids, shown),
-            params=filled,
+            params=told,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
         return PreparedRequest(request_id, text, shown, (child,), trace_headers)
+
+    def _encode_pair(self, pair: TextPair, pooler: PoolerConfig, keep: int | None) -> tuple[list[int], int | None]:
+        """(token ids, where the second text's type begins); to fit, the document is cut at its end."""
+        if self._tokenizer is None:
+            raise RequestError("a pair of texts needs a tokenizer, and there is none", "prompt")
+        if not pair.query or not pair.document:
+            raise RequestError("a text of a pair is empty; give at least one character", "prompt")
+        most = None if keep is None else self._longest_prompt if keep == -1 else min(keep, self._longest_prompt)
+        parts = ("", pair.query, pair.document, "")
+        if pooler.score_template is not None:
+            first, document, last = pair.filled(pooler.score_template)
+            parts = (first, "", document, last)
+        try:
+            ids, second_text_at = self._tokenizer.encode_pair(*parts, most=most, longest=self._longest_prompt)
+        except TooManyTokensError as error:
+            raise self._too_long(error.num_tokens, exact=error.exact) from error
+        self._check_token_ids("prompt", (min(ids), max(ids)))
+        return ids, second_text_at
 
     def _keep_last_tokens(self, token_ids: list[int], keep: int) -> list[int]:
         """Cut a text so that the special tokens that the tokenizer puts at its end stay there."""

@@ -20,8 +20,18 @@ from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prom
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.pooled import as_embedding, as_pooling, for_embedding, with_task
+from quire.frontend.pooled import (
+    as_classification,
+    as_embedding,
+    as_pooling,
+    for_reward,
+    for_task,
+    scored,
+    values_of,
+    with_task,
+)
 from quire.frontend.progress import make_progress
+from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.frontend.thinking import thinking_marks
 from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -34,7 +44,15 @@ from quire.types.errors import (
     RefusedRequestError,
     RequestError,
 )
-from quire.types.outputs import EmbeddingOutput, EngineOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.types.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    EngineOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from quire.types.sampling import OutputKind, PoolingParams, PoolingTask, SamplingParams
 from quire.utils.collector import paused_collector
 from quire.utils.phases import ReportPhase, ignore_phase
@@ -172,7 +190,7 @@ class LLM:
         `prompt_name` chooses one of the texts that the model's folder has for what goes before a prompt.
         """
         batch = as_batch(prompts)
-        params = [for_embedding(p) for p in spread(pooling_params, len(batch), "pooling_params", PoolingParams())]
+        params = [for_task(p, "embed", "embed") for p in spread(pooling_params, len(batch), "pooling_params", None)]
         return [as_embedding(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
 
     def encode(
@@ -190,8 +208,65 @@ class LLM:
         params = [with_task(p, pooling_task) for p in given]
         return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """A value for each class, in the order of the prompts: `outputs.probs` of each result."""
+        batch = as_batch(prompts)
+        params = [
+            for_task(p, "classify", "classify") for p in spread(pooling_params, len(batch), "pooling_params", None)
+        ]
+        return [as_classification(output) for output in self._pool(batch, params, use_tqdm, None)]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives each prompt, or each of its tokens, before any activation: `outputs.data`."""
+        batch = as_batch(prompts)
+        given = spread(pooling_params, len(batch), "pooling_params", PoolingParams(use_activation=False))
+        params = [for_reward(p, self._client.info.pooler) for p in given]
+        return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, None)]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well each text of data_1 goes with that of data_2: `outputs.score`. One text goes with all others.
+
+        Rerankers read both at once; embedders compare vectors, by cosine or, of multi-vector models, by MaxSim.
+        """
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        plan = plan_scores(self._client.info.pooler, first, second, instruction)
+        params = for_task(pooling_params, plan.task, "score")
+        if truncate_prompt_tokens is not None:
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        outputs = self._pool(plan.prompts, [params] * len(plan.prompts), use_tqdm, None)
+        scores = plan.scores([values_of(output) for output in outputs])
+        return [
+            scored(as_pooling(outputs[one]), as_pooling(outputs[two]), value)
+            for (one, two), value in zip(plan.pairs, scores, strict=True)
+        ]
+
     def _pool(
-        self, batch: list[Prompt], params: list[PoolingParams], use_tqdm: bool, prompt_name: str | None
+        self,
+        batch: Sequence[Prompt | TextPair],
+        params: list[PoolingParams],
+        use_tqdm: bool,
+        prompt_name: str | None,
     ) -> list[RequestOutput]:
         def prepare(index: int) -> PreparedRequest:
             return self._inputs.process_pooling(
@@ -242,6 +317,11 @@ class LLM:
             return self._stream(self._prepare(rendered, params, "delta", add_special_tokens=False))
         params = sampling_params or self.get_default_sampling_params()
         return self._stream(self._prepare(cast(Prompt, prompt), params, "delta"))
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its output."""
+        return self._client.info.max_model_len
 
     def get_tokenizer(self) -> Tokenizer:
         if self._text.tokenizer is None:

@@ -140,6 +140,37 @@ class Tokenizer:
         # No token spells more characters than the longest; what a cut changes is near the cut.
         return self.encode(text[: (count + _DOUBT) * self._longest_token], add_special_tokens)
 
+    def encode_pair(
+        self, before: str, first: str, second: str, behind: str, *, most: int | None, longest: int
+    ) -> tuple[list[int], int | None]:
+        """Token ids of two texts as one prompt, and the index from which tokens are of the second type, if any are.
+
+        With `before` or `behind`, they are parts of one text instead: before + second + behind. To have `most`
+        tokens, the second text is cut at its end; TooManyTokensError if there are more than `longest` nevertheless.
+        """
+        limit = None if most is None else (most + _DOUBT) * self._longest_token
+        second = second[:limit]
+        if before or behind:
+            ids = self.encode(before + second + behind, max_tokens=longest if most is None else None)
+            if most is not None and len(ids) > most:
+                ends = [self.encode(part, add_special_tokens=False) for part in (before, behind)]
+                room = max(0, most - len(ends[0]) - len(ends[1]))
+                ids = ends[0] + self.encode(second, add_special_tokens=False)[:room] + ends[1]
+            second_text_at = None
+        else:
+            self.encode(first, False, max_tokens=longest)  # a long one is refused before all of it is encoded
+            if most is None:
+                self.encode(second, False, max_tokens=longest)
+            one, two = (self.backend.encode(text, add_special_tokens=False) for text in (first, second))
+            if most is not None:
+                two.truncate(max(0, most - len(one) - self.backend.num_special_tokens_to_add(True)))
+            both = self.backend.post_process(one, two, add_special_tokens=True)
+            ids = both.ids
+            second_text_at = next((at for at, kind in enumerate(both.type_ids) if kind), None)
+        if len(ids) > longest:
+            raise TooManyTokensError(len(ids), exact=True)
+        return ids, second_text_at
+
     @functools.cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.backend.get_vocab()), default=1)

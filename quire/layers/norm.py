@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.layers.fusion import PLAIN, Form, Forms, Passed, Stage, whole
@@ -72,10 +73,16 @@ class RMSNorm(WeightedLayer, ResidualMerge):
 class LayerNorm(WeightedLayer, ResidualMerge):
     """(x - mean) / deviation * weight + bias over the last dimension."""
 
-    def __init__(self, width: int, *, eps: float, target: Target) -> None:
+    bias: Tensor
+
+    def __init__(self, width: int, *, eps: float, target: Target, bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.weight, self.bias = (empty_parameter(width, dtype=target.dtype) for _ in range(2))
+        self.weight = empty_parameter(width, dtype=target.dtype)
+        if bias:
+            self.bias = empty_parameter(width, dtype=target.dtype)
+        else:
+            self.register_buffer("bias", torch.zeros(width, dtype=target.dtype), persistent=False)
         self._norm, self._add_norm = LAYER_NORM.bind(target), ADD_LAYER_NORM.bind(target)
 
     @property

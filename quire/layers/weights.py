@@ -71,8 +71,21 @@ class WeightMap:
     def renaming(self, *pairs: tuple[str, str]) -> WeightMap:
         return replace(self, rename={**self.rename, **dict(pairs)})
 
+    def renaming_first(self, *pairs: tuple[str, str]) -> WeightMap:
+        """The same names, replaced before all others."""
+        return replace(self, rename={**dict(pairs), **self.rename})
+
     def ignoring(self, *patterns: str) -> WeightMap:
         return replace(self, ignore=(*self.ignore, *patterns))
+
+    def reading(self, *layers: str) -> WeightMap:
+        """Without the patterns that would ignore the weights of these layers."""
+        kept = (
+            pattern
+            for pattern in self.ignore
+            if not any(fnmatchcase(f"{layer}.{name}", pattern) for layer in layers for name in ("weight", "bias"))
+        )
+        return replace(self, ignore=tuple(kept))
 
 
 def _num_segments(pattern: str) -> int:

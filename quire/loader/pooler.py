@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -11,11 +12,18 @@ from quire.config.groups import ModelConfig
 from quire.loader.hub import ModelSource
 from quire.loader.model_config import read_optional_json
 from quire.types.errors import CheckpointError, ConfigError
-from quire.types.pooling import PoolerConfig
-from quire.types.sampling import PoolingKind
+from quire.types.pooling import Classifier, HeadActivation, HeadLayer, Heads, PoolerConfig
+from quire.types.sampling import Activation, PoolingKind
 from quire.utils.schema import decode_json
 
 _MODULES = "modules.json"
+_KNOWN_MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
+QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+    ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
 _MODES: dict[str, PoolingKind] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -43,37 +51,153 @@ class _Settings(msgspec.Struct):
 
 
 def read_pooler(
-    config: ModelConfig, source: ModelSource, *, size: int, generates: bool, is_encoder: bool
+    config: ModelConfig,
+    source: ModelSource,
+    model_config: Mapping[str, Any],
+    *,
+    size: int,
+    generates: bool,
+    is_encoder: bool,
+    classifier: Classifier | None = None,
+    token_head: tuple[HeadLayer, ...] = (),
 ) -> PoolerConfig | None:
-    """How the model is to pool; None if it is to generate. `generates`: whether the architecture can."""
+    """How the model is to pool; None if it is to generate.
+
+    `generates`: whether the architecture can; `classifier`: what the checkpoint has on top; `token_head`: the same of
+    an encoder that predicts masked tokens.
+    """
     has_modules = source.kind == "folder" and (source.path / _MODULES).is_file()
-    runner = config.runner
+    generates = generates and classifier is None
+    runner, convert = config.runner, config.convert
     if runner == "auto":
-        runner = "pooling" if config.convert == "embed" or has_modules or not generates else "generate"
+        asked = convert in ("embed", "classify")
+        runner = "pooling" if asked or has_modules or not generates else "generate"
     if runner == "generate":
-        if config.convert == "embed":
-            raise ConfigError("convert is 'embed' but runner is 'generate'; set --runner pooling, or leave one out")
+        if convert in ("embed", "classify"):
+            raise ConfigError(
+                f"convert is {convert!r} but runner is 'generate'; set --runner pooling, or leave one out"
+            )
         if not generates:
             raise ConfigError(
                 f"runner is 'generate' but {source.name!r} is a model that only pools; set --runner auto"
             )
         return None
+    if classifier is not None and convert != "embed":
+        return _as_classifier(classifier, size, model_config)
+    if convert == "classify":
+        if not generates:
+            raise ConfigError(
+                f"convert is 'classify' but {source.name!r} has no classifier and generates nothing: it embeds; leave"
+                " --convert out"
+            )
+        return _as_reranker(size, model_config)
     kind: PoolingKind = "cls" if is_encoder else "last"
     if not has_modules:
         return PoolerConfig(kind, size)
-    modules = _read_modules(source.path)
+    return _read_sentence_transformer(source.path, kind, size, token_head)
+
+
+def _as_classifier(classifier: Classifier, size: int, model_config: Mapping[str, Any]) -> PoolerConfig:
+    count = classifier.layers[-1].out_size
+    names = model_config.get("id2label") or {}
+    of_tokens = classifier.kind == "all"
+    return PoolerConfig(
+        classifier.kind,
+        size,
+        tasks=("token_classify",) if of_tokens else ("classify",),
+        heads={"classify": classifier.layers},
+        labels=tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count)),
+        activation="none" if classifier.rewards else _class_activation(model_config, count),
+        score="cross" if count == 1 and not of_tokens else None,
+    )
+
+
+def _as_reranker(size: int, model_config: Mapping[str, Any]) -> PoolerConfig:
+    """Of a model that generates: classes are tokens that may follow the prompt."""
+    tokens = model_config.get("classifier_from_token") or ("no", "yes")
+    if not isinstance(tokens, (list, tuple)) or len(tokens) < 2 or not all(isinstance(name, str) for name in tokens):
+        raise ConfigError(f"classifier_from_token is {tokens!r} but must be a list of two tokens or more")
+    architecture = str((model_config.get("architectures") or [""])[0])
+    template = QWEN3_RERANKER if architecture.startswith("Qwen3") and tuple(tokens) == ("no", "yes") else None
+    return PoolerConfig(
+        "last",
+        size,
+        tasks=("classify",),
+        labels=tuple(tokens) if len(tokens) > 2 else (tokens[1],),
+        activation="softmax" if len(tokens) > 2 else "sigmoid",
+        label_tokens=tuple(tokens),
+        score="cross" if len(tokens) == 2 else None,
+        score_template=template,
+    )
+
+
+def _class_activation(model_config: Mapping[str, Any], count: int) -> Activation:
+    """What makes probabilities of a classifier's values."""
+    described = model_config.get("sentence_transformers")
+    named = described.get("activation_fn") if isinstance(described, dict) else None
+    named = str(named or model_config.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
+    if named in ("Identity", "Sigmoid"):
+        return "none" if named == "Identity" else "sigmoid"
+    problem = model_config.get("problem_type")
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if count == 1 or problem == "multi_label_classification" else "softmax"
+
+
+def _read_sentence_transformer(
+    folder: Path, kind: PoolingKind, size: int, token_head: tuple[HeadLayer, ...]
+) -> PoolerConfig:
+    modules, settings = _read_modules(folder), _read_settings(folder)
+    kinds = [module.kind for module in modules]
+    common: dict[str, Any] = {
+        "prompts": settings.prompts,
+        "default_prompt": settings.default_prompt_name,
+        "max_tokens": settings.max_seq_length,
+    }
+    if "SpladePooling" in kinds:
+        if not token_head:
+            raise ConfigError(f"{folder / _MODULES} has SpladePooling, but the model has no head for masked tokens")
+        heads: Heads = {"sparse": token_head}
+        return PoolerConfig("max", size, tasks=("sparse",), heads=heads, score=None, normalize=False, **common)
     pooling = next((module for module in modules if module.kind == "Pooling"), None)
     if pooling is not None:
-        kind = _read_kind(_inside(source.path, pooling.path) / "config.json", kind)
-    settings = _read_settings(source.path)
-    return PoolerConfig(
-        kind,
-        size,
-        normalize=any(module.kind == "Normalize" for module in modules),
-        prompts=settings.prompts,
-        default_prompt=settings.default_prompt_name,
-        max_tokens=settings.max_seq_length,
+        kind = _read_kind(_inside(folder, pooling.path) / "config.json", kind)
+    dense = tuple(_read_dense(folder, module) for module in modules if module.kind == "Dense")
+    size = dense[-1].out_size if dense else size
+    if pooling is None and dense:  # a vector of each token, projected: multi-vector retrieval
+        heads = {"token_embed": dense}
+        return PoolerConfig("all", size, tasks=("token_embed",), heads=heads, score="late", **common)
+    return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads={"embed": dense} if dense else {}, **common)
+
+
+def _read_dense(folder: Path, module: _Module) -> HeadLayer:
+    """A Dense module: a linear layer whose tensors stand in a file of its own."""
+    path = _inside(folder, module.path) / "config.json"
+    described = read_optional_json(path)
+    named = str(described.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    activations: dict[str, HeadActivation | None] = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"}
+    sizes = described.get("in_features"), described.get("out_features")
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise CheckpointError(f"{path} does not say in_features and out_features; download it again")
+    if named not in activations:
+        raise ConfigError(
+            f"{path} has the activation {named!r}, which Quire does not have; it has {', '.join(activations)}"
+        )
+    if described.get("use_residual"):
+        raise ConfigError(f"{path} adds a residual (use_residual), which Quire does not do")
+    return HeadLayer(
+        f"{module.path}.linear",
+        *cast("tuple[int, int]", sizes),
+        bias=bool(described.get("bias", True)),
+        activation=activations[named],
     )
+
+
+def module_files(source: ModelSource, pooler: PoolerConfig | None) -> dict[str, Path]:
+    """Folders with tensors of their own, by what their tensors' names begin with."""
+    layers = (layer for layers in (pooler.heads if pooler else {}).values() for layer in layers)
+    names = (layer.source.removesuffix(".linear") for layer in layers if layer.source.endswith(".linear"))
+    return {name: _inside(source.path, name) for name in names}
 
 
 def _read_modules(folder: Path) -> list[_Module]:
@@ -82,10 +206,10 @@ def _read_modules(folder: Path) -> list[_Module]:
         modules = msgspec.convert(decode_json(path.read_bytes()), list[_Module])
     except (ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}; download it again") from error
-    unknown = [module.kind for module in modules if module.kind not in ("Transformer", "Pooling", "Normalize")]
+    unknown = [module.kind for module in modules if module.kind not in _KNOWN_MODULES]
     if unknown:
         raise ConfigError(
-            f"{path} has a module {unknown[0]!r}, which Quire does not run; it runs Transformer, Pooling, Normalize"
+            f"{path} has a module {unknown[0]!r}, which Quire does not run; it runs {', '.join(_KNOWN_MODULES)}"
         )
     return modules
 

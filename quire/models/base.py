@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.layers.attention import AttentionLayer, CachedLayer, ForwardBatch
 from quire.layers.embedding import LMHead
 from quire.layers.fusion import Stage
 from quire.layers.linear import Linear
 from quire.layers.weights import MappedModule
+from quire.models.heads import PoolingHead
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.types.cache import LayerKV
 from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine, largest
+from quire.types.pooling import Classifier, HeadLayer, Heads
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class BuildContext:
     quantization: str = "auto"  # how weights are kept, see Target
     deterministic: bool = False
     activations: str = "auto"
-    head: bool = True  # whether it is to generate; without, a causal LM is built without its LM head
+    head: bool = True  # whether its logits are read; without, a causal LM is built without its LM head
+    heads: Heads = field(default_factory=dict)  # of one that pools: what is on top of it instead
 
     @property
     def target(self) -> Target:
@@ -53,6 +56,7 @@ class ModelDescription:
     num_layers: int
     max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
     layers: tuple[LayerKV, ...]  # what is kept of tokens and of rows, in the order of `cached_layers`
+    is_bidirectional: bool = False  # as Model.is_bidirectional
 
 
 class Model(MappedModule):
@@ -61,6 +65,7 @@ class Model(MappedModule):
     capabilities: ClassVar[frozenset[Capability]]
     fits_float16: ClassVar[bool] = False
     """Whether activations of the architecture's published models are known to stay below float16's largest, 65504."""
+    heads: nn.ModuleDict
 
     @classmethod
     @abstractmethod
@@ -83,6 +88,23 @@ class Model(MappedModule):
 
         `inputs_embeds` [n, hidden] replaces the (scaled) token embeddings; it is not written to.
         """
+
+    @classmethod
+    def classifier(cls, config: dict[str, Any]) -> Classifier | None:
+        """What a checkpoint of this config has on top to classify with."""
+        return None
+
+    @classmethod
+    def token_head(cls, config: dict[str, Any]) -> tuple[HeadLayer, ...]:
+        """What a checkpoint of this config has on top to predict masked tokens with, the last layer being a logit of
+        each; empty if nothing."""
+        return ()
+
+    def head(self, name: str) -> PoolingHead:
+        """One of those that the model was built with."""
+        found = self.heads[name]
+        assert isinstance(found, PoolingHead)
+        return found
 
     def cached_layers(self) -> list[CachedLayer]:
         """In layer order; each must be bound before the first forward."""

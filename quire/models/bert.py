@@ -13,6 +13,11 @@ DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 class Bert(Encoder):
     prefix = "bert"
     outer: ClassVar = {"encoder.layer": "layers", "embeddings": "embeddings"}
+    classifiers: ClassVar = {
+        "ForSequenceClassification": (("bert.pooler.dense", "tanh"), ("classifier", None)),
+        "ForTokenClassification": (("classifier", None),),
+    }
+    masked: ClassVar = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions")
     names: ClassVar = {
         "word_embeddings": "words",
         "position_embeddings": "positions",

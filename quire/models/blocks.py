@@ -60,6 +60,7 @@ class AttentionBlock(Mixer):
                 soft_cap=config.attention_soft_cap,
                 sinks=None if self.sinks is None else self.sinks.weight,
                 norms_rotated=config.qk_norm == "head_rotated",
+                causal=config.causal,
             ),
             layer,
             ctx.target,

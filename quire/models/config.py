@@ -92,6 +92,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
     mixers: tuple[str, ...]  # per layer; names in quire/models/kinds.py
     mlps: tuple[str, ...]
+    causal: bool = True  # False: tokens see those after them too
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

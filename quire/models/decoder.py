@@ -19,8 +19,10 @@ from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
 from quire.models.blocks import DecoderLayer, make_norm
 from quire.models.config import DecoderConfig
+from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.kinds import MIXERS
 from quire.ops.scale import SCALE, rounded
+from quire.types.pooling import Classifier, HeadLayer
 
 STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -127,7 +129,9 @@ class DecoderLM(CausalLM):
         self.model = Decoder(config, ctx)
         self.lm_head = None
         if not ctx.head:
-            self.weight_map = self.weight_map.ignoring("lm_head.*").renaming(*_WITHOUT_PREFIX)
+            self.heads = make_heads(ctx.heads, ctx.target)
+            plain = self.weight_map.ignoring("lm_head.*", "score.*").renaming(*_WITHOUT_PREFIX)
+            self.weight_map = with_heads(plain, ctx.heads)
             return
         projection: TiedProjection | HeadProjection
         if config.tied_embeddings:
@@ -165,7 +169,22 @@ class DecoderLM(CausalLM):
             num_layers=decoder.num_layers,
             max_position_embeddings=decoder.max_position_embeddings,
             layers=tuple(layer for layer in kept if layer is not None),
+            is_bidirectional=not decoder.causal,
         )
+
+    @classmethod
+    def classifier(cls, config: dict[str, Any]) -> Classifier | None:
+        name, hidden = str(config["architectures"][0]), cls.decoder_config(config).hidden_size
+        labels = num_labels(config)
+        if name.endswith("ForSequenceClassification"):
+            return Classifier("last", (HeadLayer("score", hidden, labels, bias=False),))
+        if name.endswith("ForTokenClassification"):
+            return Classifier("all", (HeadLayer("score", hidden, labels),))
+        if name.endswith("RewardModel"):
+            labels = 2 if name.endswith("ProcessRewardModel") else 1
+            layers = HeadLayer("score.0", hidden, hidden, activation="relu"), HeadLayer("score.2", hidden, labels)
+            return Classifier("all", layers, rewards=labels == 1)
+        return None
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None

@@ -13,6 +13,11 @@ DEFAULTS = {"activation": "gelu"}
 class DistilBert(Encoder):
     prefix = "distilbert"
     outer: ClassVar = {"transformer.layer": "layers", "embeddings": "embeddings"}
+    classifiers: ClassVar = {
+        "ForSequenceClassification": (("pre_classifier", "relu"), ("classifier", None)),
+        "ForTokenClassification": (("classifier", None),),
+    }
+    masked: ClassVar = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
     names: ClassVar = {
         "word_embeddings": "words",
         "position_embeddings": "positions",

@@ -6,6 +6,7 @@ An architecture maps its config onto EncoderConfig and its tensors' names onto t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -20,13 +21,35 @@ from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowPara
 from quire.layers.norm import LayerNorm
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, Model, ModelDescription
+from quire.models.heads import make_heads, num_labels, with_heads
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs, rows_of_tokens
 from quire.ops.activation import GELU
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ModelError
+from quire.types.pooling import Classifier, HeadActivation, HeadLayer
+from quire.types.sampling import PoolingKind, PoolingParams
+from quire.types.step import RowStart
 
 STACKED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_NO_SECOND = 1 << 62
 # What stands on top of the encoder in a checkpoint and is not read: the heads of what it was trained for.
-HEADS = ("cls.*", "lm_head.*", "classifier.*", "vocab_*", "*pooler.dense.*", "*position_ids", "*token_type_ids")
+HEADS = (
+    "*.decoder.weight",
+    "*.decoder.bias",
+    "vocab_projector.weight",
+    "decoder.weight",
+    "decoder.bias",
+    "head.*",
+    "cls.seq_relationship.*",
+    "cls.*",
+    "lm_head.*",
+    "classifier.*",
+    "vocab_*",
+    "pre_classifier.*",
+    "*pooler.dense.*",
+    "*position_ids",
+    "*token_type_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,36 @@ def check_supported(config: dict[str, Any], activation: str) -> None:
         raise ModelError("is_decoder is set: this config is of a decoder, and encoders see whole prompts")
 
 
+class PairInputs(TokenInputs):
+    """Token types, as a second axis of positions: those of the second text of a pair are 1, all others 0."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._second = torch.full((max_rows + 1,), _NO_SECOND, dtype=torch.int64)
+        self._pairs: set[int] = set()
+        self._in_step = False
+
+    def add_request(self, start: RowStart) -> None:
+        at = start.params.second_text_at if isinstance(start.params, PoolingParams) else None
+        if at is not None:
+            self._second[start.row] = at
+            self._pairs.add(start.row)
+
+    def remove_request(self, row: int) -> None:
+        if row in self._pairs:
+            self._pairs.remove(row)
+            self._second[row] = _NO_SECOND
+
+    def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
+        self._in_step = not self._pairs.isdisjoint(rows)
+        return self._in_step
+
+    def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
+        if not self._in_step:
+            return index
+        row = rows_of_tokens(rows, query_starts, index.shape[0])
+        return torch.stack((index, (index >= self._second[row]).long()))
+
+
 class EncoderEmbeddings(nn.Module):
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -72,8 +125,9 @@ class EncoderEmbeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         hidden: Tensor = self.words(input_ids)
+        positions, types = positions if positions.dim() == 2 else (positions, None)
         if self.types is not None:
-            hidden = hidden + self.types(torch.zeros_like(input_ids))
+            hidden = hidden + self.types(torch.zeros_like(input_ids) if types is None else types)
         out: Tensor = self.norm(hidden + self.positions(positions + self._first))
         return out
 
@@ -113,15 +167,22 @@ class EncoderLayer(Stage):
 
 class Encoder(Model):
     capabilities = frozenset({"pools", "encodes"})
+    classifiers: ClassVar[Mapping[str, tuple[tuple[str, HeadActivation | None], ...]]] = {}
+    """By the end of an architecture's name: the layers of its classifier, each with the activation behind it."""
+    masked: ClassVar[tuple[str, str, str]]
+    """Of the head that predicts masked tokens: its layer, the norm behind it, and what has the biases of tokens."""
     names: ClassVar[dict[str, str]]
     """Segments of the architecture's tensor names, and what they are called here."""
     outer: ClassVar[dict[str, str]]
     """The same of the first segments, before which checkpoints with a head have a prefix."""
     prefix: ClassVar[str]
+    embeddings: nn.Module
 
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.embeddings = EncoderEmbeddings(config, ctx)
+        self.num_token_types = config.num_token_types
+        embeddings = self.embeddings = EncoderEmbeddings(config, ctx)
+        self.heads = make_heads(ctx.heads, ctx.target, embeddings.words)
         self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer) for layer in range(config.num_layers))
 
     @classmethod
@@ -131,11 +192,46 @@ class Encoder(Model):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
-        model = cls(cls.encoder_config(config), ctx)
+        model = cls.built(config, ctx)
         below = "" if str(config["architectures"][0]).endswith("Model") else f"{cls.prefix}."
         outer = {below + old: new for old, new in cls.outer.items()}
-        model.weight_map = WeightMap({**outer, **cls.names}, STACKED, HEADS)
+        model.weight_map = with_heads(WeightMap({**outer, **cls.names}, STACKED, HEADS), ctx.heads)
         return model
+
+    @classmethod
+    def classifier(cls, config: dict[str, Any]) -> Classifier | None:
+        name = str(config["architectures"][0])
+        layers = next((layers for end, layers in cls.classifiers.items() if name.endswith(end)), None)
+        if layers is None:
+            return None
+        hidden, last = cls.encoder_config(config).hidden_size, len(layers) - 1
+        found = tuple(
+            HeadLayer(source, hidden, num_labels(config) if index == last else hidden, activation=activation)
+            for index, (source, activation) in enumerate(layers)
+        )
+        return Classifier("all" if name.endswith("TokenClassification") else cls.classified(config), found)
+
+    @classmethod
+    def token_head(cls, config: dict[str, Any]) -> tuple[HeadLayer, ...]:
+        if not str(config["architectures"][0]).endswith("ForMaskedLM"):
+            return ()
+        sizes = cls.encoder_config(config)
+        first, norm, last = cls.masked
+        return (
+            HeadLayer(
+                first, sizes.hidden_size, sizes.hidden_size, activation="gelu", norm=norm, norm_eps=sizes.norm_eps
+            ),
+            HeadLayer(last, sizes.hidden_size, sizes.vocab_size, tied=True),
+        )
+
+    @classmethod
+    def classified(cls, config: dict[str, Any]) -> PoolingKind:
+        """What a classifier of prompts reads."""
+        return "cls"
+
+    @classmethod
+    def built(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
+        return cls(cls.encoder_config(config), ctx)
 
     @classmethod
     def describe(cls, config: dict[str, Any]) -> ModelDescription:
@@ -147,7 +243,11 @@ class Encoder(Model):
             num_layers=encoder.num_layers,
             max_position_embeddings=encoder.num_positions - encoder.first_position,
             layers=(kept,) * encoder.num_layers,
+            is_bidirectional=True,
         )
+
+    def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
+        return PairInputs(max_rows) if self.num_token_types > 1 else PLAIN_INPUTS
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None

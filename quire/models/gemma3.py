@@ -6,7 +6,6 @@ from typing import Any
 
 from quire.models.config import ConfigReader, DecoderConfig, read_config
 from quire.models.decoder import PRE_POST_NORM_WEIGHTS, DecoderLM
-from quire.types.errors import ModelError
 
 DEFAULTS = {
     "head_dim": 256,
@@ -26,14 +25,16 @@ class Gemma3(DecoderLM):
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
-        if config.get("use_bidirectional_attention"):
-            raise ModelError("use_bidirectional_attention is set: this Gemma3 is an encoder, not a causal LM")
         read = ConfigReader(config, DEFAULTS)
+        both = bool(config.get("use_bidirectional_attention"))  # an embedder, whose window is on both sides
+        if both:
+            config = {**config, "sliding_window": read["sliding_window"] // 2 + 1}
         pattern = read["sliding_window_pattern"]
         return read_config(
             config,
             defaults=DEFAULTS,
             is_sliding=lambda layer: (layer + 1) % pattern != 0,
+            causal=not both,
             norms="pre_post",
             norm_weight_offset=1.0,
             qk_norm="head",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from quire.models.base import CausalLM, Model, ModelDescription
@@ -21,9 +22,12 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "DistilBertModel": "distilbert:DistilBert",
         "Dots1ForCausalLM": "dots1:Dots1",
         "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:Ernie45Moe",
+        "EuroBertForMaskedLM": "eurobert:EuroBert",
+        "EuroBertModel": "eurobert:EuroBert",
         "Gemma2ForCausalLM": "gemma2:Gemma2",
         "Gemma3ForCausalLM": "gemma3:Gemma3",
         "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
+        "Gemma3TextModel": "gemma3:Gemma3",
         "Glm4MoeLiteForCausalLM": "glm4_moe_lite:Glm4MoeLite",
         "GlmMoeDsaForCausalLM": "deepseek_v32:GlmMoeDsa",
         "GptOssForCausalLM": "gpt_oss:GptOss",
@@ -35,6 +39,8 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
         "MistralForCausalLM": "mistral:Mistral",
         "MixtralForCausalLM": "mixtral:Mixtral",
+        "ModernBertForMaskedLM": "modernbert:ModernBert",
+        "ModernBertModel": "modernbert:ModernBert",
         "Olmo2ForCausalLM": "olmo2:Olmo2",
         "OlmoeForCausalLM": "olmoe:Olmoe",
         "Phi3ForCausalLM": "phi3:Phi3",
@@ -53,6 +59,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
     error=UnknownArchitectureError,
 )
 
+_HEAD = re.compile(r"(For(SequenceClassification|TokenClassification|RewardModel|ProcessRewardModel)|Model)$")
 _LONGEST = 1 << 24  # tokens: tables of positions are made for so many
 
 
@@ -65,8 +72,10 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 def model_class(config: dict[str, Any]) -> type[Model]:
     name = architecture_of(config)
-    below_head = name.removesuffix("Model") + "ForCausalLM"  # how embedders call the decoder that they are
-    return ARCHITECTURES.get(below_head if name not in ARCHITECTURES and below_head in ARCHITECTURES else name)
+    # A classifier or an embedder is called by what is on top of the decoder or encoder that it is.
+    below_head = _HEAD.sub("", name)
+    known = (other for other in (name, f"{below_head}Model", f"{below_head}ForCausalLM") if other in ARCHITECTURES)
+    return ARCHITECTURES.get(next(known, name))
 
 
 def generator_class(config: dict[str, Any]) -> type[CausalLM]:

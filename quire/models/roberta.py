@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.models.bert import Bert
 from quire.models.config import ConfigReader
@@ -12,6 +12,11 @@ from quire.models.encoder import EncoderConfig
 
 class Roberta(Bert):
     prefix = "roberta"
+    classifiers: ClassVar = {
+        "ForSequenceClassification": (("classifier.dense", "tanh"), ("classifier.out_proj", None)),
+        "ForTokenClassification": (("classifier", None),),
+    }
+    masked: ClassVar = ("lm_head.dense", "lm_head.layer_norm", "lm_head")
 
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:

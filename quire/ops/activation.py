@@ -57,6 +57,20 @@ def gelu(x: Tensor) -> Tensor:
     return torch.where(value < 0.0, tail, 1.0 - tail).mul_(value).to(x.dtype)
 
 
+def tanh(x: Tensor) -> Tensor:
+    """1 - 2 / (1 + exp(2x)); float32 inside."""
+    return (1.0 - 2.0 / x.float().mul(2.0).exp_().add_(1.0)).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)); float32 inside."""
+    return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
+
+
+def relu(x: Tensor) -> Tensor:
+    return x.clamp_min(0.0)
+
+
 def silu_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """silu(gate) * up quantized row by row: (values [n, width], scale [n])."""
     return quantize_rows(silu_and_mul(gate_up))
@@ -73,7 +87,7 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, width, generator=generator) * 8.0,)
 
 
-GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5)
+GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5, (native("gelu"),))
 SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,

@@ -6,8 +6,15 @@ additions, so that a vector's bits depend on its prompt and on nothing that ran 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from quire.ops.activation import relu, sigmoid
+from quire.platform.transfer import upload
+from quire.types.sampling import Activation
 
 TILE = 64  # tokens of a partial sum, at absolute positions
 _SMALLEST_NORM = 1e-12
@@ -34,7 +41,51 @@ def tile_sums(hidden: Tensor) -> Tensor:
     return tree_sum(padded.view(-1, TILE, hidden.shape[1]), 1)
 
 
+def prompt_sums(hidden: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """[n, size] -> [prompts, size] float32: the sum of each prompt's tokens, which are counts[i] from starts[i] on.
+
+    Tiles are summed and added one after the other, as they are of a prompt that comes in chunks.
+    """
+    tiles = np.array([-(-count // TILE) for count in counts])
+    first = np.concatenate(([0], tiles.cumsum()))
+    index = np.full((int(first[-1]), TILE), hidden.shape[0])  # of a line of zeros
+    flat = index.reshape(-1)
+    for at, start, count in zip(first, starts, counts, strict=False):
+        flat[at * TILE : at * TILE + count] = np.arange(start, start + count)
+    padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, 1))
+    lines = upload(flat.tolist(), hidden.device, torch.int64)
+    sums = tree_sum(padded.index_select(0, lines).view(*index.shape, hidden.shape[1]), 1)
+    total = sums.index_select(0, upload(first[:-1].tolist(), hidden.device, torch.int64))
+    for tile in range(1, int(tiles.max())):
+        (longer,) = np.nonzero(tiles > tile)
+        rows = upload(longer.tolist(), hidden.device, torch.int64)
+        more = upload((first[longer] + tile).tolist(), hidden.device, torch.int64)
+        total[rows] = total[rows] + sums.index_select(0, more)
+    return total
+
+
 def normalized(vectors: Tensor) -> Tensor:
     """[m, size] float32, each divided by its length; a vector of zeros stays one."""
     lengths = tree_sum(vectors * vectors, 1).sqrt_().clamp_min_(_SMALLEST_NORM)
     return vectors / lengths[:, None]
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """[m, classes] float32 -> probabilities of each row."""
+    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    return weights / tree_sum(weights, 1)[:, None]
+
+
+def log1p_relu(values: Tensor) -> Tensor:
+    """log(1 + max(x, 0)), as sparse encoders weigh tokens."""
+    return relu(values).add_(1.0).log_()
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "normalize": normalized,
+    "sigmoid": sigmoid,
+    "softmax": softmax,
+    "relu": relu,
+    "log1p_relu": log1p_relu,
+}

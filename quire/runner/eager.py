@@ -46,7 +46,7 @@ class Eager:
         above = self._padding.narrow_above
         narrow = above is not None and shape.num_tokens > above and not shape.every_token
         size = padded(shape.num_tokens, self._padding.tokens)
-        lengths = program.attention_lengths(HostLengths(plan.num_tokens, tokens.contexts))
+        lengths = HostLengths(plan.num_tokens, tokens.contexts)
         work = program.backend.divide(lengths)
         wanted = self._wanted(step) if narrow else tokens
         num_samples = len(wanted.samples)

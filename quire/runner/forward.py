@@ -7,7 +7,6 @@ list of CPU kernel calls.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler, SamplingKind
 
 
-class Queries(NamedTuple):
-    """The rows of a step as attention sees them."""
-
-    rows: Tensor  # [r] int64
-    contexts: Tensor  # [r] int32
-    starts: Tensor  # [r + 1] int32
-
-
 class StepProgram:
     def __init__(
         self,
@@ -53,7 +44,6 @@ class StepProgram:
         self.inputs, self.adapters = inputs, adapters
         self.model, self.rows, self.tables, self.backend, self.sampler = model, rows, tables, backend, sampler
         self.max_model_len = max_model_len
-        self._bidirectional = model.is_bidirectional
         target = Target(tables.tables.device.type)
         self._gather_decode, self._gather_mixed = GATHER_DECODE.bind(target), GATHER_MIXED.bind(target)
         self._gather_rows, self._place_drafts = GATHER_ROWS.bind(target), PLACE_DRAFTS.bind(target)
@@ -96,7 +86,6 @@ class StepProgram:
         """
         state, tables = self.rows, self.tables
         rows, contexts, starts = lists.rows, lists.contexts, lists.query_starts
-        queries = self._queries(rows, contexts, starts, num_tokens)
         input_ids, index, *slots = self._gather_mixed(
             rows, contexts, starts, state.token_ids, state.num_computed, tables.tables, tables.block_size, size
         )
@@ -105,9 +94,9 @@ class StepProgram:
                 group,
                 AttentionBatch(
                     tables=tables.tables[group],
-                    rows=queries.rows,
-                    contexts=queries.contexts,
-                    query_starts=queries.starts,
+                    rows=rows,
+                    contexts=contexts,
+                    query_starts=starts,
                     slot_mapping=of_group,
                     block_size=tables.block_size,
                     num_tokens=num_tokens,
@@ -131,25 +120,6 @@ class StepProgram:
         if not narrow:
             self.backend.note_finite(hidden, finite)
         return hidden
-
-    def attention_lengths(self, lengths: HostLengths) -> HostLengths:
-        """Of the rows that attention sees, for rows of a step with these."""
-        if not self._bidirectional:
-            return lengths
-        contexts = [end for count, end in zip(*lengths, strict=True) for _ in range(count)]
-        return HostLengths([1] * len(contexts), contexts)
-
-    def _queries(self, rows: Tensor, contexts: Tensor, starts: Tensor, num_tokens: int) -> Queries:
-        """Of bidirectional attention each token is a query of its own, at the end of the whole prompt."""
-        if not self._bidirectional:
-            return Queries(rows, contexts, starts)
-        counts = torch.diff(starts)
-        each = Queries(
-            rows.repeat_interleave(counts, output_size=num_tokens),
-            contexts.repeat_interleave(counts, output_size=num_tokens),
-            torch.arange(num_tokens + 1, dtype=torch.int32, device=rows.device),
-        )
-        return each
 
     def _run(self, input_ids: Tensor, index: Tensor, rows: Tensor, starts: Tensor, batch: ForwardBatch) -> Tensor:
         """The model over tokens at `index` of their sequences, which their slots have followed."""

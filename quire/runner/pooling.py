@@ -1,4 +1,5 @@
-"""Pooling: another result of a step. Hidden states of a prompt become a vector, chunk by chunk as it is computed.
+"""Pooling: another result of a step. Hidden states of a prompt become a vector, chunk by chunk as it is computed,
+and the vector what the model's head makes of it.
 
 A row's sums are over tiles of tokens at absolute positions, and a tile that a chunk leaves unfinished waits for the
 next one: so a prompt computed in chunks gives the bits of one computed at once.
@@ -6,16 +7,21 @@ next one: so a prompt computed in chunks gives the bits of one computed at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.ops.pooling import TILE, normalized, tile_sums
-from quire.platform.transfer import Download
+from quire.models.base import Model
+from quire.ops.pooling import ACTIVATIONS, TILE, prompt_sums, tile_sums
+from quire.platform.transfer import Download, upload
+from quire.runner.logits import LogitsHead
 from quire.runner.step import PooledRows, Step
 from quire.types.errors import EngineError
-from quire.types.sampling import PoolingKind, PoolingParams
+from quire.types.sampling import Activation, PoolingKind, PoolingParams
 from quire.types.step import RowStart
 
 
@@ -39,28 +45,66 @@ class NoPooling:
         return False
 
 
+class _Reading(NamedTuple):
+    """What becomes of a vector of hidden states; rows that are alike in it are computed together."""
+
+    head: str | None
+    activation: Activation
+    dimensions: int | None
+    label_token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Row:
     kind: PoolingKind
-    normalize: bool
-    dimensions: int | None
+    reading: _Reading
     num_tokens: int = 0  # taken in so far
     total: Tensor | None = None  # [hidden] float32: sum of the whole tiles, or the one hidden state that counts
     kept: list[Tensor] = field(default_factory=list)  # [n, hidden] of the tile begun, or of all tokens
 
 
+class PooledHeads:
+    """The heads of a model, over rows that are padded to the sizes that the self-check proved invariant."""
+
+    def __init__(self, model: Model, logits: LogitsHead, ladder: list[int], dtype: torch.dtype) -> None:
+        self._model, self._logits, self._ladder, self._dtype = model, logits, ladder, dtype
+
+    def __call__(self, hidden: Tensor, reading: _Reading) -> Tensor:
+        """[m, hidden] -> [m, size] float32."""
+        if reading.label_token_ids:
+            return self._label_logits(hidden.to(self._dtype), list(reading.label_token_ids))
+        if reading.head is None:
+            return hidden.float()
+        return self._applied(hidden.to(self._dtype), reading.head).float()
+
+    def _applied(self, hidden: Tensor, name: str) -> Tensor:
+        count = hidden.shape[0]
+        if self._ladder:
+            size = self._ladder[bisect_left(self._ladder, count)]
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, size - count))
+        out: Tensor = self._model.head(name)(hidden)
+        return out[:count]
+
+    def _label_logits(self, hidden: Tensor, labels: list[int]) -> Tensor:
+        parts = [self._logits(part)[:, labels].float() for part in hidden.split(self._logits.max_rows)]
+        values = torch.cat(parts)
+        return values[:, 1:] - values[:, :1] if len(labels) == 2 else values
+
+
 class Pooler(NoPooling):
     """Of an engine that pools."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: PooledHeads) -> None:
+        self._heads = heads
         self._rows: dict[int, _Row] = {}
 
     def add_request(self, start: RowStart) -> None:
         params = start.params
         if not isinstance(params, PoolingParams) or params.pooling is None:
             raise EngineError(f"request {start.request_id!r} does not say how to pool, and this engine only pools")
-        normalize = params.use_activation is not False
-        self._rows[start.row] = _Row(params.pooling, normalize, params.dimensions, start.num_computed_tokens)
+        activation = params.activation or ("none" if params.use_activation is False else "normalize")
+        reading = _Reading(params.head, activation, params.dimensions, params.label_token_ids)
+        self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens)
 
     def remove_request(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -72,35 +116,70 @@ class Pooler(NoPooling):
     def read(self, step: Step) -> bool:
         places = {index: place for place, index in enumerate(step.sample_indices)}
         starts = step.tokens.starts
-        vectors: dict[tuple[int | None, bool], list[tuple[int, Tensor]]] = {}
+        self._take_whole(step, places)
+        vectors: dict[_Reading, list[tuple[int, Tensor]]] = {}
         for index, (row, count) in enumerate(zip(step.plan.rows, step.plan.num_tokens, strict=True)):
             state, is_last = self._rows[row], index in places
             if state.kind == "last":
                 if is_last:
                     assert step.hidden is not None
                     state.total = step.hidden[places[index]].float()
-            else:
+            elif state.total is None or state.kind == "max" or not is_last or state.num_tokens:
                 assert step.every_hidden is not None
-                _TAKE[state.kind](state, step.every_hidden[starts[index] : starts[index] + count], is_last)
+                self._take(state, step.every_hidden[starts[index] : starts[index] + count], is_last)
             state.num_tokens += count
             if not is_last:
                 continue
             if state.kind == "all":
-                matrix = _finished(torch.cat(state.kept).float(), state.dimensions, state.normalize)
+                matrix = _finished(torch.cat(state.kept), state.reading)
                 step.pooled.append(PooledRows([index], Download(matrix), is_matrix=True))
-            else:
-                assert state.total is not None
-                vector = state.total / state.num_tokens if state.kind == "mean" else state.total
-                vectors.setdefault((state.dimensions, state.normalize), []).append((index, vector))
-        for (dimensions, normalize), found in vectors.items():
-            stacked = _finished(torch.stack([vector for _, vector in found]), dimensions, normalize)
-            step.pooled.append(PooledRows([index for index, _ in found], Download(stacked)))
+                continue
+            assert state.total is not None
+            if state.kind == "max":
+                vector = _finished(state.total[None], state.reading)
+                step.pooled.append(PooledRows([index], Download(vector)))
+                continue
+            vector = state.total / state.num_tokens if state.kind == "mean" else state.total
+            vectors.setdefault(state.reading, []).append((index, vector))
+        for reading, found in vectors.items():
+            values = self._heads(torch.stack([vector for _, vector in found]), reading)
+            step.pooled.append(PooledRows([index for index, _ in found], Download(_finished(values, reading))))
         return True
 
+    def _take_whole(self, step: Step, places: Mapping[int, int]) -> None:
+        """Take in prompts that begin and end in this step, all at once."""
+        counts, starts = step.plan.num_tokens, step.tokens.starts
+        found: dict[PoolingKind, list[int]] = {"cls": [], "mean": []}
+        for index, row in enumerate(step.plan.rows):
+            state = self._rows[row]
+            if index in places and not state.num_tokens and state.kind in found:
+                found[state.kind].append(index)
+        for kind, indices in found.items():
+            if not indices:
+                continue
+            hidden = step.every_hidden
+            assert hidden is not None
+            first = [starts[index] for index in indices]
+            if kind == "cls":
+                vectors = hidden.index_select(0, upload(first, hidden.device, torch.int64)).float()
+            else:
+                vectors = prompt_sums(hidden, first, [counts[index] for index in indices])
+            for index, vector in zip(indices, vectors, strict=True):
+                self._rows[step.plan.rows[index]].total = vector
 
-def _take_first(state: _Row, hidden: Tensor, is_last: bool) -> None:
-    if state.num_tokens == 0:
-        state.total = hidden[0].float()
+    def _take(self, state: _Row, hidden: Tensor, is_last: bool) -> None:
+        """Take in the hidden states [n, hidden] of a row's next tokens."""
+        if state.kind == "cls":
+            if state.num_tokens == 0:
+                state.total = hidden[0].float()
+        elif state.kind == "mean":
+            _take_sum(state, hidden, is_last)
+        elif state.kind == "all":
+            state.kept.append(self._heads(hidden, state.reading).clone())
+        else:
+            for part in hidden.split(TILE):  # a head may be as wide as the vocabulary
+                highest = self._heads(part, state.reading).amax(0)
+                state.total = highest if state.total is None else torch.maximum(state.total, highest)
 
 
 def _take_sum(state: _Row, hidden: Tensor, is_last: bool) -> None:
@@ -112,13 +191,5 @@ def _take_sum(state: _Row, hidden: Tensor, is_last: bool) -> None:
     state.kept = [waiting[whole:].clone()] if whole < waiting.shape[0] else []
 
 
-def _take_all(state: _Row, hidden: Tensor, is_last: bool) -> None:
-    state.kept.append(hidden.clone())
-
-
-_TAKE = {"cls": _take_first, "mean": _take_sum, "all": _take_all}
-
-
-def _finished(vectors: Tensor, dimensions: int | None, normalize: bool) -> Tensor:
-    vectors = vectors[:, :dimensions].contiguous()
-    return normalized(vectors) if normalize else vectors
+def _finished(values: Tensor, reading: _Reading) -> Tensor:
+    return ACTIVATIONS[reading.activation](values[:, : reading.dimensions].contiguous())

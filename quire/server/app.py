@@ -29,6 +29,7 @@ from quire.server.openai.completions.router import completions_router
 from quire.server.openai.embeddings.router import embeddings_router
 from quire.server.openai.invocations import invocations_router
 from quire.server.openai.responses.router import responses_router
+from quire.server.pooling.router import pooling_router
 from quire.server.tokenize import tokenize_router
 from quire.server.tool_servers import ToolServers, make_tool_servers
 from quire.server.web_pages import web_router
@@ -37,6 +38,7 @@ ROUTERS = (
     chat_router,
     completions_router,
     embeddings_router,
+    pooling_router,
     responses_router,
     messages_router,
     ollama_router,

@@ -22,12 +22,13 @@ from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
 from quire.types.errors import EngineUnavailableError, QueueFullError, RequestError, WrongTaskError
+from quire.types.sampling import PoolingTask
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-Task = Literal["generate", "embed"]
+Task = Literal["generate", "score"] | PoolingTask
 
 MAX_TOKENIZED = 1 << 20
 """The most tokens of a text for /tokenize and for counting."""
@@ -104,11 +105,13 @@ class ServerContext:
             raise UnknownModelError(name, (*self.model_names, *self.adapters.names))
         if task is not None:
             try:
-                pools = self.provider.engine.info.pooler is not None
+                pooler = self.provider.engine.info.pooler
             except EngineUnavailableError:
-                pools = task == "embed"
-            if pools != (task == "embed"):
-                raise WrongTaskError(pools=pools)
+                return self.model_names[0] if name is None else name
+            able = ("generate",) if pooler is None else pooler.tasks
+            scores = pooler is not None and pooler.score is not None
+            if not scores if task == "score" else task not in able:
+                raise WrongTaskError(task, able)
         return self.model_names[0] if name is None else name
 
     def max_model_len(self) -> int | None:

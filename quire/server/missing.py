@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _NO_SPEECH = "it neither hears nor speaks"
-_NO_VECTORS = "it makes text or embeddings, and no scores or classes"
 _NO_FILES = "it keeps no files and runs no batches"
 
 _NO_CHANGES = "it changes no models of this machine; use the command line"
@@ -14,16 +13,9 @@ MISSING = {
     "/v1/realtime": _NO_SPEECH,
     "/v1/images": "it makes no images",
     "/v1/videos": "it makes no videos",
-    "/v1/rerank": _NO_VECTORS,
-    "/v2/rerank": _NO_VECTORS,
-    "/v1/score": _NO_VECTORS,
-    "/v1/classify": _NO_VECTORS,
-    "/v1/moderations": _NO_VECTORS,
+    "/v1/classify": "its classes are at /classify",
+    "/v1/moderations": "it moderates nothing; classify with a model for that, at /classify",
     "/embeddings": "its embeddings are at /v1/embeddings",
-    "/pooling": _NO_VECTORS,
-    "/score": _NO_VECTORS,
-    "/rerank": _NO_VECTORS,
-    "/classify": _NO_VECTORS,
     "/v1/messages/batches": f"{_NO_FILES}; send each message to /v1/messages",
     "/v1/batches": f"{_NO_FILES}; send each request by itself",
     "/v1/files": _NO_FILES,

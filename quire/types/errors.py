@@ -85,18 +85,45 @@ class DuplicateRequestError(RequestError):
         )
 
 
+# By task: what it makes, and how it is asked for.
+_TASKS = {
+    "generate": ("text", "POST /v1/chat/completions or LLM.generate"),
+    "embed": ("embeddings", "POST /v1/embeddings or LLM.embed"),
+    "token_embed": ("vectors of tokens", 'POST /pooling or LLM.encode(..., pooling_task="token_embed")'),
+    "classify": ("classes", "POST /classify or LLM.classify"),
+    "token_classify": ("classes of tokens", 'POST /pooling or LLM.encode(..., pooling_task="token_classify")'),
+    "sparse": ("weights of tokens", 'POST /pooling or LLM.encode(..., pooling_task="sparse")'),
+    "score": ("scores", "POST /score, POST /rerank or LLM.score"),
+}
+
+
 class WrongTaskError(RequestError):
     """A model is asked for what it is not there for."""
 
-    def __init__(self, *, pools: bool) -> None:
-        """`pools`: whether the model makes embeddings, and was asked for text."""
+    def __init__(self, asked: str, able: Sequence[str]) -> None:
+        """`able`: the tasks that the model is there for, the main one first."""
+        main = able[0]
+        makes, way = _TASKS[main]
         super().__init__(
-            "this model makes embeddings and no text; use POST /v1/embeddings or LLM.embed, or a model that generates"
-            if pools
-            else "this model generates text and no embeddings; use POST /v1/chat/completions or LLM.generate, or"
-            " start it with --runner pooling",
+            f"this model {'generates' if main == 'generate' else 'makes'} {makes} and no {_TASKS[asked][0]};"
+            f" use {way}, or {_instead(asked, able)}",
             "model",
         )
+
+
+def _instead(asked: str, able: Sequence[str]) -> str:
+    generates = "generate" in able
+    if asked == "generate":
+        return "a model that generates"
+    if asked in ("embed", "token_embed") and generates:
+        return "start it with --runner pooling"
+    if asked in ("embed", "token_embed") and ("classify" in able or "token_classify" in able):
+        return "start it with --convert embed"
+    if asked in ("classify", "score") and generates:
+        return "start it with --convert classify"
+    return {"classify": "a model that classifies", "score": "a reranker or an embedder"}.get(
+        asked, f"a model that makes {_TASKS[asked][0]}"
+    )
 
 
 class ContextLengthError(RequestError):

@@ -140,6 +140,24 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """A value for each class: probabilities, unless the model or the request says otherwise."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+@dataclass(slots=True)
 class PoolingRequestOutput(Generic[PooledT]):
     """The result of one prompt that was pooled. Names follow vLLM's class of the same name."""
 
@@ -151,3 +169,5 @@ class PoolingRequestOutput(Generic[PooledT]):
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

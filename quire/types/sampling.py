@@ -40,8 +40,9 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_t
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
-PoolingTask = Literal["embed", "token_embed"]
-PoolingKind = Literal["cls", "last", "mean", "all"]
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "sparse"]
+PoolingKind = Literal["cls", "last", "mean", "all", "max"]
+Activation = Literal["none", "normalize", "sigmoid", "softmax", "relu", "log1p_relu"]
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -287,21 +288,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """What to read from a model that embeds. Names and meanings follow vLLM's class of the same name."""
+    """What to read from a model that pools. Names and meanings follow vLLM's class of the same name."""
 
-    task: PoolingTask = "embed"
-    """embed: one vector for the prompt; token_embed: one for each of its tokens."""
+    task: PoolingTask | None = None
+    """None: what the model is for. embed: one vector for the prompt; classify: a value for each class; token_embed
+    and token_classify: the same of each of the prompt's tokens; sparse: a weight of each token of the vocabulary."""
     use_activation: bool | None = None
-    """Scale each vector to length 1; None: as the model's folder says, or on."""
+    """Scale a vector to length 1, make probabilities of logits; None: as the model's folder says, or on."""
     dimensions: int | None = None
     """Keep only this many of a vector's first values, of models trained for that (Matryoshka)."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's first tokens; -1 keeps as many as the model takes."""
     pooling: PoolingKind | None = None
-    """Which hidden states become the vector. The frontend fills this in, as the task and the model have it."""
+    """Which hidden states become the vector. The frontend fills in this and what follows, as the model has it."""
+    head: str | None = None
+    """The layers of the model that the vector goes through."""
+    activation: Activation | None = None
+    """What is done to the result; None: `normalize`, unless use_activation is False."""
+    label_token_ids: tuple[int, ...] = ()
+    """Classes are these tokens: a class's value is the logit of its token. Of two, the second's minus the first's."""
+    second_text_at: int | None = None
+    """Index of the first token of the second text of a pair, where the model's tokens have types."""
 
     def __post_init__(self) -> None:
-        _require(self.task in get_args(PoolingTask), "task", self.task, f"one of {', '.join(get_args(PoolingTask))}")
+        tasks = get_args(PoolingTask)
+        _require(self.task is None or self.task in tasks, "task", self.task, f"one of {', '.join(tasks)}")
         active = self.use_activation
         _require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
         size = self.dimensions

@@ -28,7 +28,8 @@ from quire.loader.hub import ModelSource, find_model
 from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
-from quire.loader.pooler import read_pooler
+from quire.loader.pooler import module_files, read_pooler
+from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
 from quire.ops.base import Target
@@ -121,10 +122,15 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     pooler = read_pooler(
         config.model,
         source,
+        model_config,
+        classifier=architecture.classifier(model_config),
+        token_head=architecture.token_head(model_config),
         size=description.hidden_size,
-        generates="generates" in architecture.capabilities,
-        is_encoder="encodes" in architecture.capabilities,
+        generates="generates" in architecture.capabilities and not description.is_bidirectional,
+        is_encoder=description.is_bidirectional,
     )
+    if checkpoint is not None:
+        checkpoint = with_modules(checkpoint, module_files(source, pooler))
     if pooler is not None and pooler.max_tokens is not None:
         most = min(pooler.max_tokens, description.max_position_embeddings)
         description = replace(description, max_position_embeddings=most)
@@ -132,7 +138,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
     length = config.model.max_model_len or description.max_position_embeddings
     settings = resolve(config, _defaults(config, platform, default_dtype))
-    if "encodes" in architecture.capabilities:
+    if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     backend = choose_backend(settings.attention_backend, (layer.form for layer in description.layers))()
@@ -386,5 +392,6 @@ def _build_context(
         quantization=settings.quantization,
         deterministic=deterministic,
         activations=settings.activations,
-        head=pooler is None,
+        head=pooler is None or bool(pooler.label_tokens),
+        heads={} if pooler is None else pooler.heads,
     )

@@ -23,7 +23,7 @@ from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
 from quire.runner.forward import StepProgram
 from quire.runner.logits import LogitsHead
-from quire.runner.pooling import Pooler
+from quire.runner.pooling import PooledHeads, Pooler
 from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
@@ -187,7 +187,7 @@ def build_runner(
         containment=Containment(model.cached_layers(), tables),
         ways=list(make_ways(plan.way_context(model), program, eager, room)) if plan.pooler is None else [eager],
         inputs=inputs,
-        pooler=None if plan.pooler is None else Pooler(),
+        pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.dtype)),
         adapters=adapters,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 import transformers
 
-from quire.attention.triton import TritonAttention
+from quire.attention.base import AttentionSpec, Written, make_batch
+from quire.attention.cpu_native import NativeAttention
+from quire.attention.torch_ref import TorchAttention
+from quire.attention.triton import TritonAttention, _both_directions
 from quire.engine.core import EngineCore
 from quire.models.registry import model_class
 from quire.types.errors import ConfigError
@@ -37,13 +41,24 @@ DISTIL: dict[str, Any] = {
     "max_position_embeddings": 160,
     "initializer_range": 0.15,
 }
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "EuroBert")
+WINDOWS: dict[str, dict[str, Any]] = {
+    "ModernBert": {"local_attention": 16, "pad_token_id": 0},
+    "EuroBert": {"pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 16},
+    "Gemma3Text": {
+        "sliding_window": 16,
+        "use_bidirectional_attention": True,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
 WHOLE = PoolingParams(pooling="all", use_activation=False)
 
 
 def make_encoder(folder: Path, name: str, head: bool = False, **keys: Any) -> torch.nn.Module:
     sizes = DISTIL if name == "DistilBert" else SIZES
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **keys})
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **WINDOWS.get(name, {}), **keys})
     torch.manual_seed(1)
     auto = transformers.AutoModelForMaskedLM if head else transformers.AutoModel
     model = auto.from_config(config, attn_implementation="eager").eval()
@@ -60,7 +75,7 @@ def engine(folder: Path, **settings: Any) -> EngineCore:
 
 
 @pytest.mark.parametrize("backend", ["cpu_native", "torch_ref"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [*ENCODERS, "Gemma3Text"])
 def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
     theirs = make_encoder(tmp_path, name)
     core = engine(tmp_path, attention_backend=backend)
@@ -104,8 +119,35 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         engine(tmp_path, runner="generate")
 
 
-def test_triton_attention_says_that_it_does_not_attend_in_both_directions(tmp_path: Path) -> None:
+def test_triton_attention_says_what_it_does_not_do(tmp_path: Path) -> None:
     make_encoder(tmp_path, "Bert")
     spec = worker_of(engine(tmp_path)).model.attention_layers()[0].spec
-    assert TritonAttention.lacks(TritonAttention.__new__(TritonAttention), spec) == "bidirectional attention"
+    backend = TritonAttention.__new__(TritonAttention)
+    assert backend.lacks(spec) is None
+    assert backend.lacks(replace(spec, soft_cap=30.0)) == "bidirectional attention with a soft cap or sinks"
     assert "generates" not in model_class({"architectures": ["BertModel"]}).capabilities
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_both_directions_are_the_same_on_every_backend(window: int | None) -> None:
+    """Whole prompts beside each other: the reference, the CPU's kernel, and what a GPU does in float32."""
+    lengths, heads, dim, block = [70, 1, 130], 2, 16, 16
+    spec = AttentionSpec(heads, heads, dim, 0.3, sliding_window=window, causal=False)
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3 * heads * dim)
+    blocks = [-(-length // block) for length in lengths]
+    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    slots, first = [], 1
+    for row, (count, length) in enumerate(zip(blocks, lengths, strict=True)):
+        tables[row, :count] = torch.arange(first, first + count)
+        slots += [first * block + place for place in range(length)]
+        first += count
+    batch = make_batch(lengths, lengths, tables, torch.tensor(slots), block)
+    q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
+    expected = _both_directions(spec, Written(q, k, v), batch)
+    for backend in (NativeAttention(), TorchAttention()):
+        cache = torch.zeros(backend.cache_shape(first, block, heads, dim))
+        metadata = backend.prepare_eager(batch)
+        written = backend.write(spec, qkv, None, None, cache, metadata)
+        found = backend.attend(spec, written, cache, metadata)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

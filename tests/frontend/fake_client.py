@@ -200,7 +200,7 @@ class PoolingClient(FakeClient):
 
     def __init__(self, **pooler: Any) -> None:
         super().__init__()
-        self.info = msgspec.structs.replace(self.info, pooler=PoolerConfig("mean", 3, **pooler))
+        self.info = msgspec.structs.replace(self.info, pooler=PoolerConfig(pooler.pop("kind", "mean"), 3, **pooler))
 
     def _step(self, running: Running) -> EngineOutput:
         request = running.request
@@ -208,11 +208,36 @@ class PoolingClient(FakeClient):
         assert isinstance(params, PoolingParams)
         del self._running[request.request_id]
         tokens = request.token_ids
-        values = [float(len(tokens)), float(tokens[0]), float(tokens[-1])][: params.dimensions]
+        values = self.values(tokens)[: params.dimensions]
         vectors = values * len(tokens) if params.pooling == "all" else values
         shape = (len(tokens), len(values)) if params.pooling == "all" else (len(values),)
         pooled = Pooled(array("f", vectors).tobytes(), shape)
         return EngineOutput(request.request_id, [], "stop", num_cached_tokens=0, pooled=pooled)
+
+    def values(self, tokens: list[int]) -> list[float]:
+        return [float(len(tokens)), float(tokens[0]), float(tokens[-1])]
+
+
+class ClassifyingClient(PoolingClient):
+    """Classifies: the more of a prompt is the letter x, the more it is of the last class."""
+
+    def __init__(self, *labels: str, **pooler: Any) -> None:
+        one = len(labels) == 1
+        given: dict[str, Any] = {
+            "kind": "cls",
+            "tasks": ("classify",),
+            "heads": {"classify": ()},
+            "labels": labels,
+            "activation": "sigmoid" if one else "softmax",
+            "score": "cross" if one else None,
+        }
+        super().__init__(**{**given, **pooler})
+
+    def values(self, tokens: list[int]) -> list[float]:
+        share = sum(token == ord("x") for token in tokens) / len(tokens)
+        assert self.info.pooler is not None
+        rest = len(self.info.pooler.labels) - 1
+        return [*[(1 - share) / max(1, rest)] * rest, share]
 
 
 def logprobs_of(token: int, count: int, asked: Sequence[int] = ()) -> TokenLogprobs:

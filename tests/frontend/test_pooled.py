@@ -11,7 +11,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.llm import LLM
 from quire.types.errors import BatchError, RequestError
 from quire.types.sampling import PoolingParams
-from tests.frontend.fake_client import MAX_MODEL_LEN, FakeClient, PoolingClient, text_model
+from tests.frontend.fake_client import MAX_MODEL_LEN, ClassifyingClient, FakeClient, PoolingClient, text_model
 
 
 def llm(client: FakeClient | None = None, **pooler: Any) -> LLM:
@@ -38,8 +38,8 @@ def test_the_engine_is_told_how_the_model_pools(normalize: bool) -> None:
     llm(client).embed(["a", "b"], pooling_params=[PoolingParams(), PoolingParams(use_activation=not normalize)])
     sent = [request.params for request in client.added]
     assert sent == [
-        PoolingParams(pooling="mean", use_activation=normalize),
-        PoolingParams(pooling="mean", use_activation=not normalize),
+        PoolingParams(task="embed", pooling="mean", use_activation=normalize),
+        PoolingParams(task="embed", pooling="mean", use_activation=not normalize),
     ]
 
 
@@ -63,8 +63,61 @@ def test_what_is_not_for_this_call_is_refused() -> None:
         llm().generate("a")
     with pytest.raises(RequestError, match="generates text and no embeddings"):
         llm(FakeClient("x")).embed("a")
-    with pytest.raises(RequestError, match="task is 'score' but must be one of embed, token_embed"):
+    with pytest.raises(RequestError, match="task is 'score' but must be one of embed, token_embed, classify"):
         PoolingParams(task="score")  # type: ignore[arg-type]
+
+
+def test_classify_gives_probabilities() -> None:
+    first, second = llm(ClassifyingClient("no", "yes")).classify(["xx", "ab"])
+    assert (first.outputs.probs, first.outputs.num_classes) == ([0.0, 1.0], 2)
+    assert second.outputs.probs == [1.0, 0.0]
+
+
+def test_score_compares_one_text_with_all_or_each_with_its_own() -> None:
+    scores = llm(ClassifyingClient("fits")).score("ab", ["xx", "cd"])
+    assert [output.outputs.score for output in scores] == [0.5, 0.0]
+    scores = llm(ClassifyingClient("fits")).score(["xx", "ab"], ["xx", "cd"])
+    assert [output.outputs.score for output in scores] == [1.0, 0.0]
+    with pytest.raises(RequestError, match="2 queries for 1 documents"):
+        llm(ClassifyingClient("fits")).score(["a", "b"], "c")
+    with pytest.raises(RequestError, match="makes classes and no scores"):
+        llm(ClassifyingClient("a", "b")).score("a", "b")
+
+
+def test_max_sim_of_a_batch_is_that_of_each_pair() -> None:
+    late = llm(kind="all", tasks=("token_embed",), score="late")
+    together = [output.outputs.score for output in late.score("ab", ["ab", "b", "xyz"])]
+    assert together == [late.score("ab", text)[0].outputs.score for text in ("ab", "b", "xyz")]
+
+
+def test_rewards_have_no_activation_unless_it_is_asked_for() -> None:
+    client = ClassifyingClient("reward")
+    (output,) = llm(client).reward("xa")
+    assert output.outputs.data.tolist() == [0.5]
+    llm(client).reward("x", pooling_params=PoolingParams(use_activation=True))
+    assert [request.params.activation for request in client.added] == ["none", "sigmoid"]
+    with pytest.raises(RequestError, match="makes embeddings and no classes"):
+        llm().reward("a")
+
+
+def test_a_template_puts_a_pair_into_one_text_and_cuts_the_document_alone() -> None:
+    client = ClassifyingClient("fits", score_template="<{query}|{document}>")
+    text = "{query} is no place"
+    llm(client).score("a", text)
+    llm(client).score("a", "x" * 9999, truncate_prompt_tokens=-1)
+    assert bytes(client.added[0].token_ids) == b"<a|{query} is no place>"
+    assert bytes(client.added[1].token_ids) == b"<a|" + b"x" * (MAX_MODEL_LEN - 4) + b">"
+
+
+async def test_async_classes_scores_and_rewards() -> None:
+    engine = AsyncEngine(ClassifyingClient("fits"), text_model())
+    assert (await engine.classify("x")).outputs.probs == [1.0]
+    assert [output.outputs.score for output in await engine.score("ab", ["xx", "cd"])] == [0.5, 0.0]
+    assert (await engine.reward("xa")).outputs.data.tolist() == [0.5]
+    with pytest.raises(RequestError, match="a text of a pair is empty"):
+        await engine.score("ab", ["xx", ""])
+    assert engine.num_requests == 0
+    engine.shutdown()
 
 
 async def test_async_engine() -> None:

@@ -21,6 +21,7 @@ from quire.server.console.router import console_router
 from quire.server.metrics_route import make_metrics_router
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, FakeProvider, ServerConfig, http
+from tests.server.pooling_bodies import POOLING_BODIES
 
 CHAT = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -28,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/render": {"messages": CHAT},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/completions/render": {"prompt": "Hi"},
-    "/v1/embeddings": {"input": "Hi"},
+    **POOLING_BODIES,
     "/v1/responses": {"model": MODEL, "input": "Hi"},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "Hi"},
     "/v1/messages": {"model": MODEL, "max_tokens": 5, "messages": CHAT},
@@ -152,7 +153,7 @@ def app() -> FastAPI:
 
 async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open: bool) -> None:
     good = 404 if "{response_id}" in path else 200
-    if path in EMBEDDINGS:
+    if path in POOLING_BODIES or path in EMBEDDINGS:
         good = 400  # the fake engine generates
     for header, matches in [
         (None, False),

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from quire.server.docs_page import docs_page, operations, type_text
-from tests.frontend.fake_client import PoolingClient
+from tests.frontend.fake_client import ClassifyingClient, PoolingClient
 from tests.server.helpers import http, make_app, serving
+from tests.server.pooling_bodies import POOLING_BODIES
 
 
 class Page(HTMLParser):
@@ -54,14 +55,15 @@ async def test_it_loads_nothing_and_its_examples_are_answered() -> None:
         assert "://" not in answer.text
         tried = {path: example for path, example in page.examples.items() if "{" not in path}
         assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= set(tried)
-        embedded = {path: tried.pop(path) for path in ("/v1/embeddings", "/api/embed")}
+        pooled = {path: tried.pop(path) for path in (*POOLING_BODIES, "/api/embed")}
         del tried["/api/embeddings"]  # its form before
         for path, example in tried.items():
             response = await session.post(path, json=json.loads(example))
             assert response.status_code == 200, (path, response.text)
-    async with http(make_app(PoolingClient())) as session:
-        for path, example in embedded.items():
-            assert (await session.post(path, json=json.loads(example))).status_code == 200
+    for path, example in pooled.items():
+        async with http(make_app(ClassifyingClient("a") if path == "/classify" else PoolingClient())) as session:
+            response = await session.post(path, json=json.loads(example))
+            assert response.status_code == 200, (path, response.text)
 
 
 async def test_it_stands_behind_a_proxy_and_behind_a_key() -> None:

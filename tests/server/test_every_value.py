@@ -21,6 +21,7 @@ from tests.runner.sampling.helpers import MAX_ROWS, make_logits, run
 from tests.runner.sampling.reference import Row
 from tests.server.body_holes import Hole, holes
 from tests.server.helpers import http, long_client, make_app
+from tests.server.pooling_bodies import POOLING_BODIES
 from tests.structured.words import VOCABULARY
 
 EXTREMES = (1e-38, -1e-45, 3.5e38, -1e39, 1e308, 1 << 31, -(1 << 63) - 1, 1 << 64, 10**30, 10**400)
@@ -38,8 +39,12 @@ def test_the_schemas_are_looked_into() -> None:
         "/api/embeddings",
         "/api/generate",
         "/api/show",
+        "/classify",
         "/detokenize",
         "/invocations",
+        "/pooling",
+        "/rerank",
+        "/score",
         "/tokenize",
         "/v1/chat/completions",
         "/v1/chat/completions/render",
@@ -48,8 +53,11 @@ def test_the_schemas_are_looked_into() -> None:
         "/v1/embeddings",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/rerank",
         "/v1/responses",
         "/v1/responses/input_tokens",
+        "/v1/score",
+        "/v2/rerank",
     ]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
         assert (path, "repetition_penalty", "number") in found
@@ -71,7 +79,7 @@ async def test_every_string_with_a_lone_surrogate(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_number_with_extremes(path: str) -> None:
-    client = PoolingClient() if "/embed" in path else long_client("x")
+    client = PoolingClient() if path in POOLING_BODIES or "/embed" in path else long_client("x")
     async with http(make_app(client)) as session:
         for hole in holes_of(path, "number"):
             for value in EXTREMES:

@@ -35,6 +35,6 @@ async def test_no_route_is_called_missing() -> None:
 
 
 def test_only_whole_segments_count() -> None:
-    assert missing_capability("/v1/rerank") is not None
-    assert missing_capability("/v1/rerankx") is None
+    assert missing_capability("/v1/audio") is not None
+    assert missing_capability("/v1/audiox") is None
     assert all(missing_capability(f"{path}/x") == text for path, text in MISSING.items())

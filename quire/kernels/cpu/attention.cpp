@@ -22,6 +22,7 @@ struct Shape {
     const int32_t* starts;    // [num_rows + 1] first token of each row
     float* out;               // [tokens, heads, value_dim]
     int64_t num_rows, table_stride, heads, kv_heads, dim, value_dim, window;
+    bool causal;
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
 
@@ -44,6 +45,12 @@ int64_t first_seen(const Shape& shape, int64_t position) {
     return shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
 }
 
+// The end of the keys that a token of this row sees.
+int64_t end_seen(const Shape& shape, int64_t row, int64_t position) {
+    const int64_t ahead = shape.causal ? 1 : shape.window > 0 ? shape.window : shape.contexts[row];
+    return position + ahead < shape.contexts[row] ? position + ahead : shape.contexts[row];
+}
+
 // --------------------------------------------------------------------------------------------------------- tiles
 // The keys of one tile that a unit needs: [begin, end), and where they are found.
 struct Keys {
@@ -53,7 +60,8 @@ struct Keys {
         : table(shape.tables + shape.rows[unit.row] * shape.table_stride), head(unit.kv_head) {
         const int64_t position = first_position(shape, unit), first = first_seen(shape, position);
         begin = tile * TILE < first ? first : tile * TILE;
-        end = (tile + 1) * TILE < position + unit.num_tokens ? (tile + 1) * TILE : position + unit.num_tokens;
+        end = end_seen(shape, unit.row, position + unit.num_tokens - 1);
+        end = (tile + 1) * TILE < end ? (tile + 1) * TILE : end;
     }
 };
 
@@ -276,8 +284,9 @@ void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& uni
         const auto attend = [&](auto& tile, const auto& next, auto meanwhile) {
             if (Format::SCALED) tile.key_scales = scales, tile.value_scales = scales + TILE;
             const int64_t start = index * TILE, position = first_position(shape, unit);
+            const int64_t length = shape.causal ? 0 : shape.contexts[unit.row];
             const TileWork work{q,      tile,          next,         start,    shape.dim,
-                                padded, shape.group(), shape.window, position, shape.soft_cap};
+                                padded, shape.group(), shape.window, position, length, shape.soft_cap};
             attend_tile(work, count, State::at(memory, count, padded), meanwhile);
         };
         if (direct) {
@@ -353,7 +362,8 @@ int64_t make_units(const Shape& shape, Unit* units) {
             Unit unit{(int32_t)row, (int32_t)first, (int32_t)(end - first), 0, 0, 0};
             const int64_t position = first_position(shape, unit);
             unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);
-            unit.num_tiles = (int32_t)((position + unit.num_tokens - 1) / TILE + 1 - unit.first_tile);
+            const int64_t end_key = end_seen(shape, row, position + unit.num_tokens - 1);
+            unit.num_tiles = (int32_t)((end_key - 1) / TILE + 1 - unit.first_tile);
             for (int64_t head = 0; head < shape.kv_heads; ++head) {
                 unit.kv_head = (int32_t)head;
                 units[count++] = unit;
@@ -421,11 +431,11 @@ void run(const Shape& shape, int kv_type, MakeCells make_cells) {
 
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
-               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int kv_type, float scale,
-               float soft_cap, const float* sinks) {
+               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int causal, int kv_type,
+               float scale, float soft_cap, const float* sinks) {
     if (num_rows == 0) return;
-    const Shape shape{q,            tables, rows,     contexts, starts, out,    num_rows,
-                      table_stride, heads,  kv_heads, dim,      dim,    window, scale,    soft_cap, sinks};
+    const Shape shape{q,     tables,   rows, contexts, starts, out,         num_rows, table_stride,
+                      heads, kv_heads, dim,  dim,      window, causal != 0, scale,    soft_cap,     sinks};
     run(shape, kv_type, [&](auto format) {
         return Cells<decltype(format)>{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
     });
@@ -440,7 +450,7 @@ void latent_attention(const float* q, const void* cache, const int32_t* tables, 
     int64_t group = heads < SPLIT_ROWS ? heads : SPLIT_ROWS;
     while (heads % group) --group;
     const Shape shape{q,            tables, rows,          contexts, starts,    out, num_rows,
-                      table_stride, heads,  heads / group, dim,      value_dim, 0,   scale,    0.0f, nullptr};
+                      table_stride, heads,  heads / group, dim,      value_dim, 0,   true,     scale, 0.0f, nullptr};
     run(shape, kv_type, [&](auto format) {
         return LatentCells<decltype(format)>{(char*)const_cast<void*>(cache), dim, block_size, line_bytes};
     });

@@ -53,6 +53,7 @@ struct TileWork {
     const float* q;  // [count, dim], scaled
     const Tile<Format>&data, &next;                       // next: what is fetched meanwhile
     int64_t start, dim, padded, group, window, position;  // start: the tile's first key
+    int64_t length;  // of the whole prompt, where tokens see those after them too; else 0
     float soft_cap;
 };
 
@@ -63,7 +64,12 @@ struct Reach {
     Reach(const TileWork<Format>& work, int64_t first, int64_t count) {
         int64_t token = first / work.group, head = first % work.group;
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t end = work.position + token - work.start + 1, begin = work.window > 0 ? end - work.window : 0;
+            const int64_t own = work.position + token - work.start, begin = work.window > 0 ? own + 1 - work.window : 0;
+            int64_t end = own + 1;
+            if (work.length > 0) {
+                const int64_t all = work.length - work.start;
+                end = work.window > 0 && own + work.window < all ? own + work.window : all;
+            }
             low[i] = begin < 0 ? 0 : begin < TILE ? (int)begin : TILE;
             high[i] = end < 0 ? 0 : end < TILE ? (int)end : TILE;
             if (++head == work.group) head = 0, ++token;
@@ -73,7 +79,7 @@ struct Reach {
 
 template <class Format>
 TileWork(const float*, const Tile<Format>&, const Tile<Format>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-         float) -> TileWork<Format>;
+         int64_t, float) -> TileWork<Format>;
 
 template <int ROWS, int WIDTH, class Format>
 inline void score_columns(const TileWork<Format>& work, const float* q, int first, float* scores) {

@@ -101,6 +101,13 @@ def _gated(gate_up: Tensor, gelu: int) -> Tensor:
     return out
 
 
+def gelu(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = empty(*x.shape)
+    bound().gelu(x.data_ptr(), out.data_ptr(), *x.shape)
+    return out
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     x = x.contiguous()
     out = empty(*x.shape)

@@ -141,6 +141,15 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "chat_template_kwargs": ("a conversation, which has a template", empty),
     "documents": ("a conversation, which has a template", empty),
     **{name: ("an endpoint that generates", never) for name in GenerationFields.model_fields if name != "model"},
+    "activation": ("/v1/embeddings", never),
+    "instruction": ("/rerank", never),
+    "max_tokens_per_doc": ("/rerank", never),
+    "query": ("/rerank", never),
+    "return_documents": ("/rerank", never),
+    "task": ("/pooling", never),
+    "text_1": ("/score", never),
+    "text_2": ("/score", never),
+    "top_n": ("/rerank", never),
 }
 
 # Of fields that say how to generate, those that also change a prompt: where one is only counted, they are refused.

@@ -17,6 +17,8 @@ from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 INT32 = (1 << 31) - 1
 
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=INT32)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 SmallInt = Annotated[int, Field(ge=-INT32, le=INT32)]
 
 # Fields that are converted, or whose meaning depends on the API.

@@ -17,7 +17,6 @@ from quire.server.conversation.answer import AnswerReader, ChoiceReader
 from quire.server.conversation.prepare import prepare_conversation
 from quire.server.conversation.request import Conversation
 from quire.server.errors import failure_of, json_response, ollama_error
-from quire.server.generation.embed import embed_all
 from quire.server.generation.field_table import check_extra_fields
 from quire.server.generation.fields import GenerationFields, engine_prompt
 from quire.server.generation.request import Generation, conversation_generation, ids_of, origin_of
@@ -45,6 +44,7 @@ from quire.server.ollama.protocol import (
     Options,
     RunFields,
 )
+from quire.server.pooling.work import pool_all
 from quire.server.sse import ACCEPTED, EventStream, while_connected
 from quire.types.errors import QuireError, RequestError
 from quire.types.sampling import PoolingParams, SamplingParams
@@ -142,8 +142,9 @@ async def _embed(
         check_options(options.model_extra or {})
     if not inputs:
         return [], 0
-    work = embed_all(context, inputs, params, origin_of(request), field=field)
-    outputs = await while_connected(request.receive, work)
+    outputs = await pool_all(
+        context, request, inputs, params, priority=None, names={"prompt": field, "prompt_token_ids": field}
+    )
     vectors = [cast("list[float]", output.outputs.data.tolist()) for output in outputs]
     return vectors, sum(len(output.prompt_token_ids) for output in outputs)
 

@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from quire.server.body import JsonRoute
 from quire.server.context import ServerContext
-from quire.server.generation.fields import TokenIds
+from quire.server.generation.fields import Texts, TokenIdLists, TokenIds
 from quire.server.openai.chat.handler import create_chat_completion
 from quire.server.openai.chat.protocol import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from quire.server.openai.completions.handler import create_completion
-from quire.server.openai.completions.protocol import Completion, CompletionRequest, Texts, TokenIdLists
+from quire.server.openai.completions.protocol import Completion, CompletionRequest
 from quire.server.openapi import answers
 
 

@@ -18,11 +18,12 @@ from quire.server.openai.completions.protocol import CompletionRequest
 from quire.server.openai.embeddings.protocol import EmbeddingsRequest
 from quire.server.openai.responses.prepare import HINTS as RESPONSES_HINTS
 from quire.server.openai.responses.protocol import ResponsesRequest
+from quire.server.pooling.protocol import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from quire.server.tokenize import DetokenizeRequest, TokenizeChat, TokenizeText
 from quire.types.request import EngineRequest
 from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 from quire.types.structured import GrammarSource
-from tests.frontend.fake_client import FakeClient, PoolingClient
+from tests.frontend.fake_client import ClassifyingClient, FakeClient, PoolingClient
 from tests.server.helpers import serving
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -38,6 +39,10 @@ ENDPOINTS: dict[str, tuple[str, type[BaseModel], dict[str, Any], frozenset[str]]
     "tokenize": ("/tokenize", TokenizeText, {"prompt": "Hi"}, NO_EFFECT_ON_PROMPTS),
     "tokenize chat": ("/tokenize", TokenizeChat, HELLO, NO_EFFECT_ON_PROMPTS),
     "embeddings": ("/v1/embeddings", EmbeddingsRequest, {"input": "Hi"}, frozenset()),
+    "pooling": ("/pooling", PoolingRequest, {"input": "Hi"}, frozenset()),
+    "classify": ("/classify", ClassifyRequest, {"input": "Hi"}, frozenset()),
+    "score": ("/score", ScoreRequest, {"text_1": "Hi", "text_2": "you"}, frozenset()),
+    "rerank": ("/rerank", RerankRequest, {"query": "Hi", "documents": ["you"]}, frozenset()),
     "detokenize": ("/detokenize", DetokenizeRequest, {"tokens": [72]}, NO_EFFECT_ON_PROMPTS),
 }
 GENERATING = [name for name in ENDPOINTS if ENDPOINTS[name][0] in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)]
@@ -70,7 +75,11 @@ async def test_what_an_endpoint_does_not_honour_it_refuses_by_name(endpoint: str
         others.remove("messages")
     if endpoint == "tokenize chat":
         others.remove("prompt")
-    async with serving(PoolingClient() if endpoint == "embeddings" else FakeClient("x")) as session:
+    pools = {
+        "classify": ClassifyingClient("a"),
+        **dict.fromkeys(("embeddings", "pooling", "score", "rerank"), PoolingClient()),
+    }
+    async with serving(pools.get(endpoint, FakeClient("x"))) as session:
         for name in others:
             refused = await session.post(url, json={**body, name: MATTERS})
             if name == "stream_options":  # every value of it asks for what is done anyway

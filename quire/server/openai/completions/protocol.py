@@ -8,14 +8,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.server.generation.fields import SmallInt, TokenIds
+from quire.server.generation.fields import SmallInt, Texts, TokenIdLists, TokenIds
 from quire.server.openai.logprobs import CompletionLogprobs, PromptLogprob
 from quire.server.openai.sampling import SamplingFields
 from quire.server.openai.usage import Usage
 from quire.types.request import FinishReason
-
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class PromptEmbedsField(BaseModel):

@@ -1,0 +1,46 @@
+"""Models that pool, on a GPU: encoders and classifiers beside transformers, and the same whatever runs beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.types.sampling import PoolingParams
+from tests.e2e.test_classifiers import make_classifier
+from tests.e2e.test_encoders import WHOLE, make_encoder
+from tests.e2e.test_pooling import PROMPTS, pool, vector
+from tests.e2e.tiny import make_engine
+from tests.gpu.helpers import needs_gpu
+from tests.runner.engines import worker_of
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert", "Gemma3Text"])
+def test_hidden_states_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, name)
+    core = make_engine(tmp_path, device="cuda", dtype=dtype, max_model_len=150)
+    outputs = pool(core, PROMPTS, WHOLE)
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).last_hidden_state[0].numpy()
+        found = vector(output)
+        cosines = (found * expected).sum(-1) / np.linalg.norm(found, axis=-1) / np.linalg.norm(expected, axis=-1)
+        assert cosines.min() > (0.999 if dtype == "float16" else 0.99999)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Qwen3"])
+def test_classes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make_classifier(tmp_path, name, "SequenceClassification")
+    core = make_engine(tmp_path, device="cuda", dtype="float32", max_model_len=150)
+    pooler = worker_of(core).plan.pooler
+    assert pooler is not None
+    params = PoolingParams(task="classify", pooling=pooler.kind, head="classify", activation="softmax")
+    for tokens, output in zip(PROMPTS, pool(core, PROMPTS, params), strict=True):
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).logits[0].softmax(0)
+        np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-3)
