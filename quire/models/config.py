@@ -3,6 +3,7 @@ Hugging Face config. Architectures differ only in the flags they set here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,28 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """The recurrent mixers; what a family does not have is left at its default."""
+
+    conv_width: int = 1  # tokens that the convolution reads
+    num_heads: int = 0
+    num_key_heads: int = 0  # of keys and queries, each shared by as many heads
+    key_dim: int = 0  # of a head's state
+    value_dim: int = 0
+    bias: bool = False  # of the projections
+    conv_bias: bool = False
+    eps: float = 1e-6  # of the norm behind the recurrence
+    norm: bool = True  # whether there is one
+    norm_groups: int = 1
+    norm_first: bool = False  # normed, then gated
+    dt_rank: int = 0
+    dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
+    dt_norm_weights: bool = True
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    scales: tuple[float, ...] = ()  # on the parts of the input projection (Falcon-H1)
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -81,6 +104,7 @@ class DecoderConfig:
     logit_divisor: float | None = None
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None  # of the layers whose MLP is of this kind
+    recurrent: RecurrentConfig | None = None  # of the layers whose mixer is recurrent
 
     @property
     def num_layers(self) -> int:

@@ -20,6 +20,16 @@ from quire.ops.logprobs import LOGPROBS
 from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
+from quire.ops.recurrent import (
+    GATE,
+    GATED_CONV,
+    GATED_DELTA,
+    GATED_NORM,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SHORT_CONV,
+    STATE_SPACE,
+)
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
@@ -82,4 +92,12 @@ OPS: tuple[Op[Any], ...] = (
     APPEND_TOKENS,
     APPEND_GREEDY,
     LOGPROBS,
+    SHORT_CONV,
+    GATED_CONV,
+    GATED_DELTA,
+    STATE_SPACE,
+    SELECTIVE_SCAN,
+    LINEAR_ATTENTION,
+    GATED_NORM,
+    GATE,
 )

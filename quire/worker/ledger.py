@@ -45,6 +45,11 @@ class MemoryLedger:
     def num_kv_tokens(self) -> int:
         return self.layout.num_tokens(self.pool_blocks)
 
+    def room(self, num_tokens: int) -> int:
+        """How many of a request's `num_tokens` the smallest pool that keeps tokens has room for."""
+        kept = (count - 1 for count, pool in zip(self.pool_blocks, self.layout.pools, strict=True) if not pool.per_row)
+        return min(num_tokens, *(count * self.layout.block_size for count in kept), num_tokens)
+
     def format(self) -> str:
         """A table for people."""
         reason = f"max_model_len = {self.max_model_len} ({self.max_model_len_reason})"

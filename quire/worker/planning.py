@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, GroupBackend
 from quire.attention.registry import BACKENDS
+from quire.attention.state import StateBackend
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
@@ -82,9 +83,10 @@ class EnginePlan:
         return self.backend.name == self.platform.deterministic_backend
 
     @property
-    def backends(self) -> list[AttentionBackend]:
-        """Of each KV group: one serves them all."""
-        return [self.backend] * len(self.ledger.layout.groups)
+    def backends(self) -> list[GroupBackend]:
+        """Of each KV group: one serves all that attend, another all that keep states."""
+        states = StateBackend(self.backend)
+        return [states if group.kind == "state" else self.backend for group in self.ledger.layout.groups]
 
     def without_checkpoint(self) -> EnginePlan:
         """The same for a model that is loaded, which needs the file and its metadata no more."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quire.models.base import CausalLM
 from tests.models.harness import greedy, load, run_chunks
-from tests.models.zoo import ARCHITECTURES, LENGTH, MIXTURES, ROPES, Tiny
+from tests.models.zoo import ARCHITECTURES, LENGTH, MIXTURES, RECURRENT, ROPES, Tiny
 
 PROMPT = 37
 TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -35,7 +35,7 @@ class Pair:
         return tokens[PROMPT:]
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, *MIXTURES, *ROPES], ids=lambda tiny: tiny.name)
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *MIXTURES, *ROPES, *RECURRENT], ids=lambda tiny: tiny.name)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(request.param, tmp_path_factory.mktemp("tiny"))
 

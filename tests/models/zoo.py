@@ -212,3 +212,37 @@ ROPES = [
         },
     ),
 ]
+
+CONVS = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True}
+LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
+PURE = {"num_hidden_layers": 3, "state_size": 16, "intermediate_size": 128}
+RECURRENT = [
+    Tiny("lfm2", "Lfm2Config", {**CONVS}),
+    Tiny("lfm2-conv-bias", "Lfm2Config", {**CONVS, "conv_bias": True, "conv_L_cache": 4}),
+    Tiny("lfm2-moe", "Lfm2MoeConfig", {**CONVS, **EXPERTS, "num_dense_layers": 1}),
+    Tiny("qwen3-next", "Qwen3NextConfig", {**DELTA, **SHARED}),
+    Tiny("qwen3.5", "Qwen3_5TextConfig", {**DELTA}),
+    Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
+    Tiny("mamba", "MambaConfig", {**PURE}),
+    Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
+    Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    Tiny("bamba", "BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    Tiny("granite-hybrid", "GraniteMoeHybridConfig", {**MAMBA2, "layer_types": LINEAR, "num_local_experts": 0}),
+    Tiny(
+        "granite-hybrid-moe",
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA2,
+            **LOCAL_EXPERTS,
+            **{"layer_types": LINEAR, "position_embedding_type": "rope", "shared_intermediate_size": 40},
+            **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5},
+        },
+    ),
+]
