@@ -13,6 +13,7 @@ from quire.ops.states import StatePlaces
 
 @dataclass(slots=True)
 class StateMetadata(AttentionMetadata):
+    batch: AttentionBatch
     places: StatePlaces
 
 
@@ -27,4 +28,4 @@ class StateBackend(GroupBackend):
 
     def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> StateMetadata:
         places = StatePlaces(batch.tables, batch.rows, batch.contexts, batch.query_starts, batch.block_size)
-        return StateMetadata(places)
+        return StateMetadata(batch, places)

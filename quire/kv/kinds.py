@@ -92,6 +92,7 @@ class State(GroupKind):
 
 # Per sequence: the ends of its prompt and of its first message, and where the other groups had a longer hit.
 MAX_MARKS = 3
+STATES_OF_A_ROW = 2  # that a row which decodes holds: its own, and the last full one
 
 KINDS: Registry[type[GroupKind]] = Registry(
     "kind of KV group",

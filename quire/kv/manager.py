@@ -16,6 +16,7 @@ from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
 from quire.kv.kinds import ceil_div
 from quire.kv.layout import KVLayout
+from quire.types.cache import STATE_ROLLBACK
 from quire.types.request import EngineRequest
 
 
@@ -101,6 +102,7 @@ class KVCacheManager:
         self._releasing = [group for group in self._groups if group.kind.releases]
         self._sparse = [group for group in self._groups if group.sparse]
         self._pools = [_PoolGroups(pool, self._groups) for pool in pools]
+        self.most_drafts = STATE_ROLLBACK - 1 if self._sparse else 1 << 30  # that a row can take back at once
         assert len(pools) == len(layout.pools), f"{len(pools)} sizes of {len(layout.pools)} pools"
 
     @property

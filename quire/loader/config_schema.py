@@ -87,7 +87,7 @@ class ConfigSchema(msgspec.Struct):
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
     num_experts: Count | None = None
-    num_local_experts: Count | None = None
+    num_local_experts: int | None = None
     type_vocab_size: Count | None = None
     pad_token_id: TokenId | None = None
     layer_norm_eps: Positive | None = None

@@ -139,12 +139,13 @@ class Observers(Observer):
 class EngineCounters:
     """Sums of the engine's own counts over its restarts, each of which begins again at zero."""
 
-    __slots__ = ("_before", "num_preemptions", "prefix_hits", "prefix_queries", "prompt_tokens")
+    __slots__ = ("_before", "num_preemptions", "prefix_hits", "prefix_queries", "prefix_without_state", "prompt_tokens")
 
     def __init__(self) -> None:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.prefix_without_state = 0
         self.prompt_tokens = 0
         self._before = EngineStats()
 
@@ -153,6 +154,7 @@ class EngineCounters:
         self.num_preemptions += stats.num_preemptions - before.num_preemptions
         self.prefix_queries += stats.prefix_queries - before.prefix_queries
         self.prefix_hits += stats.prefix_hits - before.prefix_hits
+        self.prefix_without_state += stats.prefix_without_state - before.prefix_without_state
         self.prompt_tokens += stats.prompt_tokens - before.prompt_tokens
         self._before = stats
 

@@ -67,7 +67,11 @@ class RecurrentConfig:
     dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
     dt_norm_weights: bool = True
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    scales: tuple[float, ...] = ()  # on the parts of the input projection (Falcon-H1)
+    # Multipliers of Falcon-H1: on the parts of the input projection, on the results of states and of attention, and on
+    # gates and results of MLPs.
+    scales: tuple[float, ...] = ()
+    beside: tuple[float, ...] = (1.0, 1.0)
+    mlp: tuple[float, ...] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)

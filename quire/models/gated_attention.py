@@ -11,7 +11,7 @@ from quire.layers.linear import ReorderedLinear
 from quire.models.base import BuildContext
 from quire.models.blocks import AttentionBlock
 from quire.models.config import DecoderConfig
-from quire.ops.recurrent import GATE
+from quire.ops.recurrent import COMPACT, GATE
 from quire.ops.select import GATHER_ROWS
 
 
@@ -32,6 +32,7 @@ class GatedAttention(AttentionBlock):
         )
         self._width = width
         self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
+        self._compact = COMPACT.bind(ctx.target)
 
     def settle(self) -> None:
         return None
@@ -41,9 +42,9 @@ class GatedAttention(AttentionBlock):
     ) -> Passed:
         projected = whole(self.qkv_proj(hidden))
         gates, qkv = projected[:, : self._width], projected[:, self._width :]
-        normed, head_norm = self.qk_norm(qkv)
+        normed, head_norm = self.qk_norm(self._compact(qkv))
         mixed = self.attention(normed, head_norm, rotation, batch, wanted)
         if wanted is not None:
-            gates = self._gather_rows(gates, wanted.tokens)
+            gates = self._gather_rows(self._compact(gates), wanted.tokens)
         out: Passed = self.o_proj(self._gate(mixed, gates))
         return out

@@ -62,10 +62,17 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
         "mamba": "mamba_mixer:MambaMixer",
         "mamba2": "mamba2_mixer:Mamba2Mixer",
-        "mamba2_beside_attention": "mamba2_mixer:BesideAttention",
+        "beside_attention": "falcon_h1:BesideAttention",
         "short_conv": "short_conv:ShortConv",
     },
 )
 MLPS: Registry[type[MLP]] = Registry(
-    "MLP", "quire.models", {"gated": "blocks:GatedMLP", "experts": "experts:ExpertsMLP"}
+    "MLP",
+    "quire.models",
+    {
+        "gated": "blocks:GatedMLP",
+        "experts": "experts:ExpertsMLP",
+        "scaled": "falcon_h1:ScaledMLP",
+        "squared_relu": "nemotron_h:SquaredReluMLP",
+    },
 )

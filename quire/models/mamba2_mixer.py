@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
@@ -34,9 +39,14 @@ class Mamba2Mixer(RecurrentMixer):
                 ctx=ctx,
             )
         self.out_proj = self.project_out(width, config, bias=kind.bias)
-        self._limits = kind.dt_limits
+        self._limits, self._scales = kind.dt_limits, kind.scales
+        keys = kind.num_key_heads * kind.key_dim
+        self._scaled_sizes = [width, width, keys, keys, kind.num_heads]
         self._conv, self._scan = SHORT_CONV.bind(ctx.target), STATE_SPACE.bind(ctx.target)
         self._gate = GATE.bind(ctx.target)
+
+    def _scaled_parts(self, projected: Tensor) -> Iterable[tuple[Tensor, float]]:
+        return zip(projected.split(self._scaled_sizes, dim=-1), self._scales, strict=True)
 
     @classmethod
     def shape_of(cls, config: DecoderConfig) -> StateShape:
@@ -49,7 +59,10 @@ class Mamba2Mixer(RecurrentMixer):
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Passed:
-        gate, xbc, dt = whole(self.in_proj(hidden)).split(self._sizes, dim=-1)
+        projected = whole(self.in_proj(hidden))
+        if self._scales:
+            projected = torch.cat([part * scale for part, scale in self._scaled_parts(projected)], dim=-1)
+        gate, xbc, dt = projected.split(self._sizes, dim=-1)
         state = self.state
         place = (state.cache, state.places(batch), state.shape)
         xbc = self._conv(xbc, self.conv1d.weight, self.conv1d.bias, True, *place)

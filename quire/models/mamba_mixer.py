@@ -13,7 +13,7 @@ from quire.layers.state import ConvWeights
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.models.recurrent import RecurrentMixer, recurrent_of
-from quire.ops.recurrent import GATE, SELECTIVE_SCAN, SHORT_CONV
+from quire.ops.recurrent import COMPACT, GATE, SELECTIVE_SCAN, SHORT_CONV
 from quire.ops.states import StateShape
 
 
@@ -36,7 +36,7 @@ class MambaMixer(RecurrentMixer):
             self.add_module(name, norm)
         self._norms = names
         self._conv, self._scan = SHORT_CONV.bind(ctx.target), SELECTIVE_SCAN.bind(ctx.target)
-        self._gate = GATE.bind(ctx.target)
+        self._gate, self._compact = GATE.bind(ctx.target), COMPACT.bind(ctx.target)
 
     @classmethod
     def shape_of(cls, config: DecoderConfig) -> StateShape:
@@ -54,7 +54,7 @@ class MambaMixer(RecurrentMixer):
         if self._norms:
             parts = tuple(self.get_submodule(name)(part) for name, part in zip(self._norms, parts, strict=True))
         dt, b, c = parts
-        steps = whole(self.dt_proj(dt.contiguous()))
+        steps = whole(self.dt_proj(self._compact(dt)))
         mixed = self._gate(self._scan(x, steps, b, c, self.A_log, self.D, *place), gate, True)
         out: Passed = self.out_proj(state.of_wanted(mixed, wanted))
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op
+from quire.ops.base import Op, native
 from quire.ops.states import ROLLBACK, StatePlaces, StateShape, gated_conv, recur, short_conv
 
 _L2_EPS = 1e-6
@@ -131,6 +131,11 @@ def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
     return (x.float() * (factor * wide if silu else factor)).to(x.dtype)
 
 
+def compact(x: Tensor) -> Tensor:
+    """Columns x [n, width] of a wider tensor, by themselves."""
+    return x.contiguous()
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), in float64 inside: there torch's log differs by less than shows in float32."""
     wide = x.double()
@@ -226,11 +231,17 @@ def generate_gate(seed: int) -> tuple[Tensor, Tensor, bool]:
     return x, gates, bool(seed % 2)
 
 
-SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, (), changes=(4,))
-GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, (), changes=(3,))
-GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, (), changes=(5,))
-STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, (), changes=(6,))
-SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, (), changes=(6,))
-LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, (), changes=(2,))
-GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, ())
-GATE = Op("gate", gate, generate_gate, 1e-5, ())
+def generate_columns(seed: int) -> tuple[Tensor]:
+    wide = torch.randn(1 + seed % 5, 40, generator=torch.Generator().manual_seed(seed))
+    return (wide[:, seed % 7 : 16 + seed % 7],)
+
+
+SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, (native("short_conv", "states"),), changes=(4,))
+GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, (native("gated_conv", "states"),), changes=(3,))
+GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, (native("gated_delta", "states"),), changes=(5,))
+STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, (native("state_space", "states"),), changes=(6,))
+SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, (native("selective_scan", "states"),), changes=(6,))
+LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, (native("linear_attention", "states"),), changes=(2,))
+GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, (native("gated_norm", "states"),))
+GATE = Op("gate", gate, generate_gate, 1e-5, (native("gate", "states"),))
+COMPACT = Op("compact", compact, generate_columns, 0.0, (native("compact", "states"),))

@@ -21,6 +21,7 @@ from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.recurrent import (
+    COMPACT,
     GATE,
     GATED_CONV,
     GATED_DELTA,
@@ -100,4 +101,5 @@ OPS: tuple[Op[Any], ...] = (
     LINEAR_ATTENTION,
     GATED_NORM,
     GATE,
+    COMPACT,
 )

@@ -42,6 +42,10 @@ class StateShape:
     decay_dim: int = 1  # key_dim: each row of the matrix decays by itself
 
     @property
+    def rollback(self) -> int:
+        return ROLLBACK
+
+    @property
     def conv_slots(self) -> int:
         return self.conv_width - 1 + ROLLBACK
 

@@ -34,7 +34,7 @@ class Drafts:
 
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
         for index, request in enumerate(step.requests):
-            limit = min(step.budget, request.max_tokens_total - request.num_tokens)
+            limit = min(step.budget, request.max_tokens_total - request.num_tokens, state.kv.most_drafts)
             if index in step.chunks or request.pools or limit <= 0:
                 continue
             drafts = self._drafter.propose(request, request.num_pending - 1, limit)

@@ -177,6 +177,7 @@ class Scheduler:
             prompt_tokens=state.prompt_tokens,
             num_prefilling=len(state.prefilling),
             prefill_tokens_left=sum(r.num_tokens - r.num_computed_tokens for r in state.prefilling),
+            prefix_without_state=state.prefix_without_state,
         )
 
     def reset_prefix_cache(self) -> None:

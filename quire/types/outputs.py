@@ -50,6 +50,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0  # computed since start
     num_prefilling: int = 0  # of those running: their prompts are not computed yet
     prefill_tokens_left: int = 0  # theirs
+    prefix_without_state: int = 0  # tokens since start that were cached, but for a recurrent state to go on from
 
     @property
     def kv_cache_usage(self) -> float:

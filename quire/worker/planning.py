@@ -168,6 +168,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         others=_others(config, others) if platform.uses_host_memory else (),
+        state_cache_size=config.cache.state_cache_size,
     )
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)

@@ -234,6 +234,26 @@ RECURRENT = [
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
     Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     Tiny("bamba", "BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    Tiny("jamba", "JambaConfig", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 1}),
+    Tiny(
+        "falcon-h1",
+        "FalconH1Config",
+        {
+            **{**MAMBA2, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7], "mlp_multipliers": [0.8, 1.3], "key_multiplier": 0.6},
+            **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7, "lm_head_multiplier": 0.8},
+            **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.6, "embedding_multiplier": 2.0},
+        },
+    ),
+    Tiny("falcon-h1-no-norm", "FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
+    Tiny(
+        "nemotron-h",
+        "NemotronHConfig",
+        {
+            **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
+        },
+    ),
     Tiny("granite-hybrid", "GraniteMoeHybridConfig", {**MAMBA2, "layer_types": LINEAR, "num_local_experts": 0}),
     Tiny(
         "granite-hybrid-moe",
