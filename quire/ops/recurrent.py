@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 from quire.ops.states import ROLLBACK, StatePlaces, StateShape, gated_conv, recur, short_conv
 
 _L2_EPS = 1e-6
@@ -236,12 +236,16 @@ def generate_columns(seed: int) -> tuple[Tensor]:
     return (wide[:, seed % 7 : 16 + seed % 7],)
 
 
-SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, (native("short_conv", "states"),), changes=(4,))
-GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, (native("gated_conv", "states"),), changes=(3,))
-GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, (native("gated_delta", "states"),), changes=(5,))
-STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, (native("state_space", "states"),), changes=(6,))
-SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, (native("selective_scan", "states"),), changes=(6,))
-LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, (native("linear_attention", "states"),), changes=(2,))
-GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, (native("gated_norm", "states"),))
-GATE = Op("gate", gate, generate_gate, 1e-5, (native("gate", "states"),))
+def _implementations(name: str) -> tuple[Implementation, ...]:
+    return Implementation("triton", f"triton.states:{name}", ("cuda",)), native(name, "states")
+
+
+SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, _implementations("short_conv"), changes=(4,))
+GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
+GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, _implementations("gated_delta"), changes=(5,))
+STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, _implementations("state_space"), changes=(6,))
+SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, _implementations("selective_scan"), changes=(6,))
+LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, _implementations("linear_attention"), changes=(2,))
+GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, _implementations("gated_norm"))
+GATE = Op("gate", gate, generate_gate, 1e-5, _implementations("gate"))
 COMPACT = Op("compact", compact, generate_columns, 0.0, (native("compact", "states"),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
@@ -85,8 +86,7 @@ def gated_delta(
     qk = empty(tokens, 2 * keys, shape.key_dim)
     decays, strengths = empty(tokens, heads, shape.decay_dim), empty(tokens, heads)
     if decay.stride(0) != strength.stride(0):
-        decay, strength = decay.contiguous(), strength.contiguous()
-        assert shape.decay_dim == 1, "decays and strengths are parts of one projection"
+        decay, strength = torch.cat((decay, strength), dim=1).split([decay.shape[1], heads], dim=1)
     bound().delta_inputs(
         qkv.data_ptr(),
         qkv.stride(0),
