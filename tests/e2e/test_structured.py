@@ -68,9 +68,14 @@ ENGINE_FACTORS = {
     "faults": [False, True],
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "quantized": ["", "w4a16"],  # a scheme of the checkpoint
-    "experts": [False, True],
+    "layers": ["attention", "experts", "recurrent"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+RECURRENT = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4},
+    "linear_num_key_heads": 2,
+}
 MAX_LEN = 160
 
 
@@ -94,25 +99,27 @@ class FaultyExecutor(Executor):
         self._inner.shutdown()
 
 
-Models = dict[tuple[str, bool], Path]  # by the scheme of its weights, and whether its MLPs are experts
+Models = dict[tuple[str, str], Path]  # by the scheme of its weights, and what is in its layers
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("structured")
-    dense = make_model(folder / "dense", "llama")
-    experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
-    found = {("", False): dense, ("", True): experts}
-    for has_experts, path in ((False, dense), (True, experts)):
+    found = {
+        ("", "attention"): make_model(folder / "dense", "llama"),
+        ("", "experts"): make_model(folder / "experts", "qwen3_moe", **EXPERTS),
+        ("", "recurrent"): make_model(folder / "recurrent", "qwen3_5_text", **RECURRENT),
+    }
+    for (_, layers), path in list(found.items()):
         write_tokenizer(path)
-        found["w4a16", has_experts] = written = folder / f"{path.name}-w4a16"
+        found["w4a16", layers] = written = folder / f"{path.name}-w4a16"
         assert main(["quantize", str(path), "--scheme", "w4a16", "--out", str(written)]) == 0
     return found
 
 
 @pytest.fixture(scope="module")
 def model(models: Models) -> Path:
-    return models["", False]
+    return models["", "attention"]
 
 
 def start(model: Path, *, way: str = "fastest", **settings: Any) -> tuple[LLM, EngineCore]:
@@ -168,7 +175,7 @@ def alone(models: Models) -> list[object]:
     for key, model in models.items():
         with start(model, way="eager", **PLAIN)[0] as llm:
             for index, row in enumerate(ROWS):
-                if (row["quantized"], row["experts"]) == key:
+                if (row["quantized"], row["layers"]) == key:
                     found[index] = content(llm.generate(prompt_of(index), params_of(row, index), use_tqdm=False)[0])
     return [found[index] for index in range(len(ROWS))]
 
@@ -176,11 +183,10 @@ def alone(models: Models) -> list[object]:
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
 def test_any_three_features_together(models: Models, alone: list[object], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
-    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("experts")]
+    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("layers")]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
-        blocks = sum(layout.blocks_for(MAX_LEN, 64)) + 3
-        settings |= {"kv_cache_memory": blocks * layout.page_bytes}
+        settings |= {"kv_cache_memory": layout.bytes_for(MAX_LEN, 64) + 2 * layout.page_bytes}
     mine = [index for index, row in enumerate(ROWS) if tuple(row[name] for name in ENGINE_FACTORS) == engine]
     faults, way = settings.pop("faults"), settings.pop("way")
     llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.launch import FUSED
+
 _CHANNELS, _TOKENS, _ROWS = 128, 16, 64
 
 
@@ -21,7 +23,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _conv_kernel(
     x_ptr,
     before_ptr,
@@ -471,6 +473,7 @@ def _conv(
         TOKENS=_TOKENS,
         ROWS=_ROWS,
         CHANNELS=_CHANNELS,
+        **FUSED,
     )
     _keep_conv_kernel[(places.rows.shape[0], blocks)](
         x,
@@ -485,6 +488,7 @@ def _conv(
         SLOTS=shape.conv_slots,
         GATED=before is not None,
         CHANNELS=_CHANNELS,
+        **FUSED,
     )
     return out[:count]
 
@@ -523,6 +527,7 @@ def gated_delta(
         KEYS=triton.next_power_of_2(shape.key_dim),
         DECAYS=triton.next_power_of_2(heads * shape.decay_dim),
         GATES=triton.next_power_of_2(heads),
+        **FUSED,
     )
     values = qkv[:, 2 * keys * shape.key_dim :]
     return _recur(qk[:, :keys], qk[:, keys:], values, decays, strengths, None, cache, places, shape, qkv.dtype)
@@ -591,6 +596,7 @@ def _scan_inputs(
         VALUES=triton.next_power_of_2(shape.value_dim),
         DECAYS=triton.next_power_of_2(shape.decay_dim),
         BLOCK=block,
+        **FUSED,
     )
     return values, decays
 
@@ -640,6 +646,7 @@ def _recur(
         HAS_SKIP=skip is not None,
         KEYS=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
+        **FUSED,
     )
     block = 1024
     _keep_inputs_kernel[(num_rows, triton.cdiv(sum(shape.input_sizes), block))](
@@ -662,6 +669,7 @@ def _recur(
         ROLLBACK=shape.rollback,
         DELTA=strengths is not None,
         BLOCK=block,
+        **FUSED,
     )
     return out
 
@@ -684,6 +692,7 @@ def gated_norm(
         NORM_FIRST=norm_first,
         SIGMOID=sigmoid,
         BLOCK=triton.next_power_of_2(size),
+        **FUSED,
     )
     return out
 
@@ -704,5 +713,6 @@ def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
         NORM_FIRST=False,
         SIGMOID=not silu,
         BLOCK=triton.next_power_of_2(x.shape[1]),
+        **FUSED,
     )
     return out

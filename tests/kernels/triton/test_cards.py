@@ -28,6 +28,7 @@ PARTS = {
         "qkv",
     },
     "sampling": {"logprobs", "rows", "sampling", "shaping", "step"},
+    "states": {"states"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")
