@@ -139,7 +139,14 @@ class Observers(Observer):
 class EngineCounters:
     """Sums of the engine's own counts over its restarts, each of which begins again at zero."""
 
-    __slots__ = ("_before", "num_preemptions", "prefix_hits", "prefix_queries", "prefix_without_state", "prompt_tokens")
+    __slots__ = (
+        "_before",
+        "num_preemptions",
+        "prefix_hits",
+        "prefix_queries",
+        "prefix_without_state",
+        "prompt_tokens",
+    )
 
     def __init__(self) -> None:
         self.num_preemptions = 0

@@ -245,6 +245,7 @@ class DecoderLayer(Stage):
         elif wanted is not None:
             hidden, residual = self._narrowed(hidden, residual, wanted)
         if wanted is not None and self.self_attn is not None:
+            assert residual is not None
             residual = self._gather_rows(residual, wanted.tokens)
         if self.mlp is None:
             assert residual is not None, "a layer has a mixer or an MLP"
@@ -253,7 +254,7 @@ class DecoderLayer(Stage):
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
 
     def _narrowed(self, hidden: Passed, residual: Tensor | None, wanted: WantedTokens) -> tuple[Tensor, Tensor]:
-        """The wanted tokens of a layer in which none reads another; what they are made of tells whether it is finite."""
+        """The wanted tokens, of a layer in which no token reads another."""
         added, kept = whole(hidden), merge_residual(hidden, residual)
         wanted.finite.copy_(kept.sum(-1, dtype=torch.float32).isfinite())
         before = torch.zeros_like(added) if residual is None else residual

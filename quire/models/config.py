@@ -67,8 +67,8 @@ class RecurrentConfig:
     dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
     dt_norm_weights: bool = True
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    # Multipliers of Falcon-H1: on the parts of the input projection, on the results of states and of attention, and on
-    # gates and results of MLPs.
+    # Multipliers of Falcon-H1: on parts of the input projection, on results of states and of attention, on gates and
+    # results of MLPs.
     scales: tuple[float, ...] = ()
     beside: tuple[float, ...] = (1.0, 1.0)
     mlp: tuple[float, ...] = (1.0, 1.0)

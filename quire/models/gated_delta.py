@@ -47,17 +47,13 @@ class GatedDelta(RecurrentMixer):
             "in_proj_b": kind.num_heads,
             "in_proj_a": kind.num_heads,
         }
-        return MergedColumnParallelLinear(
-            config.hidden_size, sizes, bias=False, target=ctx.target, group=ctx.group
-        )
+        return MergedColumnParallelLinear(config.hidden_size, sizes, bias=False, target=ctx.target, group=ctx.group)
 
     @classmethod
     def shape_of(cls, config: DecoderConfig) -> StateShape:
         kind = recurrent_of(config)
         channels = 2 * kind.num_key_heads * kind.key_dim + kind.num_heads * kind.value_dim
-        return StateShape(
-            channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim
-        )
+        return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None

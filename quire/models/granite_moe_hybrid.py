@@ -13,7 +13,10 @@ from quire.models.granite_moe import GraniteMoe
 from quire.models.mamba2 import MAMBA_NAMES
 from quire.models.recurrent import moved
 
-_SHARED = (("shared_mlp.input_linear", "mlp.shared.gate_up_proj"), ("shared_mlp.output_linear", "mlp.shared.down_proj"))
+_SHARED = (
+    ("shared_mlp.input_linear", "mlp.shared.gate_up_proj"),
+    ("shared_mlp.output_linear", "mlp.shared.down_proj"),
+)
 _DENSE = (("shared_mlp.input_linear", "mlp.gate_up_proj"), ("shared_mlp.output_linear", "mlp.down_proj"))
 
 

@@ -39,7 +39,9 @@ class Jamba(DecoderLM):
             mlps=tuple("experts" if several and layer in sparse else "gated" for layer in layers),
             experts=ExpertsConfig(
                 read["num_experts"], read["intermediate_size"], Routing(read["num_experts_per_tok"])
-            ) if several else None,
+            )
+            if several
+            else None,
             recurrent=RecurrentConfig(
                 conv_width=read["mamba_d_conv"],
                 num_heads=int(read["mamba_expand"] * hidden),

@@ -52,9 +52,7 @@ class Mamba2Mixer(RecurrentMixer):
     def shape_of(cls, config: DecoderConfig) -> StateShape:
         kind = recurrent_of(config)
         channels = kind.num_heads * kind.value_dim + 2 * kind.num_key_heads * kind.key_dim
-        return StateShape(
-            channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim
-        )
+        return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None

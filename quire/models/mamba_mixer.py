@@ -30,10 +30,9 @@ class MambaMixer(RecurrentMixer):
         self.out_proj = self.project_out(width, config, bias=kind.bias)
         names = ("dt_layernorm", "b_layernorm", "c_layernorm") if kind.dt_norms is not None else ()
         for name, size in zip(names, self._sizes, strict=False):
-            norm = RMSNorm(size, eps=kind.dt_norms or 0.0, target=ctx.target)
-            if not kind.dt_norm_weights:  # they are all one
-                norm = PlainNorm(size, kind.dt_norms or 0.0)
-            self.add_module(name, norm)
+            eps = kind.dt_norms or 0.0
+            weighs = kind.dt_norm_weights
+            self.add_module(name, RMSNorm(size, eps=eps, target=ctx.target) if weighs else PlainNorm(eps))
         self._norms = names
         self._conv, self._scan = SHORT_CONV.bind(ctx.target), SELECTIVE_SCAN.bind(ctx.target)
         self._gate, self._compact = GATE.bind(ctx.target), COMPACT.bind(ctx.target)
@@ -63,7 +62,7 @@ class MambaMixer(RecurrentMixer):
 class PlainNorm(torch.nn.Module):
     """An RMS norm without a weight."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet, gated attention with partial RoPE in every fourth layer, experts beside a shared one."""
+"""Qwen3-Next: Gated DeltaNet, gated attention in every fourth layer, experts beside a shared one."""
 
 from __future__ import annotations
 

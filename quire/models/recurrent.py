@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
-from quire.layers.fusion import Forms, Passed
+from quire.layers.fusion import Forms
 from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.state import StateCache, keeps_state
@@ -33,8 +35,9 @@ class RecurrentMixer(Mixer, WeightedLayer):
         self.state = StateCache(self.shape_of(config), ctx.target)
 
     @classmethod
+    @abstractmethod
     def shape_of(cls, config: DecoderConfig) -> StateShape:
-        raise NotImplementedError
+        """Of the states that the mixer keeps."""
 
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
@@ -60,7 +63,10 @@ class RecurrentMixer(Mixer, WeightedLayer):
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         """A_log is kept as what decays are made with."""
-        kept, given = self.get_parameter(parameter), as_tensor(weight).float().view(self.get_parameter(parameter).shape)
+        kept, given = (
+            self.get_parameter(parameter),
+            as_tensor(weight).float().view(self.get_parameter(parameter).shape),
+        )
         kept.data.copy_(-given.exp() if parameter == "A_log" else given)
 
 

@@ -61,8 +61,8 @@ def state_space(
 ) -> Tensor:
     """State-space duality (Mamba-2): [n, heads * value_dim].
 
-    xbc [n, heads * value_dim + 2 * key_heads * key_dim]: x, then B and C of each group; dt [n, heads]. A matrix decays
-    by exp(dt * a), and B x (dt * x) is added; C reads it, and skip * x is added. dt_bias, a, skip: [heads].
+    xbc [n, heads * value_dim + 2 * key_heads * key_dim]: x, then B and C of each group; dt [n, heads]. A matrix
+    decays by exp(dt * a), and B x (dt * x) is added; C reads it, and skip * x is added. dt_bias, a, skip: [heads].
     """
     count, keys = xbc.shape[0], shape.num_key_heads * shape.key_dim
     x, b, c = xbc.float().split([shape.num_heads * shape.value_dim, keys, keys], dim=-1)
@@ -70,7 +70,8 @@ def state_space(
     step = softplus(dt.float() + dt_bias).clamp(*dt_limits)
     b, c = (part.view(count, shape.num_key_heads, -1) for part in (b, c))
     out = recur(c, b, x * step[..., None], torch.exp(step * a)[..., None], None, cache, places, shape)
-    return (out + x * skip[:, None]).flatten(1).to(xbc.dtype)
+    total: Tensor = out + x * skip[:, None]
+    return total.flatten(1).to(xbc.dtype)
 
 
 def selective_scan(
@@ -119,8 +120,7 @@ def gated_norm(
         wide = wide * factor
     parts = wide.unflatten(-1, (groups, -1))
     parts = parts * parts.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = parts * weight.float().view(-1, parts.shape[-1])
-    out = normed.flatten(1)
+    out: Tensor = (parts * weight.float().view(-1, parts.shape[-1])).flatten(1)
     return (out * factor if norm_first else out).to(x.dtype)
 
 
@@ -128,7 +128,8 @@ def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
     """x * sigmoid(gates), or x * silu(gates); all [n, width]."""
     wide = gates.float()
     factor = 1.0 / (1.0 + torch.exp(-wide))
-    return (x.float() * (factor * wide if silu else factor)).to(x.dtype)
+    gated: Tensor = x.float() * (factor * wide if silu else factor)
+    return gated.to(x.dtype)
 
 
 def compact(x: Tensor) -> Tensor:
@@ -227,7 +228,9 @@ def generate_norm(seed: int) -> tuple[object, ...]:
 
 
 def generate_gate(seed: int) -> tuple[Tensor, Tensor, bool]:
-    x, gates = torch.randn(2, 1 + seed % 5, 16 * (1 + seed % 3), generator=torch.Generator().manual_seed(seed)).unbind(0)
+    x, gates = torch.randn(
+        2, 1 + seed % 5, 16 * (1 + seed % 3), generator=torch.Generator().manual_seed(seed)
+    ).unbind(0)
     return x, gates, bool(seed % 2)
 
 
@@ -237,15 +240,24 @@ def generate_columns(seed: int) -> tuple[Tensor]:
 
 
 def _implementations(name: str) -> tuple[Implementation, ...]:
-    return Implementation("triton", f"triton.states:{name}", ("cuda",)), native(name, "states")
+    module = (
+        "states" if name in ("gated_delta", "state_space", "selective_scan", "linear_attention") else "short_conv"
+    )
+    return Implementation("triton", f"triton.{module}:{name}", ("cuda",)), native(name, "states")
 
 
 SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, _implementations("short_conv"), changes=(4,))
 GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
 GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, _implementations("gated_delta"), changes=(5,))
-STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, _implementations("state_space"), changes=(6,))
-SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, _implementations("selective_scan"), changes=(6,))
-LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, _implementations("linear_attention"), changes=(2,))
+STATE_SPACE = Op(
+    "state_space", state_space, generate_state_space, 1e-5, _implementations("state_space"), changes=(6,)
+)
+SELECTIVE_SCAN = Op(
+    "selective_scan", selective_scan, generate_scan, 1e-5, _implementations("selective_scan"), changes=(6,)
+)
+LINEAR_ATTENTION = Op(
+    "linear_attention", linear_attention, generate_linear, 1e-5, _implementations("linear_attention"), changes=(2,)
+)
 GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, _implementations("gated_norm"))
 GATE = Op("gate", gate, generate_gate, 1e-5, _implementations("gate"))
 COMPACT = Op("compact", compact, generate_columns, 0.0, (native("compact", "states"),))

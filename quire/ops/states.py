@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.types.cache import STATE_ROLLBACK as ROLLBACK
+from quire.types.cache import STATE_ROLLBACK
+
+ROLLBACK = STATE_ROLLBACK
 
 
 class StatePlaces(NamedTuple):
@@ -71,7 +73,8 @@ class StateShape:
         return self.conv_size + 1 + self.matrix_size + ROLLBACK * sum(self.input_sizes)
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """The tokens of one row in a step."""
 
     begin: int  # index of its first token
@@ -117,7 +120,7 @@ def short_conv(
         for end, block in span.writes:
             held = torch.arange(max(0, end - slots), end)
             rings[block, held % slots] = line[held - span.first + slots]
-    return (_silu(out) if silu else out).to(x.dtype)
+    return silu_of(out).to(x.dtype) if silu else out.to(x.dtype)
 
 
 def gated_conv(
@@ -125,7 +128,8 @@ def gated_conv(
 ) -> Tensor:
     """c * conv(b * x) of bcx [n, 3 * channels]."""
     b, c, x = bcx.float().chunk(3, dim=-1)
-    return (c * short_conv(b * x, weight, bias, False, cache, places, shape)).to(bcx.dtype)
+    mixed: Tensor = c * short_conv(b * x, weight, bias, False, cache, places, shape)
+    return mixed.to(bcx.dtype)
 
 
 def recur(
@@ -141,8 +145,8 @@ def recur(
     """What queries read of each head's matrix after their own token: [n, heads, value_dim] float32.
 
     queries, keys: [n, key_heads, key_dim]; values [n, heads, value_dim]; decays [n, heads, decay_dim], by which the
-    matrix is multiplied before a token adds key x value. With strengths [n, heads] it is the delta rule: of the value,
-    only its difference from what the matrix has for that key is added, times the strength. Mutates the cache.
+    matrix is multiplied before a token adds key x value. With strengths [n, heads] it is the delta rule: of the
+    value, only its difference from what the matrix has for that key is added, times the strength. Mutates the cache.
     """
     heads, width = shape.num_heads, shape.matrix_size
     given = torch.ones_like(values[:, :, 0]) if strengths is None else strengths
@@ -156,7 +160,8 @@ def recur(
         v, matrix = v.view(heads, -1), matrix * decay.view(heads, -1, 1)
         if strengths is not None:
             v = (v - (matrix * k).sum(1)) * strength[:, None]
-        return matrix + k * v[:, None]
+        added: Tensor = matrix + k * v[:, None]
+        return added
 
     out = torch.zeros(values.shape, device=values.device)
     for span in spans(places):
@@ -182,5 +187,6 @@ def recur(
     return out
 
 
-def _silu(x: Tensor) -> Tensor:
-    return x / (1.0 + torch.exp(-x))
+def silu_of(x: Tensor) -> Tensor:
+    factor: Tensor = 1.0 / (1.0 + torch.exp(-x))
+    return x * factor

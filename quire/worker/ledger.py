@@ -47,7 +47,9 @@ class MemoryLedger:
 
     def room(self, num_tokens: int) -> int:
         """How many of a request's `num_tokens` the smallest pool that keeps tokens has room for."""
-        kept = (count - 1 for count, pool in zip(self.pool_blocks, self.layout.pools, strict=True) if not pool.per_row)
+        kept = (
+            count - 1 for count, pool in zip(self.pool_blocks, self.layout.pools, strict=True) if not pool.per_row
+        )
         return min(num_tokens, *(count * self.layout.block_size for count in kept), num_tokens)
 
     def format(self) -> str:

@@ -183,7 +183,8 @@ def alone(models: Models) -> list[object]:
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda values: "-".join(map(str, values)))
 def test_any_three_features_together(models: Models, alone: list[object], engine: tuple[Any, ...]) -> None:
     settings = dict(zip(ENGINE_FACTORS, engine, strict=True))
-    memory, model = settings.pop("memory"), models[settings.pop("quantized"), settings.pop("layers")]
+    memory, layers = settings.pop("memory"), settings.pop("layers")
+    model = models[settings.pop("quantized"), layers]
     if memory == "short":
         layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
         settings |= {"kv_cache_memory": layout.bytes_for(MAX_LEN, 64) + 2 * layout.page_bytes}
@@ -203,7 +204,8 @@ def test_any_three_features_together(models: Models, alone: list[object], engine
         assert [content(output) for output in outputs[: len(mine)]] == [alone[index] for index in mine]
         assert isinstance(spy.way, Eager if way == "eager" or library.load() is None else KernelList)
         assert spy.ran
-        assert memory == "plenty" or core.scheduler.stats().num_preemptions > 0
+        # Where states are short, requests wait to begin.
+        assert memory == "plenty" or layers == "recurrent" or core.scheduler.stats().num_preemptions > 0
         assert not core.constraints.in_use
         assert not core.has_unfinished()
 

@@ -213,12 +213,17 @@ ROPES = [
     ),
 ]
 
-CONVS = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True}
+CONVS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 16,
+    "tie_word_embeddings": True,
+}
 LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "head_dim": 32},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "initializer_range": 0.1,  # more, and transformers' own chunks differ from its recurrence by 1e-4
 }
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}

@@ -98,7 +98,9 @@ def test_chunks_of_tokens_equal_the_recurrence_written_out() -> None:
         delta = (v[t] - torch.einsum("hkv,hk->hv", matrix, k[t])) * strength[t].sigmoid()[:, None]
         matrix = matrix + torch.einsum("hk,hv->hkv", k[t], delta)
         expected.append(torch.einsum("hkv,hk->hv", matrix, q[t]) / 4.0)
-    places = StatePlaces(TABLE[1:], torch.zeros(1).long(), torch.tensor([count]).int(), torch.tensor([0, count]).int(), 4)
+    places = StatePlaces(
+        TABLE[1:], torch.zeros(1).long(), torch.tensor([count]).int(), torch.tensor([0, count]).int(), 4
+    )
     cache = torch.zeros(21, shape.size)
     found = recurrent.gated_delta(qkv, decay, strength, a, bias, cache, places, shape)
     torch.testing.assert_close(found.view(count, 4, -1), torch.stack(expected), atol=1e-5, rtol=1e-5)

@@ -32,9 +32,7 @@ def short_conv(
     return _conv(x, None, None, weight, bias, silu, cache, places, shape)
 
 
-def gated_conv(
-    bcx: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor, places: Places, shape: Any
-) -> Tensor:
+def gated_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor, places: Places, shape: Any) -> Tensor:
     b, c, x = bcx.chunk(3, dim=-1)
     return _conv(x, b, c, weight, bias, False, cache, places, shape)
 
@@ -224,8 +222,8 @@ def _recur(
 def linear_attention(qkv: Tensor, decay: Tensor, cache: Tensor, places: Places, shape: Any) -> Tensor:
     q, k, v = qkv.view(qkv.shape[0], shape.num_heads, 3, -1).unbind(2)
     decays = decay[None].expand(qkv.shape[0], -1).contiguous()
-    parts = [part.flatten(1) for part in (q, k, v)]
-    return _recur(*parts, decays, None, None, cache, places, shape)
+    q, k, v = q.flatten(1), k.flatten(1), v.flatten(1)
+    return _recur(q, k, v, decays, None, None, cache, places, shape)
 
 
 def gated_norm(

@@ -28,7 +28,7 @@ PARTS = {
         "qkv",
     },
     "sampling": {"logprobs", "rows", "sampling", "shaping", "step"},
-    "states": {"states"},
+    "states": {"short_conv", "states"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")
