@@ -9,7 +9,7 @@ from quire.attention.base import AttentionBackend
 from quire.attention.state import StateMetadata
 from quire.layers.attention import CachedLayer, ForwardBatch, WantedTokens
 from quire.layers.scheme import Weight, as_tensor
-from quire.layers.weights import WeightedLayer, empty_parameter
+from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.states import StatePlaces, StateShape
@@ -67,6 +67,12 @@ class ConvWeights(WeightedLayer):
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
         channels, width = self.weight.shape
         return {None: (channels, 1, width) if parameter == "weight" else (channels,)}
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        found = super().filling(parameter, piece)
+        if found is None or parameter != "weight":
+            return found
+        return found._replace(shapes=(*found.shapes, tuple(self.weight.shape)))  # GGUF leaves out the middle
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         kept = self.get_parameter(parameter)

@@ -11,7 +11,7 @@ from quire.layers.fusion import Forms
 from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.state import StateCache, keeps_state
-from quire.layers.weights import WeightedLayer, empty_parameter
+from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig, RecurrentConfig
 from quire.models.kinds import Mixer
@@ -61,6 +61,10 @@ class RecurrentMixer(Mixer, WeightedLayer):
     def vector(self, *shape: int) -> torch.nn.Parameter:
         return empty_parameter(*shape, dtype=torch.float32)
 
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        found = super().filling(parameter, piece)
+        return found and found._replace(shapes=(*found.shapes, (*found.shapes[0], 1)))  # as GGUF has vectors
+
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         """A_log is kept as what decays are made with."""
         kept, given = (
@@ -80,7 +84,15 @@ class GatedNorm(WeightedLayer):
         super().__init__()
         self.weight = empty_parameter(width // groups if shared else width, dtype=ctx.dtype)
         self._kind = (eps, groups, norm_first, sigmoid)
+        self._parts = (groups, width // groups)
         self._norm = GATED_NORM.bind(ctx.target)
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        found = super().filling(parameter, piece)
+        return found and found._replace(shapes=(*found.shapes, self._parts))  # as GGUF has it
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        self.weight.data.copy_(as_tensor(weight).view(self.weight.shape))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._norm(x, gate, self.weight, *self._kind)
