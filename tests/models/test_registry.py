@@ -11,13 +11,7 @@ from quire.models.registry import ARCHITECTURES, describe, model_class
 from quire.types.errors import ModelError, UnknownArchitectureError
 from tests.e2e.test_encoders import ENCODERS
 from tests.models.zoo import ARCHITECTURES as TINY
-from tests.models.zoo import EXPERT_KEYS, MIXTURES, SIZES
-
-# What configs of recurrent models call their sizes.
-STATE_KEYS = {
-    **{"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1},
-    **{"ssm_state_size": 16, "conv_kernel": 4, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
-}
+from tests.models.zoo import EXPERT_KEYS, MIXTURES, RECURRENT, SIZES, STATE_KEYS
 
 
 def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
@@ -52,12 +46,12 @@ def test_the_zoo_has_every_architecture() -> None:
         return name.lower().removesuffix("forcausallm").removesuffix("config").removesuffix("text")
 
     generating = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
-    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES)}
+    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES, *RECURRENT)}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnknownArchitectureError, match=r"unknown architecture 'MambaForCausalLM'.*LlamaForCausalLM"):
-        model_class({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(UnknownArchitectureError, match=r"unknown architecture 'SnakeForCausalLM'.*LlamaForCausalLM"):
+        model_class({"architectures": ["SnakeForCausalLM"]})
 
 
 def test_a_config_without_architecture_is_refused() -> None:

@@ -32,6 +32,11 @@ EXPERT_KEYS: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "n_shared_experts": 1},
 }
+# What configs of recurrent models call their sizes.
+STATE_KEYS: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1},
+    **{"ssm_state_size": 16, "conv_kernel": 4, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
