@@ -4,7 +4,7 @@ Hugging Face config. Architectures differ only in the flags they set here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,6 +152,17 @@ class ConfigReader(Mapping[str, Any]):
         if size < 1:
             raise ModelError(f"hidden_size is {hidden_size}, which {num_heads} heads cannot share; correct either")
         return size
+
+    def kinds(self, key: str, types: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
+        """What `names` calls the type of each layer, which are as `key` says, or as the architecture has it."""
+        unknown = sorted(set(types) - set(names))
+        if unknown or len(types) != self["num_hidden_layers"]:
+            raise ModelError(
+                f"{key} must name one of {', '.join(names)} for each of num_hidden_layers = "
+                f"{self['num_hidden_layers']} layers; it has {len(types)} entries"
+                f"{''.join(f', among them {name!r}' for name in unknown)}"
+            )
+        return tuple(names[kind] for kind in types)
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
         """The config's own list, or one made from the architecture's rule for layer i."""

@@ -39,7 +39,7 @@ class Lfm2(DecoderLM):
         return read_config(
             {**config, "rms_norm_eps": read["norm_eps"], "intermediate_size": _width(read)},
             defaults={"rope_theta": 1_000_000.0, "tie_word_embeddings": read.get("tie_embedding", True)},
-            mixers=tuple(MIXER_OF[kind] for kind in types),
+            mixers=read.kinds("layer_types", types, MIXER_OF),
             qk_norm="head",
             recurrent=RecurrentConfig(
                 conv_width=read["conv_L_cache"], bias=read.flag("conv_bias"), conv_bias=read.flag("conv_bias")

@@ -9,6 +9,7 @@ from quire.layers.weights import WeightMap
 from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
 from quire.models.decoder import DecoderLM
 from quire.models.recurrent import moved
+from quire.types.errors import ModelError
 
 LONGEST = 1 << 17  # tokens that a config without a limit is taken to be for
 MAMBA_NAMES = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "dt_bias", "norm", "out_proj")
@@ -73,8 +74,10 @@ class Mamba2(DecoderLM):
 
 def dt_limits(read: ConfigReader) -> tuple[float, float]:
     """JSON has no infinity: it may stand as {"__float__": "Infinity"}."""
-    low, high = (
-        limit["__float__"] if isinstance(limit, dict) else limit
-        for limit in read.get("time_step_limit") or (0.0, math.inf)
-    )
-    return float(low), float(high)
+    given = read.get("time_step_limit") or (0.0, math.inf)
+    limits = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in given]
+    try:
+        low, high = map(float, limits)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"time_step_limit is {given}; it must be the least and the most of a step") from error
+    return low, high

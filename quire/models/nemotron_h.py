@@ -59,7 +59,14 @@ class NemotronH(DecoderLM):
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {"layer_norm_epsilon": 1e-5, "time_step_min": 0.001})
         pattern = read.get("hybrid_override_pattern") or ""
-        types = read.get("layers_block_type") or read.get("layer_types") or [_BY_LETTER[kind] for kind in pattern]
+        types = read.get("layers_block_type") or read.get("layer_types")
+        types = types or [_BY_LETTER.get(kind, kind) for kind in pattern]
+        unknown = sorted(set(types) - {*_MIXERS, "mlp", "moe"})
+        if unknown or not types:
+            raise ModelError(
+                f"layers_block_type (layer_types, hybrid_override_pattern) must name a known kind for each layer; it has"
+                f" {', '.join(map(repr, unknown)) or 'no entries'}"
+            )
         if "moe" in types:
             raise ModelError("this Nemotron-H has experts without gates, which are not supported; choose a dense one")
         heads, groups = read["mamba_num_heads"], read["n_groups"]

@@ -52,7 +52,7 @@ class Qwen3Next(DecoderLM):
             rope=rope,
             qk_norm="head",
             norm_weight_offset=1.0,
-            mixers=tuple(mixers[kind] for kind in types),
+            mixers=read.kinds("layer_types", types, mixers),
             qkv_bias=read.flag("attention_bias"),
             o_bias=read.flag("attention_bias"),
             recurrent=RecurrentConfig(
