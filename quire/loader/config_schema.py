@@ -131,6 +131,7 @@ class ConfigSchema(msgspec.Struct):
     attn_layer_offset: Whole | None = None
     attn_layer_period: Count | None = None
     block_auto_adjust_ff_dim: bool | None = None
+    block_ff_dim: Count | None = None
     block_ffn_dim_multiplier: Positive | None = None
     block_multiple_of: Count | None = None
     conv_L_cache: Count | None = None

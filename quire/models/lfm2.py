@@ -49,7 +49,7 @@ class Lfm2(DecoderLM):
 
 def _width(read: ConfigReader) -> int:
     """Of the MLPs: the config's own may be adjusted."""
-    width = int(read.first("block_ff_dim", "intermediate_size"))
+    width = int(read.get("block_ff_dim") or read["intermediate_size"])
     if read.get("block_auto_adjust_ff_dim", True) and "num_experts" not in read:
         width = int(read.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
         multiple = int(read.get("block_multiple_of", 256))

@@ -64,8 +64,8 @@ class NemotronH(DecoderLM):
         unknown = sorted(set(types) - {*_MIXERS, "mlp", "moe"})
         if unknown or not types:
             raise ModelError(
-                f"layers_block_type (layer_types, hybrid_override_pattern) must name a known kind for each layer; it has"
-                f" {', '.join(map(repr, unknown)) or 'no entries'}"
+                "layers_block_type (layer_types, hybrid_override_pattern) must name a known kind for each layer;"
+                f" it has {', '.join(map(repr, unknown)) or 'no entries'}"
             )
         if "moe" in types:
             raise ModelError("this Nemotron-H has experts without gates, which are not supported; choose a dense one")

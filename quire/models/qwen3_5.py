@@ -14,7 +14,7 @@ LANGUAGE_MODEL = ("model.language_model", "model")
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Of a checkpoint with or without an encoder of images."""
-    text = {**config, **config.get("text_config", {})}
+    text = {**config, **(config.get("text_config") or {})}
     rope = {key: value for key, value in (text.get("rope_parameters") or {}).items() if key != "mrope_section"}
     return {**text, "rope_parameters": rope or None}  # of text, all axes have the same position
 
