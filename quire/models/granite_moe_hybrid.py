@@ -13,6 +13,10 @@ from quire.models.granite_moe import GraniteMoe
 from quire.models.mamba2 import MAMBA_NAMES
 from quire.models.recurrent import moved
 
+_MIXERS = {
+    **dict.fromkeys(("attention", "full_attention"), "attention"),
+    **dict.fromkeys(("mamba", "linear_attention"), "mamba2"),
+}
 _SHARED = (
     ("shared_mlp.input_linear", "mlp.shared.gate_up_proj"),
     ("shared_mlp.output_linear", "mlp.shared.down_proj"),
@@ -42,6 +46,6 @@ class GraniteMoeHybrid(GraniteMoe):
         return replace(
             decoder,
             rope=decoder.rope if read.get("position_embedding_type") == "rope" else (None,) * count,
-            mixers=tuple("attention" if kind in ("attention", "full_attention") else "mamba2" for kind in types),
+            mixers=read.kinds("layer_types", types, _MIXERS),
             recurrent=mamba2_sizes(read),
         )
