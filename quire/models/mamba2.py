@@ -75,7 +75,7 @@ class Mamba2(DecoderLM):
 def dt_limits(read: ConfigReader) -> tuple[float, float]:
     """JSON has no infinity: it may stand as {"__float__": "Infinity"}."""
     given = read.get("time_step_limit") or (0.0, math.inf)
-    limits = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in given]
+    limits: list[Any] = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in given]
     try:
         low, high = map(float, limits)
     except (TypeError, ValueError) as error:
