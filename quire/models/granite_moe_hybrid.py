@@ -46,6 +46,6 @@ class GraniteMoeHybrid(GraniteMoe):
         return replace(
             decoder,
             rope=decoder.rope if read.get("position_embedding_type") == "rope" else (None,) * count,
-            mixers=read.kinds("layer_types", types, _MIXERS),
+            mixers=read.kinds("layer_types (layers_block_type)", types, _MIXERS),
             recurrent=mamba2_sizes(read),
         )
