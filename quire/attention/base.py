@@ -119,7 +119,49 @@ class AttentionMetadata(ABC):  # noqa: B024  each backend adds its own fields; c
     """Whatever a backend prepares once per step and group and reads in every layer."""
 
 
-class AttentionBackend(ABC):
+class GroupBackend(ABC):
+    """What a KV group needs in a step: attention, or where its states are."""
+
+    def note_finite(self, values: Tensor, out: Tensor) -> None:
+        """Write into out [n] bool whether all of each row of values [n, width] is finite.
+
+        A row whose sum overflows may count as not finite: a sum is finite only if all that it adds is.
+        """
+        out.copy_(values.sum(-1, dtype=torch.float32).isfinite())
+
+    def divide(self, lengths: HostLengths) -> WorkPlan:
+        """Which kernels take which rows of a step. Host only."""
+        return WorkPlan()
+
+    def decode_kind(self, contexts: list[int] | None, num_rows: int) -> Hashable:
+        """The kind of a step of one query a row, which needs no lists; `contexts` if the host knows them."""
+        return None
+
+    def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
+        """The longest that lists of a WorkPlan get in captured steps; those that need longer ones run eagerly."""
+        return ()
+
+    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[Hashable]:
+        """Kinds of mixed steps that nearly every engine of this longest context comes to."""
+        return ()
+
+    def captures(self, work: WorkPlan, num_tokens: int) -> bool:
+        """Whether a captured step, padded to so many tokens, can be divided like this."""
+        return True
+
+    @abstractmethod
+    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> AttentionMetadata:
+        """Once per step and KV group, with a WorkPlan whose lists are on the device. Does not sync it."""
+
+    def prepare_eager(self, batch: AttentionBatch) -> AttentionMetadata:
+        """The same for a batch whose lengths the host knows."""
+        assert batch.lengths is not None
+        work = self.divide(batch.lengths)
+        device = batch.rows.device
+        return self.prepare(batch, work.kind, tuple(upload(values, device) for values in work.lists))
+
+
+class AttentionBackend(GroupBackend):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
     max_head_dim: int | None = None  # None: any
@@ -174,44 +216,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         """Replace every value of these blocks that is not finite by zero. block_ids: [n] int64. Mutates `cache`."""
-
-    def note_finite(self, values: Tensor, out: Tensor) -> None:
-        """Write into out [n] bool whether all of each row of values [n, width] is finite.
-
-        A row whose sum overflows may count as not finite: a sum is finite only if all that it adds is.
-        """
-        out.copy_(values.sum(-1, dtype=torch.float32).isfinite())
-
-    def divide(self, lengths: HostLengths) -> WorkPlan:
-        """Which kernels take which rows of a step. Host only."""
-        return WorkPlan()
-
-    def decode_kind(self, contexts: list[int] | None, num_rows: int) -> Hashable:
-        """The kind of a step of one query a row, which needs no lists; `contexts` if the host knows them."""
-        return None
-
-    def list_lengths(self, num_tokens: int, max_rows: int) -> tuple[int, ...]:
-        """The longest that lists of a WorkPlan get in captured steps; those that need longer ones run eagerly."""
-        return ()
-
-    def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[Hashable]:
-        """Kinds of mixed steps that nearly every engine of this longest context comes to."""
-        return ()
-
-    def captures(self, work: WorkPlan, num_tokens: int) -> bool:
-        """Whether a captured step, padded to so many tokens, can be divided like this."""
-        return True
-
-    @abstractmethod
-    def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> AttentionMetadata:
-        """Once per step and KV group, with a WorkPlan whose lists are on the device. Does not sync it."""
-
-    def prepare_eager(self, batch: AttentionBatch) -> AttentionMetadata:
-        """The same for a batch whose lengths the host knows."""
-        assert batch.lengths is not None
-        work = self.divide(batch.lengths)
-        device = batch.rows.device
-        return self.prepare(batch, work.kind, tuple(upload(values, device) for values in work.lists))
 
     @abstractmethod
     def write(

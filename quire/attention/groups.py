@@ -7,13 +7,13 @@ from itertools import accumulate, pairwise, product
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionMetadata, HostLengths, WorkPlan
+from quire.attention.base import AttentionBatch, AttentionMetadata, GroupBackend, HostLengths, WorkPlan
 
 
 class GroupBackends:
     """Asks every backend there is. Of several, a kind is the tuple of theirs, and their lists follow each other."""
 
-    def __init__(self, of_group: Sequence[AttentionBackend]) -> None:
+    def __init__(self, of_group: Sequence[GroupBackend]) -> None:
         self._distinct = list(dict.fromkeys(of_group))
         self._of_group = [(backend, self._distinct.index(backend)) for backend in of_group]
         counts = (len(backend.list_lengths(1, 1)) for backend in self._distinct)

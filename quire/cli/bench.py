@@ -1,4 +1,4 @@
-"""`quire bench serve | sweep | latency | embed | throughput | steps | spec | startup`: measures servers and engines."""
+"""`quire bench serve | sweep | latency | embed | throughput | steps | spec | startup`: measure server and engine."""
 
 from __future__ import annotations
 

@@ -116,6 +116,12 @@ class CacheConfig:
         "Type of keys and values. auto: float16 with native CPU kernels, that of the activations elsewhere. float32,"
         " bfloat16 and int8 (a CPU), or fp8 (a GPU), trade accuracy for the number of tokens held.",
     )
+    state_cache_size: int | None = setting(
+        None,
+        "Of the memory for KV blocks, bytes for states of recurrent layers that running requests do not hold, which"
+        " are checkpoints that cached prefixes go on from. Unset: a quarter. Models without such layers have none.",
+        unit="bytes",
+    )
     gpu_memory_utilization: float = setting(
         0.9, "Part of a GPU's memory that weights, KV blocks and everything else may take together."
     )

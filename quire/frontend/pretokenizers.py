@@ -158,7 +158,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
             rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
         ),
-        nfc=True,
     ),
     "deepseek-r1-qwen": _QWEN2,
     "kormo": _QWEN2,

@@ -68,26 +68,31 @@ class State(GroupKind):
     Entry i of a row's table, where it has a block, is the state after the tokens of block i, or after as many of them
     as are computed. A step reads the entry of the token before its first one and writes all entries that have a block
     from its first token's on. So a row has one state, in its last entry, and a checkpoint is an entry that the row
-    has moved on from: nothing is copied. Blocks are given to the marks, to the end of each step and to drafts, and
-    only marks are cached. Drafts that do not hold leave a state that is folded over certain tokens alone: within a
-    block, a kernel can go on from any token after the last certain one.
+    has moved on from: nothing is copied. Blocks are given to the marks, to the last two entries of each step (a row
+    that samples nothing goes on from before its last token) and to drafts; marks are cached, and when a row ends, its
+    last full entry. Drafts that do not hold leave a state that is folded over certain tokens alone: within a block, a
+    kernel can go on from any token after the last certain one.
     """
 
     releases = True
     sparse = True
 
     def first_needed(self, num_tokens: int) -> int:
-        return max(0, num_tokens - 1) // self.block_size
+        return max(0, num_tokens // self.block_size - 1)  # the last full entry: what a later turn goes on from
 
     def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
-        # The state that a step reads, the one that it leaves, and the marks between them.
-        return min(super().blocks_for(num_tokens, step_tokens), 2 + MAX_MARKS)
+        # The last two entries before a step and those that it leaves, and the marks between them.
+        return min(super().blocks_for(num_tokens, step_tokens), 4 + MAX_MARKS)
 
     def entries(self, first: int, last: int, marks: Collection[int]) -> Sequence[int]:
-        return sorted({last - 1}.union(mark for mark in marks if first <= mark < last)) if last > first else ()
+        if last <= first:
+            return ()
+        return sorted({max(first, last - 2), last - 1}.union(mark for mark in marks if first <= mark < last))
 
 
-MAX_MARKS = 2  # per sequence: the end of its prompt, and where the other groups had a longer hit than the states
+# Per sequence: the ends of its prompt and of its first message, and where the other groups had a longer hit.
+MAX_MARKS = 3
+STATES_OF_A_ROW = 2  # that a row which decodes holds: its own, and the last full one
 
 KINDS: Registry[type[GroupKind]] = Registry(
     "kind of KV group",

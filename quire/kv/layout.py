@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.kv.kinds import KINDS, GroupKind
+from quire.kv.kinds import KINDS, STATES_OF_A_ROW, GroupKind
 from quire.types.cache import KVForm, LayerKV
 from quire.types.errors import ConfigError
 
@@ -72,16 +72,35 @@ class KVLayout:
         """Memory that `num_blocks` of each pool take."""
         return sum(count * pool.page_bytes for count, pool in zip(num_blocks, self.pools, strict=True))
 
-    def num_blocks_for(self, num_bytes: int, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
+    def num_blocks_for(
+        self, num_bytes: int, num_tokens: int, step_tokens: int, num_rows: int = 1, checkpoints: int | None = None
+    ) -> tuple[int, ...]:
         """Blocks of each pool for `num_bytes` of memory, which they share as requests of `num_tokens` need them.
 
-        Every pool gets its null block, and enough for one such request if the memory is `bytes_for` it.
+        Every pool gets its null block, and enough for one such request if the memory is `bytes_for` it. Of what is
+        left, states get what `num_rows` rows hold, at most a half, and as many bytes for checkpoints, by default a
+        quarter.
         """
         if len(self.pools) == 1:
             return (num_bytes // self.page_bytes,)
         needed = self.blocks_for(num_tokens, step_tokens)
-        left, one = max(0, num_bytes - self.page_bytes), self.num_bytes(needed)
-        return tuple(1 + left * count // one for count in needed)
+        states = self.num_bytes([pool.per_row for pool in self.pools])
+        if not states:
+            left, one = max(0, num_bytes - self.page_bytes), self.num_bytes(needed)
+            return tuple(1 + left * count // one for count in needed)
+        left = max(0, num_bytes - self.bytes_for(num_tokens, step_tokens))
+        held = sum(STATES_OF_A_ROW * len(self.groups_of(index)) * pool.page_bytes for index, pool in self._per_row)
+        wanted = min((num_rows - 1) * held, left // 2) + (left // 4 if checkpoints is None else checkpoints)
+        of_states = left if len(self._per_row) == len(self.pools) else min(wanted, left)
+        tokens = self.num_bytes([0 if pool.per_row else n for pool, n in zip(self.pools, needed, strict=True)])
+        return tuple(
+            1 + n + (of_states // states if pool.per_row else (left - of_states) * n // tokens)
+            for pool, n in zip(self.pools, needed, strict=True)
+        )
+
+    @property
+    def _per_row(self) -> list[tuple[int, KVPool]]:
+        return [(index, pool) for index, pool in enumerate(self.pools) if pool.per_row]
 
     def num_tokens(self, num_blocks: Sequence[int]) -> int:
         """Tokens that `num_blocks` of each pool hold if every group keeps every token."""

@@ -16,6 +16,7 @@ from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
 from quire.kv.kinds import ceil_div
 from quire.kv.layout import KVLayout
+from quire.types.cache import STATE_ROLLBACK
 from quire.types.request import EngineRequest
 
 
@@ -35,11 +36,12 @@ class KVSequence:
 class PrefixHit:
     """Cached blocks a request can start from. Valid until the next call that allocates."""
 
-    __slots__ = ("num_tokens", "tables")
+    __slots__ = ("num_tokens", "num_without_state", "tables")
 
-    def __init__(self, num_tokens: int, tables: list[list[Block]]) -> None:
+    def __init__(self, num_tokens: int, tables: list[list[Block]], num_without_state: int = 0) -> None:
         self.num_tokens = num_tokens
         self.tables = tables  # by group
+        self.num_without_state = num_without_state  # tokens after these that the first group has, and another has not
 
 
 class _PoolGroups:
@@ -100,6 +102,7 @@ class KVCacheManager:
         self._releasing = [group for group in self._groups if group.kind.releases]
         self._sparse = [group for group in self._groups if group.sparse]
         self._pools = [_PoolGroups(pool, self._groups) for pool in pools]
+        self.most_drafts = STATE_ROLLBACK - 1 if self._sparse else 1 << 30  # that a row can take back at once
         assert len(pools) == len(layout.pools), f"{len(pools)} sizes of {len(layout.pools)} pools"
 
     @property
@@ -125,7 +128,8 @@ class KVCacheManager:
             chain.extend(request.token_ids, len(request.token_ids))
         sequence = KVSequence(chain, len(self._groups))
         if self._sparse:  # the longest prefix that a request with the same prompt can start from
-            sequence.marks = ((len(request.token_ids) - 1) // self.block_size - 1,)
+            ends = (len(request.token_ids) - 1, _first_message_end(request))
+            sequence.marks = tuple(end // self.block_size - 1 for end in ends)
         return sequence
 
     def hash_ahead(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
@@ -146,16 +150,17 @@ class KVCacheManager:
         for group in self._groups:
             tables.append(group.longest_hit(hashes, count))
             count = len(tables[-1])
+        found = len(tables[0])
         if len(tables) > 1:
             if self._sparse:  # where the others had a longer hit, the next one is to be as long
-                sequence.marks = (sequence.marks[0], len(tables[0]) - 1)
+                sequence.marks = (*sequence.marks[:2], len(tables[0]) - 1)
             # A shorter hit needs other blocks in sight of its end, so all groups must agree on one length.
             while any(len(table) != count for table in tables):
                 for index, group in enumerate(self._groups):
                     if len(tables[index]) != count:
                         tables[index] = group.longest_hit(hashes, count)
                         count = len(tables[index])
-        return PrefixHit(count * self.block_size, tables)
+        return PrefixHit(count * self.block_size, tables, (found - count) * self.block_size)
 
     def _begins_cached(self, chain: HashChain, token_ids: Sequence[int]) -> bool:
         """Whether the first block that could be taken from the cache may be there: only that one is hashed."""
@@ -255,7 +260,12 @@ class KVCacheManager:
 
     def free(self, sequence: KVSequence) -> None:
         """Give back all blocks; the sequence keeps its hashes and can be started again."""
-        tables = sequence.tables
+        tables, last = sequence.tables, sequence.num_stored - 1
+        if sequence.chain is not None and last >= 0:
+            for group in self._sparse:  # the next turn of a conversation begins with what this one has computed
+                state = tables[group.index][last]
+                if state.id and state.block_hash is None:
+                    group.pool.store(state, group.index, sequence.chain.hashes[last])
         for part in self._pools:
             if len(part.indices) == 1:
                 part.pool.release(reversed(tables[part.indices[0]]))
@@ -341,3 +351,9 @@ class KVCacheManager:
         table[first:visible_from] = nulls
         deltas.set_entries(row, group.index, first, nulls)
         sequence.num_visible_from[group.index] = visible_from
+
+
+def _first_message_end(request: EngineRequest) -> int:
+    """How many tokens a prompt's first message has, its end token included; other conversations may share it."""
+    ends = [request.token_ids.index(token) for token in request.eos_token_ids if token in request.token_ids]
+    return min(ends, default=-1) + 1

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, HeadNorm, Rotation, Written
+from quire.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    GroupBackend,
+    HeadNorm,
+    Rotation,
+    Written,
+)
 from quire.layers.adapters import AdapterTokens
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.scheme import Weight, as_tensor
@@ -62,7 +70,7 @@ def keeps_heads(num_kv_heads: int, head_dim: int, sliding_window: int | None) ->
 class CachedLayer(Stage):
     """A layer that keeps something. `bind` must be called once, after its cache is allocated."""
 
-    backend: AttentionBackend
+    backend: GroupBackend
     cache: Tensor
     group: int
 
@@ -77,7 +85,11 @@ class CachedLayer(Stage):
     ) -> tuple[int, ...]:
         """Shape of a cache tensor with `num_blocks` of what this layer keeps."""
 
-    def bind(self, backend: AttentionBackend, cache: Tensor, group: int) -> None:
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of that tensor, where keys and values are `dtype`."""
+        return dtype
+
+    def bind(self, backend: GroupBackend, cache: Tensor, group: int) -> None:
         """`cache` is this layer's part of the KV cache, `group` the index into `ForwardBatch.attention`."""
         self.backend = backend
         self.cache = cache
@@ -87,19 +99,24 @@ class CachedLayer(Stage):
         """Let go of the cache, until the next `bind`."""
         self.cache = self.cache[:0].clone()
 
+    @abstractmethod
     def heal(self, block_ids: Tensor) -> None:
         """Replace every value of these blocks [n] int64 that is not finite by zero."""
-        self.backend.heal(self.cache, block_ids)
 
 
 class AttentionLayer(CachedLayer):
     """Attention of any form; holds no parameters."""
+
+    backend: AttentionBackend
 
     def __init__(self, spec: AttentionSpec, layer_index: int, target: Target) -> None:
         super().__init__()
         self.spec = spec
         self.layer_index = layer_index
         self._gather_rows = GATHER_ROWS.bind(target)
+
+    def heal(self, block_ids: Tensor) -> None:
+        self.backend.heal(self.cache, block_ids)
 
 
 class Attention(AttentionLayer):

@@ -167,6 +167,29 @@ class MergedColumnParallelLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
 
 
+class ReorderedLinear(MergedColumnParallelLinear):
+    """Merged matrices some of whose rows a checkpoint has in another order: orders[name][i] is the row kept as i."""
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        orders: Mapping[str, Tensor],
+        *,
+        bias: bool,
+        target: Target,
+        group: ParallelGroup,
+    ) -> None:
+        if group.size > 1:
+            raise ConfigError(f"{', '.join(outputs)} are not split over ranks; set the tensor parallel size to 1")
+        super().__init__(in_features, outputs, bias=bias, target=target, group=group)
+        self._orders = [orders.get(name) for name in outputs]
+
+    def _arranged(self, index: int, rows: Weight) -> Weight:
+        order = self._orders[index]
+        return rows if order is None else rows_of(rows, order)
+
+
 class QKVParallelLinear(Linear):
     """Query, key and value projections at once, split by heads.
 

@@ -5,7 +5,7 @@ Keys may be absent or null; which ones an architecture needs it says itself. Oth
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -87,7 +87,7 @@ class ConfigSchema(msgspec.Struct):
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
     num_experts: Count | None = None
-    num_local_experts: Count | None = None
+    num_local_experts: Whole | None = None  # 0: dense
     type_vocab_size: Count | None = None
     pad_token_id: TokenId | None = None
     layer_norm_eps: Positive | None = None
@@ -142,4 +142,59 @@ class ConfigSchema(msgspec.Struct):
     use_bias: bool | None = None
     lm_head_bias: bool | None = None
     clip_qkv: Positive | None = None
+    attn_layer_indices: list[int] | None = None
+    attn_layer_offset: Whole | None = None
+    attn_layer_period: Count | None = None
+    block_auto_adjust_ff_dim: bool | None = None
+    block_ff_dim: Count | None = None
+    block_ffn_dim_multiplier: Positive | None = None
+    block_multiple_of: Count | None = None
+    conv_L_cache: Count | None = None
+    conv_bias: bool | None = None
+    conv_kernel: Count | None = None
+    expand: Positive | None = None
+    expert_layer_offset: Whole | None = None
+    expert_layer_period: Count | None = None
+    full_attention_interval: Count | None = None
+    full_attn_idxs: list[int] | None = None
+    hybrid_override_pattern: str | None = None
+    layer_norm_epsilon: Positive | None = None
+    layers_block_type: list[str] | None = None
+    linear_conv_kernel_dim: Count | None = None
+    linear_key_head_dim: Count | None = None
+    linear_num_key_heads: Count | None = None
+    linear_num_value_heads: Count | None = None
+    linear_value_head_dim: Count | None = None
+    mamba_conv_bias: bool | None = None
+    mamba_d_conv: Count | None = None
+    mamba_d_head: Count | Literal["auto"] | None = None
+    mamba_d_ssm: Count | None = None
+    mamba_d_state: Count | None = None
+    mamba_dt_rank: Count | Literal["auto"] | None = None
+    mamba_expand: Positive | None = None
+    mamba_head_dim: Count | None = None
+    mamba_n_groups: Count | None = None
+    mamba_n_heads: Count | None = None
+    mamba_norm_before_gate: bool | None = None
+    mamba_num_heads: Count | None = None
+    mamba_proj_bias: bool | None = None
+    mamba_rms_norm: bool | None = None
+    mixer_rms_eps: Positive | None = None
+    mlp_multipliers: list[float] | None = None
+    model_type: str | None = None
+    n_groups: Count | None = None
+    norm_eps: Positive | None = None
+    num_dense_layers: Whole | None = None
+    num_heads: Count | None = None
+    shared_intermediate_size: Count | None = None
+    ssm_multipliers: list[float] | None = None
+    ssm_state_size: Count | None = None
+    state_size: Count | None = None
+    text_config: dict[str, Any] | None = None
+    tie_embedding: bool | None = None
+    time_step_limit: list[float | dict[str, str]] | None = None
+    time_step_min: Positive | None = None
+    time_step_rank: Count | Literal["auto"] | None = None
+    use_conv_bias: bool | None = None
+    use_expert_bias: bool | None = None
     quantization_config: QuantizationSchema | None = None

@@ -39,6 +39,8 @@ class GgufCheckpoint(Checkpoint):
         value = dequantize(self.file.data(tensor), tensor.type, tensor.shape)
         if self._architecture.norms_plus_one and name.endswith("norm.weight"):
             value -= 1
+        if name.endswith(".A_log"):  # stored as what decays are made with
+            value = value.neg().log()
         heads = self._interleaved_heads(name)
         if heads:
             pairs = value.view(heads, -1, 2, *value.shape[1:])

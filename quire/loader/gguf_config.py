@@ -25,30 +25,37 @@ class GgufKeys:
     def get(self, key: str) -> Any:
         return _shortest(self.file.metadata.get(f"{self.architecture}.{key}"))
 
-    def count(self, key: str, default: int | None = None, at_most: int | None = None) -> int:
-        """A positive whole number, required if it has no default; given per layer, it must be the same for all."""
+    def count(
+        self, key: str, default: int | None = None, at_most: int | None = None, *, skips_zero: bool = False
+    ) -> int:
+        """A positive whole number, required if it has no default; given per layer, it must be the same for all.
+
+        `skips_zero`: layers may have none.
+        """
         value = self.get(key)
         values = value if isinstance(value, list) and value else [value]
+        if skips_zero:
+            values = [each for each in values if each != 0] or values
         if any(other != values[0] for other in values):
-            raise self._wrong(key, values, "the same for all layers: such models are not supported")
+            raise self.wrong(key, values, "the same for all layers: such models are not supported")
         number = self._or_default(key, values[0], default)
         if not isinstance(number, int) or number < 1:
-            raise self._wrong(key, number, "a positive whole number")
+            raise self.wrong(key, number, "a positive whole number")
         if at_most is not None and number > at_most:
-            raise self._wrong(key, number, f"at most {at_most}")
+            raise self.wrong(key, number, f"at most {at_most}")
         return number
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number, required if it has no default."""
         value = self._or_default(key, self.get(key), default)
         if not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
+            raise self.wrong(key, value, "a number")
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self._or_default(key, self.get(key), default)
         if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
+            raise self.wrong(key, value, "a string")
         return value
 
     def _or_default(self, key: str, value: Any, default: Any) -> Any:
@@ -61,7 +68,7 @@ class GgufKeys:
             )
         return default
 
-    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+    def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path}: {self.architecture}.{key} is {value!r}; it must be {expected}")
 
     def floats(self, tensor_name: str) -> list[float] | None:
@@ -114,7 +121,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count", at_most=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads, skips_zero=name in _RECURRENT),
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
@@ -380,6 +387,50 @@ def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 
 _SOFTMAX = 1  # as expert_gating_func numbers it
+
+
+def _mixers(keys: GgufKeys, config: dict[str, Any], recurrent: str) -> list[str]:
+    """Layers without heads of keys are recurrent."""
+    listed = keys.get("attention.head_count_kv")
+    count = config["num_hidden_layers"]
+    heads = listed if isinstance(listed, list) else [listed] * count
+    if len(heads) != count:
+        raise keys.wrong("attention.head_count_kv", heads, f"of {count} layers")
+    return ["full_attention" if each else recurrent for each in heads]
+
+
+def _lfm2(keys: GgufKeys, config: dict[str, Any]) -> None:
+    config |= {
+        "layer_types": _mixers(keys, config, "conv"),
+        "conv_L_cache": keys.count("shortconv.l_cache"),
+        "norm_eps": config["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in keys.file.tensors),
+    }
+
+
+def _granite_hybrid(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _granite(keys, config)
+    heads, dense = keys.count("ssm.time_step_rank"), config["intermediate_size"]
+    config |= {
+        "layer_types": _mixers(keys, config, "linear_attention"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": keys.count("ssm.inner_size") // heads,
+        "mamba_d_ssm": keys.count("ssm.inner_size"),
+        "mamba_d_state": keys.count("ssm.state_size"),
+        "mamba_d_conv": keys.count("ssm.conv_kernel"),
+        "mamba_n_groups": keys.count("ssm.group_count", 1),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.file.tensors),
+        "position_embedding_type": "nope" if keys.get("rope.scaling.finetuned") is False else "rope",
+        "num_local_experts": 0,
+        "shared_intermediate_size": dense,
+    }
+    if keys.get("expert_count"):
+        _experts_alone(keys, config)
+        config["shared_intermediate_size"] = keys.count("expert_shared_feed_forward_length", dense)
+
+
+_RECURRENT = ("lfm2", "granitehybrid")
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -400,6 +451,8 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "dots1": _deepseek_experts,
     "glm4moe": _deepseek_experts,
     "deepseek2": _deepseek,
+    "lfm2": _lfm2,
+    "granitehybrid": _granite_hybrid,
 }
 
 

@@ -23,6 +23,7 @@ class GgufArchitecture:
 
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MODEL_NAMES["token_embd_norm"] = "model.norm"  # LFM2's, which is the last norm
 # Tables of rope factors: read into the config, not weights of a layer.
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -104,6 +105,22 @@ _HUNYUAN_MOE = (
         "attn_k_norm": "self_attn.key_layernorm",
     }
 )
+_LFM2 = {
+    **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
+    **{"attn_output": "self_attn.out_proj", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
+    **{"attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+    **{"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+_STATE_SPACE = {
+    **{
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
+    },
+    **{"ssm_dt": "mamba.dt_bias$", "ssm_a": "mamba.A_log$", "ssm_d": "mamba.D$"},
+}
 _PHI3 = _PRE_NORMS | {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -146,9 +163,16 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK),  # or V2, by its keys
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
+    "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", _LFM2),
+    "granitehybrid": GgufArchitecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _LLAMA | _EXPERTS | _shared("shared") | _STATE_SPACE,
+        interleaved_qk=True,
+    ),
 }
 
-_BLOCK_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<stem>(nextn\.)?\w+)\.(?P<kind>weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<stem>((nextn|shortconv)\.)?\w+?)(\.(?P<kind>weight|bias))?")
 
 
 def hf_tensor_name(architecture: GgufArchitecture, gguf_name: str) -> str | None:

@@ -116,7 +116,7 @@ def allocate(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes] | None =
     `schemes` are those in which a checkpoint stores what each layer has; None: all is float32.
     """
     for path, layer in weighted_layers(model):
-        layer.allocate(path, NO_SCHEMES if schemes is None else schemes[layer])
+        layer.allocate(path, NO_SCHEMES if schemes is None else schemes.get(layer, NO_SCHEMES))
 
 
 def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32) -> int:

@@ -62,6 +62,13 @@ PREFIX_QUERIES = Metric(
     "prefix_cache_queries_total", "counter", "Prompt tokens that the engine looked up in the prefix cache."
 )
 PREFIX_HITS = Metric("prefix_cache_hits_total", "counter", "Prompt tokens that the engine found in the prefix cache.")
+PREFIX_MISSES = Metric(
+    "prefix_cache_missed_tokens_total",
+    "counter",
+    "Prompt tokens that the prefix cache did not have, by reason. new: not cached (any more); no_state: cached, but"
+    " there is no state of recurrent layers to go on from.",
+    ("reason",),
+)
 PREEMPTIONS = Metric(
     "num_preemptions_total", "counter", "Times that a running completion was put back because KV blocks ran out."
 )

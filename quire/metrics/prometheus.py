@@ -61,6 +61,9 @@ class PrometheusObserver(Observer, Collector):
         self._preemptions.value = counters.num_preemptions
         self._prefix_queries.value = counters.prefix_queries
         self._prefix_hits.value = counters.prefix_hits
+        missed = counters.prefix_queries - counters.prefix_hits - counters.prefix_without_state
+        self._prefix_misses.at("new").value = missed
+        self._prefix_misses.at("no_state").value = counters.prefix_without_state
         self._computed_prompt_tokens.value = counters.prompt_tokens
         if counters.num_drafts:
             self._drafts.value = counters.num_drafts
@@ -144,6 +147,7 @@ class PrometheusObserver(Observer, Collector):
         self._cache_info = self._numbers(catalog.CACHE_INFO)
         self._prefix_queries = self._number(catalog.PREFIX_QUERIES)
         self._prefix_hits = self._number(catalog.PREFIX_HITS)
+        self._prefix_misses = self._numbers(catalog.PREFIX_MISSES)
         self._preemptions = self._number(catalog.PREEMPTIONS)
         self._drafts = self._number(catalog.DRAFTS)
         self._draft_tokens = self._number(catalog.DRAFT_TOKENS)

@@ -155,6 +155,7 @@ class EngineCounters:
         "num_preemptions",
         "prefix_hits",
         "prefix_queries",
+        "prefix_without_state",
         "prompt_tokens",
     )
 
@@ -162,6 +163,7 @@ class EngineCounters:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.prefix_without_state = 0
         self.prompt_tokens = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -174,6 +176,7 @@ class EngineCounters:
         self.num_preemptions += stats.num_preemptions - before.num_preemptions
         self.prefix_queries += stats.prefix_queries - before.prefix_queries
         self.prefix_hits += stats.prefix_hits - before.prefix_hits
+        self.prefix_without_state += stats.prefix_without_state - before.prefix_without_state
         self.prompt_tokens += stats.prompt_tokens - before.prompt_tokens
         if stats.num_drafts != before.num_drafts:
             self._add_drafts(stats, before)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec, HeadNorm, Rotation
 from quire.layers.activation import gated_activation, gated_matmul
 from quire.layers.attention import Attention, AttentionSinks, ForwardBatch, WantedTokens, keeps_heads
-from quire.layers.fusion import Forms, Passed, Stage
-from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm
+from quire.layers.fusion import Forms, Passed, Stage, whole
+from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm, merge_residual
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
-from quire.models.kinds import MIXERS, MLP, MLPS, Mixer
+from quire.models.kinds import MIXERS, MLP, MLPS, NONE, Mixer
 from quire.ops.scale import SCALE
 from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
@@ -30,7 +30,8 @@ class AttentionBlock(Mixer):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj: Linear
+        self.qkv_proj = qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -47,7 +48,7 @@ class AttentionBlock(Mixer):
             target=ctx.target,
             group=ctx.group,
         )
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        num_heads, num_kv_heads = qkv_proj.num_heads, qkv_proj.num_kv_heads
         self.sinks = AttentionSinks(config.num_heads, ctx.group) if config.attention_sinks else None
         self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, num_heads, num_kv_heads)
         self.attention = Attention(
@@ -194,33 +195,37 @@ class DecoderLayer(Stage):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
-        self.self_attn = MIXERS.get(config.mixers[layer])(config, ctx, layer)
-        self.mlp = MLPS.get(config.mlps[layer])(config, ctx, layer)
+        mixer, mlp = config.mixers[layer], config.mlps[layer]
+        self.self_attn = MIXERS.get(mixer)(config, ctx, layer) if mixer != NONE else None
+        self.mlp = MLPS.get(mlp)(config, ctx, layer) if mlp != NONE else None
 
         def norm() -> RMSNorm | LayerNorm:
             return make_norm(config, ctx)
 
         pre, post = config.norms in ("pre", "pre_post"), config.norms in ("pre_post", "post")
-        self.attn_norm = norm() if pre else ResidualMerge()
-        self.attn_post_norm = norm() if post else nn.Identity()
-        self.mlp_norm = norm() if pre else ResidualMerge()
-        self.mlp_post_norm = norm() if post else nn.Identity()
+        self.attn_norm = norm() if pre and mixer != NONE else ResidualMerge()
+        self.attn_post_norm = norm() if post and mixer != NONE else nn.Identity()
+        self.mlp_norm = norm() if pre and mlp != NONE else ResidualMerge()
+        self.mlp_post_norm = norm() if post and mlp != NONE else nn.Identity()
         self._adds_as_is = not post and config.residual_multiplier is None
         self._multiplier = config.residual_multiplier
         self._gather_rows, self._scale = GATHER_ROWS.bind(ctx.target), SCALE.bind(ctx.target)
 
     @property
     def accepts(self) -> Forms:
-        return self.attn_norm.accepts
+        return self.mlp_norm.accepts if self.self_attn is None else self.attn_norm.accepts
 
     def feed(self, accepted: Forms) -> None:
-        if self._adds_as_is:
-            self.mlp.feed(accepted)
+        last = self.mlp or self.self_attn
+        if self._adds_as_is and last is not None:
+            last.feed(accepted)
 
     def settle(self) -> None:
-        self.attn_norm.feed(self.self_attn.accepts)
-        self.mlp_norm.feed(self.mlp.accepts)
-        if self._adds_as_is:
+        if self.self_attn is not None:
+            self.attn_norm.feed(self.self_attn.accepts)
+        if self.mlp is not None:
+            self.mlp_norm.feed(self.mlp.accepts)
+        if self._adds_as_is and self.self_attn is not None and self.mlp is not None:
             self.self_attn.feed(self.mlp_norm.accepts)
 
     def forward(
@@ -235,12 +240,26 @@ class DecoderLayer(Stage):
 
         With `wanted` both results are of those tokens alone.
         """
-        normed, residual = self.attn_norm.merge(hidden, residual)
-        hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch, wanted)))
-        if wanted is not None:
+        if self.self_attn is not None:
+            normed, residual = self.attn_norm.merge(hidden, residual)
+            hidden = self._scaled(self.attn_post_norm(self.self_attn(normed, rotation, batch, wanted)))
+        elif wanted is not None:
+            hidden, residual = self._narrowed(hidden, residual, wanted)
+        if wanted is not None and self.self_attn is not None:
+            assert residual is not None
             residual = self._gather_rows(residual, wanted.tokens)
+        if self.mlp is None:
+            assert residual is not None, "a layer has a mixer or an MLP"
+            return hidden, residual
         normed, residual = self.mlp_norm.merge(hidden, residual)
         return self._scaled(self.mlp_post_norm(self.mlp(normed))), residual
+
+    def _narrowed(self, hidden: Passed, residual: Tensor | None, wanted: WantedTokens) -> tuple[Tensor, Tensor]:
+        """The wanted tokens, of a layer in which no token reads another."""
+        added, kept = whole(hidden), merge_residual(hidden, residual)
+        wanted.finite.copy_(kept.sum(-1, dtype=torch.float32).isfinite())
+        before = torch.zeros_like(added) if residual is None else residual
+        return self._gather_rows(added, wanted.tokens), self._gather_rows(before, wanted.tokens)
 
     def _scaled(self, hidden: Any) -> Passed:
         return hidden if self._multiplier is None else self._scale(hidden, self._multiplier)

@@ -3,7 +3,8 @@ Hugging Face config. Architectures differ only in the flags they set here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,6 +77,32 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """The recurrent mixers; what a family does not have is left at its default."""
+
+    conv_width: int = 1  # tokens that the convolution reads
+    num_heads: int = 0
+    num_key_heads: int = 0  # of keys and queries, each shared by as many heads
+    key_dim: int = 0  # of a head's state
+    value_dim: int = 0
+    bias: bool = False  # of the projections
+    conv_bias: bool = False
+    eps: float = 1e-6  # of the norm behind the recurrence
+    norm: bool = True  # whether there is one
+    norm_groups: int = 1
+    norm_first: bool = False  # normed, then gated
+    dt_rank: int = 0
+    dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
+    dt_norm_weights: bool = True
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    # Multipliers of Falcon-H1: on parts of the input projection, on results of states and of attention, on gates and
+    # results of MLPs.
+    scales: tuple[float, ...] = ()
+    beside: tuple[float, ...] = (1.0, 1.0)
+    mlp: tuple[float, ...] = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -111,6 +138,7 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None  # of the layers whose MLP is of this kind
     latent: LatentConfig | None = None  # of the layers whose mixer is of this kind
+    recurrent: RecurrentConfig | None = None  # of the layers whose mixer is recurrent
 
     @property
     def num_layers(self) -> int:
@@ -154,6 +182,17 @@ class ConfigReader(Mapping[str, Any]):
         if size < 1:
             raise ModelError(f"hidden_size is {hidden_size}, which {num_heads} heads cannot share; correct either")
         return size
+
+    def kinds(self, key: str, types: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
+        """What `names` calls the type of each layer, which are as `key` says, or as the architecture has it."""
+        unknown = sorted(set(types) - set(names))
+        if unknown or len(types) != self["num_hidden_layers"]:
+            raise ModelError(
+                f"{key} must name one of {', '.join(names)} for each of num_hidden_layers = "
+                f"{self['num_hidden_layers']} layers; it has {len(types)} entries"
+                f"{''.join(f', among them {name!r}' for name in unknown)}"
+            )
+        return tuple(names[kind] for kind in types)
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
         """The config's own list, or one made from the architecture's rule for layer i."""

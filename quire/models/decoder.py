@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
+from itertools import chain
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from quire.models.base import BuildContext, CausalLM, ModelDescription
 from quire.models.blocks import DecoderLayer, make_norm
 from quire.models.config import DecoderConfig
 from quire.models.heads import make_heads, num_labels, with_heads
-from quire.models.kinds import MIXERS
+from quire.models.kinds import MIXERS, NONE
 from quire.ops.scale import SCALE, rounded
 from quire.types.pooling import Classifier, HeadLayer
 
@@ -162,13 +163,15 @@ class DecoderLM(CausalLM):
     @classmethod
     def describe(cls, config: dict[str, Any]) -> ModelDescription:
         decoder = cls.decoder_config(config)
-        kept = (MIXERS.get(name).keeps(decoder, layer) for layer, name in enumerate(decoder.mixers))
+        kept = (
+            MIXERS.get(name).keeps_all(decoder, layer) for layer, name in enumerate(decoder.mixers) if name != NONE
+        )
         return ModelDescription(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             num_layers=decoder.num_layers,
             max_position_embeddings=decoder.max_position_embeddings,
-            layers=tuple(layer for layer in kept if layer is not None),
+            layers=tuple(chain.from_iterable(kept)),
             is_bidirectional=not decoder.causal,
         )
 

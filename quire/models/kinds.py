@@ -27,6 +27,12 @@ class Mixer(Stage):
         """What the layer caches, in a CachedLayer of this block; None: nothing."""
         return None
 
+    @classmethod
+    def keeps_all(cls, config: DecoderConfig, layer: int) -> tuple[LayerKV, ...]:
+        """The same of a block with any number of CachedLayers, in their order."""
+        kept = cls.keeps(config, layer)
+        return () if kept is None else (kept,)
+
     @abstractmethod
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
@@ -45,9 +51,29 @@ class MLP(Stage):
         """hidden [n, hidden] -> [n, hidden]."""
 
 
+NONE = "none"  # in place of a name: the layer has no such block, and no norm before it
 MIXERS: Registry[type[Mixer]] = Registry(
-    "mixer", "quire.models", {"attention": "blocks:AttentionBlock", "latent": "latent:LatentBlock"}
+    "mixer",
+    "quire.models",
+    {
+        "attention": "blocks:AttentionBlock",
+        "latent": "latent:LatentBlock",
+        "gated_attention": "gated_attention:GatedAttention",
+        "gated_delta": "gated_delta:GatedDelta",
+        "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
+        "mamba": "mamba_mixer:MambaMixer",
+        "mamba2": "mamba2_mixer:Mamba2Mixer",
+        "beside_attention": "falcon_h1:BesideAttention",
+        "short_conv": "short_conv:ShortConv",
+    },
 )
 MLPS: Registry[type[MLP]] = Registry(
-    "MLP", "quire.models", {"gated": "blocks:GatedMLP", "experts": "experts:ExpertsMLP"}
+    "MLP",
+    "quire.models",
+    {
+        "gated": "blocks:GatedMLP",
+        "experts": "experts:ExpertsMLP",
+        "scaled": "falcon_h1:ScaledMLP",
+        "squared_relu": "nemotron_h:SquaredReluMLP",
+    },
 )

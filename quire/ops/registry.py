@@ -22,6 +22,17 @@ from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.per_head import PER_HEAD
+from quire.ops.recurrent import (
+    COMPACT,
+    GATE,
+    GATED_CONV,
+    GATED_DELTA,
+    GATED_NORM,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SHORT_CONV,
+    STATE_SPACE,
+)
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
@@ -86,4 +97,13 @@ OPS: tuple[Op[Any], ...] = (
     APPEND_TOKENS,
     APPEND_GREEDY,
     LOGPROBS,
+    SHORT_CONV,
+    GATED_CONV,
+    GATED_DELTA,
+    STATE_SPACE,
+    SELECTIVE_SCAN,
+    LINEAR_ATTENTION,
+    GATED_NORM,
+    GATE,
+    COMPACT,
 )

@@ -83,7 +83,7 @@ class Drafts:
         offers: list[Offer] = []
         for index, request in enumerate(step.requests):
             speculated = self._requests.get(request)
-            room = min(step.budget, request.max_tokens_total - request.num_tokens)
+            room = min(step.budget, request.max_tokens_total - request.num_tokens, state.kv.most_drafts)
             if speculated is None or room <= 0 or index in step.chunks:
                 continue
             drafters, track = speculated

@@ -192,6 +192,7 @@ class Scheduler:
             num_draft_tokens=state.draft_counts.num_draft_tokens,
             num_accepted_tokens=state.draft_counts.num_accepted_tokens,
             accepted_per_position=tuple(state.draft_counts.accepted_per_position),
+            prefix_without_state=state.prefix_without_state,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -234,6 +234,7 @@ class SchedulerState:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.prefix_without_state = 0
         self.step_tokens = 0
         self.prompt_tokens = 0  # computed since start
         self.draft_counts = DraftCounts()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STATE_ROLLBACK = 9  # tokens that a recurrent state can take back: drafts, and the last known token
+
 
 @dataclass(frozen=True, slots=True)
 class KVForm:

@@ -56,6 +56,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0  # theirs
     num_accepted_tokens: int = 0  # those that held
     accepted_per_position: tuple[int, ...] = ()  # the same, by their place among the drafts of a row
+    prefix_without_state: int = 0  # tokens since start that were cached, but for a recurrent state to go on from
 
     @property
     def kv_cache_usage(self) -> float:

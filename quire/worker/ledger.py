@@ -45,6 +45,13 @@ class MemoryLedger:
     def num_kv_tokens(self) -> int:
         return self.layout.num_tokens(self.pool_blocks)
 
+    def room(self, num_tokens: int) -> int:
+        """How many of a request's `num_tokens` the smallest pool that keeps tokens has room for."""
+        kept = (
+            count - 1 for count, pool in zip(self.pool_blocks, self.layout.pools, strict=True) if not pool.per_row
+        )
+        return min(num_tokens, *(count * self.layout.block_size for count in kept), num_tokens)
+
     def format(self) -> str:
         """A table for people."""
         reason = f"max_model_len = {self.max_model_len} ({self.max_model_len_reason})"
@@ -70,12 +77,21 @@ class MemoryDemand:
     max_num_batched_tokens: int
     max_num_seqs: int
     others: tuple[LedgerLine, ...] = ()  # left to other processes
+    state_cache_size: int | None = None  # bytes for checkpoints of states
 
     def entries(self, num_blocks: Sequence[int]) -> tuple[LedgerLine, ...]:
         """The lines of a ledger with this many KV blocks of each pool."""
-        blocks = f"{sum(num_blocks)} blocks, {self.layout.num_tokens(num_blocks)} tokens"
-        kv = LedgerLine("KV blocks", self.layout.num_bytes(num_blocks), blocks)
-        return (self.weights, kv, *self.parts, *self.others)
+        layout = self.layout
+        states = [n if pool.per_row else 0 for n, pool in zip(num_blocks, layout.pools, strict=True)]
+        tokens = [n - of_states for n, of_states in zip(num_blocks, states, strict=True)]
+        lines = []
+        if any(tokens):
+            blocks = f"{sum(tokens)} blocks, {layout.num_tokens(num_blocks)} tokens"
+            lines.append(LedgerLine("KV blocks", layout.num_bytes(tokens), blocks))
+        if any(states):
+            note = f"{sum(states)} of recurrent layers: of running requests, and checkpoints"
+            lines.append(LedgerLine("states", layout.num_bytes(states), note))
+        return (self.weights, *lines, *self.parts, *self.others)
 
     @property
     def fixed(self) -> int:
@@ -91,7 +107,9 @@ class MemoryDemand:
 
     def pool_blocks(self, kv_memory: int, num_tokens: int) -> tuple[int, ...]:
         """Blocks of each pool in `kv_memory` bytes, for requests of up to `num_tokens`."""
-        return self.layout.num_blocks_for(kv_memory, num_tokens, self.max_num_batched_tokens)
+        return self.layout.num_blocks_for(
+            kv_memory, num_tokens, self.max_num_batched_tokens, self.max_num_seqs, self.state_cache_size
+        )
 
     def longest(self, kv_memory: int) -> int:
         """The longest request that fits into so much KV memory, at most what the model was trained for."""

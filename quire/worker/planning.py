@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, GroupBackend
 from quire.attention.registry import BACKENDS, choose_backend
+from quire.attention.state import StateBackend
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
@@ -96,9 +97,10 @@ class EnginePlan:
         }
 
     @property
-    def backends(self) -> list[AttentionBackend]:
-        """Of each KV group: one serves them all."""
-        return [self.backend] * len(self.ledger.layout.groups)
+    def backends(self) -> list[GroupBackend]:
+        """Of each KV group: one serves all that attend, another all that keep states."""
+        states = StateBackend(self.backend)
+        return [states if group.kind == "state" else self.backend for group in self.ledger.layout.groups]
 
     def without_checkpoint(self) -> EnginePlan:
         """The same for a model that is loaded, which needs the file and its metadata no more."""
@@ -191,6 +193,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         others=_others(config, others) if platform.uses_host_memory else (),
+        state_cache_size=config.cache.state_cache_size,
     )
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     ledger = _ledger(config, platform, demand, supply)

@@ -178,7 +178,7 @@ def build_runner(
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
     samples = token_ladder if platform.batch_invariant else coarse_ladder(max_samples)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
-    room = min(ledger.max_model_len, (min(ledger.pool_blocks) - 1) * block_size)
+    room = ledger.room(ledger.max_model_len)
     return Runner(
         rows=rows,
         tables=tables,
@@ -225,6 +225,6 @@ def bind_caches(
         for slot, index in enumerate(group.layers):
             place, layer, backend = (group.pool, slot), layers[index], plan.backends[group.index]
             if place not in slots:
-                shape = layer.cache_shape(backend, counts[group.pool], block_size, plan.kv_dtype)
-                slots[place] = plan.platform.zeros(shape, plan.kv_dtype)
+                shape = layer.cache_shape(plan.backend, counts[group.pool], block_size, plan.kv_dtype)
+                slots[place] = plan.platform.zeros(shape, layer.cache_dtype(plan.kv_dtype))
             layer.bind(backend, slots[place], group.index)

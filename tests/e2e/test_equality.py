@@ -33,6 +33,12 @@ MODELS = {
         "mlp_only_layers": [0],
     },
     "latent": {"model_type": "deepseek_v3", **LATENT},  # one compressed vector a token, beside experts in groups
+    "recurrent": {  # beside gated attention; states and KV blocks
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_value_heads": 4},
+        "linear_num_key_heads": 2,
+    },
 }
 
 
@@ -119,10 +125,9 @@ def test_in_chunks(model: Path, reference: EngineCore, chunk: int) -> None:
 def test_with_forced_preemption(model: Path, reference: EngineCore, steps_in_flight: int) -> None:
     cases = make_cases(8, seed=5, longest=20, outputs=90)  # they fit when they start, and not when they have grown
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
-    blocks = sum(layout.blocks_for(140, 64)) + 2
     core = engine(
         model,
-        kv_cache_memory=blocks * layout.page_bytes,
+        kv_cache_memory=layout.bytes_for(140, 64) + layout.page_bytes,
         max_model_len=140,
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -140,7 +145,7 @@ def test_on_full_partial_and_evicted_prefix_hits(model: Path, reference: EngineC
     layout = plan_memory(EngineConfig.from_flat(model=str(model))).layout
     core = engine(
         model,
-        kv_cache_memory=(sum(layout.blocks_for(200, 128)) + 6) * layout.page_bytes,
+        kv_cache_memory=layout.bytes_for(200, 128) + 5 * min(pool.page_bytes for pool in layout.pools),
         max_model_len=200,
         max_num_batched_tokens=128,
     )
@@ -149,6 +154,7 @@ def test_on_full_partial_and_evicted_prefix_hits(model: Path, reference: EngineC
     }
     cold = run_alone(core, base, params)
     full = run_alone(core, base, params)
+    run_alone(core, base[:50] + tail[::-1], params)  # states are kept where another prompt left the first one
     part = run_alone(core, base[:50] + tail, params)
     assert (cold.num_cached_tokens, full.num_cached_tokens) == (0, 80)
     assert 0 < part.num_cached_tokens <= 48

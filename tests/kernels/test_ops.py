@@ -42,6 +42,13 @@ OWN_TYPE = {
     "prequantized_linear_fp8": (0, 1, 2, 3),
     "sparse_mlp": (2,),
     "packed_sparse_mlp": (2,),
+    # States, and the vectors that decays are made of.
+    "short_conv": (4, 5),
+    "gated_conv": (3, 4),
+    "gated_delta": (3, 4, 5, 6),
+    "state_space": (2, 3, 4, 5, 6, 7),
+    "selective_scan": (4, 5, 6, 7),
+    "linear_attention": (1, 2, 3),
 }
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 

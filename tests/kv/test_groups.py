@@ -57,7 +57,8 @@ def test_a_hit_of_states_is_the_last_checkpoint(present: set[int], limit: int, b
 
 def test_states_take_blocks_for_marks_and_the_end_alone() -> None:
     group = Group(0, KINDS.get("state")(None, 4), BlockPool(9, 1))
-    assert [bool(block.id) for block in group.extend(2, 8, (-1, 3, 3, 9))] == [False, True, False, False, False, True]
-    assert group.num_new(2, 8, (3, 7)) == 2
+    assert [bool(block.id) for block in group.extend(2, 8, (-1, 3, 3, 9))] == [False, True, False, False, True, True]
+    assert group.num_new(2, 8, (3, 7)) == 3
+    assert group.num_new(7, 8, ()) == 1
     assert group.num_new(5, 5, (5,)) == 0
-    assert group.pool.num_free == 6
+    assert group.pool.num_free == 5

@@ -62,9 +62,21 @@ def test_pools_share_the_memory_so_that_a_request_that_fits_can_run(
     assert layout.num_bytes(counts) <= memory
     needed = layout.blocks_for(num_tokens, step_tokens)
     assert all(count > least for count, least in zip(counts, needed, strict=True))
-    # No pool is left with memory for another request when the others are full.
-    shares = [(count - 1) / least for count, least in zip(counts, needed, strict=True)]
-    assert max(shares) - min(shares) <= max(1 / least for least in needed)
+    # No pool of tokens is left with memory for another request when the others are full.
+    of_tokens = [pair for *pair, pool in zip(counts, needed, layout.pools, strict=True) if not pool.per_row]
+    shares = [(count - 1) / least for count, least in of_tokens]
+    assert max(shares) - min(shares) <= max(1 / least for _, least in of_tokens)
+
+
+def test_states_get_what_rows_hold_and_what_checkpoints_are_given() -> None:
+    layout = plan_layout([LayerKV("full", None, 1), LayerKV("state", bytes_per_row=1000)], 4)
+    one = layout.bytes_for(100, 100)
+    least = layout.num_blocks_for(one, 100, 100, num_rows=8)
+    assert least == (26, 8), "a request of 100 tokens, and the null blocks"
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8, checkpoints=30_000)[1] == 8 + 7 * 2 + 30
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=8)[1] == 8 + 7 * 2 + 25
+    assert layout.num_blocks_for(one + 100_000, 100, 100, num_rows=900, checkpoints=0)[1] == 8 + 50, "at most a half"
+    assert layout.num_blocks_for(one + 9_000, 100, 100, checkpoints=10**9) == (26, 8 + 9)
 
 
 def test_two_windows_are_two_kinds() -> None:

@@ -291,8 +291,10 @@ def test_a_row_has_one_state_and_leaves_a_checkpoint_at_the_end_of_its_prompt() 
     checkpoint = sequence.tables[1][3]
     kv.store(sequence, prompt, 18)
     assert kv.allocate(sequence, 18, 21, 0, BlockDeltas())
-    assert checkpoint.ref_count == 0, "the token at 18 reads the state in entry 4"
-    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, False, True, True]
+    assert checkpoint.ref_count == 1, "the last full entry"
+    assert kv.allocate(sequence, 20, 25, 0, BlockDeltas())
+    assert checkpoint.ref_count == 0, "the token at 20 reads the state in entry 4"
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, False, False, True, True, True]
     kv.check_integrity([sequence])
     kv.free(sequence)
     assert kv.num_free_blocks == kv.num_blocks == 39 + 9
@@ -343,16 +345,37 @@ def test_any_number_of_drafts_may_hold() -> None:
     assert kv.allocate(sequence, 6, 16, 0, BlockDeltas(), drafts=True)
     assert all(ids(sequence, 1)[1:])
     assert kv.allocate(sequence, 9, 17, 0, BlockDeltas())
-    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, False, True, True, True]
+    assert [bool(block_id) for block_id in ids(sequence, 1)] == [False, True, True, True, True]
+
+
+def test_the_last_full_state_of_a_row_that_ends_is_what_the_next_turn_goes_on_from() -> None:
+    kv = make_states()
+    turn = list(range(10))
+    sequence = start(kv, request(turn))
+    for token in range(10, 23):
+        turn.append(token)
+        kv.store(sequence, turn, len(turn) - 1)
+        assert kv.allocate(sequence, len(turn) - 1, len(turn), 0, BlockDeltas())
+    kv.free(sequence)
+    assert hit_length(kv, request([*turn, *range(50, 60)])) == 20
+    assert hit_length(kv, request([*turn[:12], *range(50, 60)])) == 8, "the end of the first prompt"
+
+
+def test_the_end_of_the_first_message_is_a_checkpoint() -> None:
+    kv = make_states()
+    system = [*range(8), 99, 8]
+    run_once(kv, request([*system, *range(20, 40)], eos_token_ids=(98, 99)))
+    assert hit_length(kv, request([*system, *range(50, 60)])) == 8
 
 
 def test_each_pool_must_have_room() -> None:
-    kv = make_states(num_blocks=40, num_states=3)
+    kv = make_states(num_blocks=40, num_states=4)
     sequence = start(kv, request(range(6)))
     other = kv.open(request(range(20, 26)))
     assert not kv.start(other, kv.no_prefix(), 6, 1, BlockDeltas())
     assert not kv.fits_now(kv.no_prefix(), 6, 6, 0)
-    assert not kv.allocate(sequence, 0, 9, 0, BlockDeltas()), "the state at 6 is still read"
-    assert kv.allocate(sequence, 6, 9, 0, BlockDeltas())
-    assert kv.needed_and_present(100, 100) == (4, 2)
+    assert kv.allocate(sequence, 0, 9, 0, BlockDeltas())
+    assert not kv.allocate(sequence, 0, 13, 0, BlockDeltas()), "the state at 0 is still read"
+    assert kv.allocate(sequence, 8, 13, 0, BlockDeltas())
+    assert kv.needed_and_present(100, 100) == (7, 3)
     kv.check_integrity([sequence, other])

@@ -15,7 +15,7 @@ from quire.loader.model_config import load_config
 from quire.models.registry import describe
 from quire.types.errors import CheckpointError, ModelError
 from tests.models.architectures import GENERATORS
-from tests.models.zoo import EXPERT_KEYS
+from tests.models.zoo import EXPERT_KEYS, STATE_KEYS
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -30,6 +30,8 @@ CONFIG: dict[str, Any] = {
     "sliding_window": 16,
     "use_sliding_window": True,
     **EXPERT_KEYS,
+    **{key: value for key, value in STATE_KEYS.items() if key != "head_dim"},
+    "layers_block_type": ["mamba", "attention", "mamba"],
 }
 ODD: list[Any] = [
     *(0, -1, 1, 3, 1.5, 10**9, 10**18, 1e300, float("nan"), float("inf"), True, None, "", "x", "12"),

@@ -12,10 +12,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, make_batch
+from quire.attention.state import StateBackend
 from quire.attention.torch_latent import TorchLatentAttention
 from quire.attention.torch_ref import TorchAttention
 from quire.layers.attention import ForwardBatch
 from quire.layers.latent_attention import LatentAttention
+from quire.layers.state import StateCache
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.mapper import load_weights
 from quire.models.base import BuildContext, CausalLM
@@ -65,10 +67,16 @@ class PagedSequence:
         self.length = 0
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1).to(torch.int32)
-        for layer in model.attention_layers():
-            dtype = next(model.parameters()).dtype
-            shape = layer.cache_shape(backend, num_blocks + 1, BLOCK_SIZE, dtype)
-            layer.bind(backend, torch.zeros(shape, dtype=dtype), group=0)
+        self.states = StateBackend(backend)
+        dtype = next(parameter.dtype for name, parameter in model.named_parameters() if "norm" in name)
+        for layer in model.cached_layers():
+            is_state = isinstance(layer, StateCache)
+            cache = torch.full(
+                layer.cache_shape(backend, num_blocks + 1, BLOCK_SIZE, dtype),
+                float("nan") if is_state else 0.0,  # a state is never read that was not written
+                dtype=layer.cache_dtype(dtype),
+            )
+            layer.bind(self.states if is_state else backend, cache, group=int(is_state))
 
     def inputs(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, ForwardBatch]:
         """What a model's forward takes for the next chunk, padded to MIN_TOKENS."""
@@ -87,7 +95,7 @@ class PagedSequence:
             slot_mapping=pad(slots),
             block_size=BLOCK_SIZE,
         )
-        batch = ForwardBatch(attention=[self.backend.prepare_eager(attention)])
+        batch = ForwardBatch([part.prepare_eager(attention) for part in (self.backend, self.states)])
         return pad(torch.tensor(tokens)), pad(positions), batch
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quire.models.base import CausalLM
 from tests.models.harness import greedy, load, run_chunks
-from tests.models.zoo import ARCHITECTURES, LATENTS, LENGTH, MIXTURES, ROPES, Tiny
+from tests.models.zoo import ARCHITECTURES, LATENTS, LENGTH, MIXTURES, RECURRENT, ROPES, Tiny
 
 PROMPT = 37
 TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -35,7 +35,10 @@ class Pair:
         return tokens[PROMPT:]
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, *MIXTURES, *LATENTS, *ROPES], ids=lambda tiny: tiny.name)
+PARITY = [*ARCHITECTURES, *MIXTURES, *LATENTS, *ROPES, *RECURRENT]
+
+
+@pytest.fixture(scope="module", params=PARITY, ids=lambda tiny: tiny.name)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(request.param, tmp_path_factory.mktemp("tiny"))
 

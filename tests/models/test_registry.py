@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from quire.models.base import BuildContext
+from quire.models.decoder import DecoderLM
 from quire.models.registry import ARCHITECTURES, describe, model_class
 from quire.types.errors import ModelError, UnknownArchitectureError
 from tests.e2e.test_encoders import ENCODERS
 from tests.models.zoo import ARCHITECTURES as TINY
-from tests.models.zoo import EXPERT_KEYS, LATENTS, MIXTURES, SIZES
+from tests.models.zoo import EXPERT_KEYS, LATENTS, MIXTURES, RECURRENT, SIZES, STATE_KEYS
 
 
 def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
@@ -20,16 +21,18 @@ def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_line_resolves_builds_on_meta_and_is_described_without_building(architecture: str) -> None:
-    config = config_of(architecture, sliding_window=8, **EXPERT_KEYS)
+    config = config_of(architecture, sliding_window=8, **EXPERT_KEYS, **STATE_KEYS)
     with torch.device("meta"):
         model = model_class(config).from_config(config, BuildContext(dtype=torch.bfloat16, max_model_len=64))
     description = describe(config)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    wide = ("choice_bias", "sinks.weight")  # what is never rounded
+    wide = ("choice_bias", "sinks.weight", ".A_log", ".dt_bias", ".D")  # what is never rounded
     rounded = {parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(wide)}
     assert rounded == {torch.bfloat16}
     assert list(description.layers) == [layer.keeps for layer in model.cached_layers()]
-    assert [layer.layer_index for layer in model.attention_layers()] == [0, 1, 2, 3]
+    mixers = model.config.mixers if isinstance(model, DecoderLM) else ("attention",) * 4
+    attending = [index for index, mixer in enumerate(mixers) if "attention" in mixer]
+    assert [layer.layer_index for layer in model.attention_layers()] == attending
     assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
 
 
@@ -45,12 +48,13 @@ def test_the_zoo_has_every_architecture() -> None:
         )
 
     generating = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
-    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in (*TINY, *MIXTURES, *LATENTS)}
+    known = (*TINY, *MIXTURES, *LATENTS, *RECURRENT)
+    assert {stem(name) for name in generating} == {stem(tiny.config) for tiny in known}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnknownArchitectureError, match=r"unknown architecture 'MambaForCausalLM'.*LlamaForCausalLM"):
-        model_class({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(UnknownArchitectureError, match=r"unknown architecture 'SnakeForCausalLM'.*LlamaForCausalLM"):
+        model_class({"architectures": ["SnakeForCausalLM"]})
 
 
 def test_a_config_without_architecture_is_refused() -> None:

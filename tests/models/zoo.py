@@ -42,6 +42,11 @@ EXPERT_KEYS: dict[str, Any] = {
     **{"n_group": 1, "topk_group": 1},
     **LATENT_KEYS,
 }
+# What configs of recurrent models call their sizes.
+STATE_KEYS: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1},
+    **{"ssm_state_size": 16, "conv_kernel": 4, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -236,6 +241,65 @@ ROPES = [
                 long_factor=[2.0, 2.5, 3.0, 4.0],
             ),
             "original_max_position_embeddings": 16,
+        },
+    ),
+]
+
+CONVS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 16,
+    "tie_word_embeddings": True,
+}
+LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "initializer_range": 0.1,  # more, and transformers' own chunks differ from its recurrence by 1e-4
+}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
+PURE = {"num_hidden_layers": 3, "state_size": 16, "intermediate_size": 128}
+RECURRENT = [
+    Tiny("lfm2", "Lfm2Config", {**CONVS}),
+    Tiny("lfm2-conv-bias", "Lfm2Config", {**CONVS, "conv_bias": True, "conv_L_cache": 4}),
+    Tiny("lfm2-moe", "Lfm2MoeConfig", {**CONVS, **EXPERTS, "num_dense_layers": 1}),
+    Tiny("qwen3-next", "Qwen3NextConfig", {**DELTA, **SHARED}),
+    Tiny("qwen3.5", "Qwen3_5TextConfig", {**DELTA}),
+    Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
+    Tiny("mamba", "MambaConfig", {**PURE}),
+    Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
+    Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    Tiny("bamba", "BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    Tiny("jamba", "JambaConfig", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 1}),
+    Tiny(
+        "falcon-h1",
+        "FalconH1Config",
+        {
+            **{**MAMBA2, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7], "mlp_multipliers": [0.8, 1.3], "key_multiplier": 0.6},
+            **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7, "lm_head_multiplier": 0.8},
+            **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.6, "embedding_multiplier": 2.0},
+        },
+    ),
+    Tiny("falcon-h1-no-norm", "FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
+    Tiny(
+        "nemotron-h",
+        "NemotronHConfig",
+        {
+            **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
+        },
+    ),
+    Tiny("granite-hybrid", "GraniteMoeHybridConfig", {**MAMBA2, "layer_types": LINEAR, "num_local_experts": 0}),
+    Tiny(
+        "granite-hybrid-moe",
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA2,
+            **LOCAL_EXPERTS,
+            **{"layer_types": LINEAR, "position_embedding_type": "rope", "shared_intermediate_size": 40},
+            **{"residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5},
         },
     ),
 ]

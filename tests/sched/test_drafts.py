@@ -199,7 +199,7 @@ def test_states_go_on_from_wherever_drafts_stopped_holding(block_size: int) -> N
         driver = Driver(
             layers=[LayerKV("full", None, 1), LayerKV("state", bytes_per_row=7)],
             block_size=block_size,
-            num_blocks=[draw.randint(45, 80), draw.randint(6, 20)],
+            num_blocks=[draw.randint(45, 80), draw.randint(8, 20)],
             max_model_len=40,
             max_num_seqs=3,
             budget=draw.randint(4, 32),

@@ -294,7 +294,45 @@ def sampling(all_shapes: bool) -> None:
     drafts.place_drafts(index, starts, starts[:-1], index, ahead, ahead, ahead, token_ids, known, known)
 
 
+def states(all_shapes: bool) -> None:
+    """Qwen3-Next, Granite-4, LFM2 and Mamba."""
+    from quire.kernels.triton import short_conv as around
+    from quire.kernels.triton import states as kernels
+    from quire.ops.states import StatePlaces, StateShape
+
+    rows, wide = 8, torch.float32
+    for tokens in (8, 2048) if all_shapes else (8,):
+        places = StatePlaces(
+            numbers(64, 512, dtype=torch.int32),
+            numbers(rows, dtype=torch.int64),
+            numbers(rows, dtype=torch.int32),
+            numbers(rows + 1, dtype=torch.int32),
+            16,
+        )
+        delta = StateShape(8192, 4, 32, 16, 128, 128)
+        cache = numbers(3, delta.size, dtype=wide)
+        projected = numbers(tokens, 12352)
+        around.short_conv(projected[:, :8192], numbers(8192, 4), None, True, cache, places, delta)
+        gates = projected[:, 12288:12320], projected[:, 12320:]
+        vectors = numbers(32, dtype=wide), numbers(32, dtype=wide)
+        kernels.gated_delta(numbers(tokens, 8192), *gates, *vectors, cache, places, delta)
+        around.gated_norm(numbers(tokens, 4096), projected[:, 8192:12288], numbers(128), 1e-6, 32, True)
+        space = StateShape(1792, 4, 48, 1, 128, 32)
+        cache, heads = numbers(3, space.size, dtype=wide), numbers(48, dtype=wide)
+        given = (numbers(tokens, 1792), numbers(tokens, 48), heads, heads, heads, (0.0, float("inf")))
+        kernels.state_space(*given, cache, places, space)
+        conv = StateShape(1024, 3)
+        cache = numbers(3, conv.size, dtype=wide)
+        around.gated_conv(numbers(tokens, 3072), numbers(1024, 3), None, cache, places, conv)
+        scan = StateShape(1536, 4, 1536, 1, 16, 1, 16)
+        cache, x = numbers(3, scan.size, dtype=wide), numbers(tokens, 1536)
+        parts = numbers(tokens, 16), numbers(tokens, 16), numbers(1536, 16, dtype=wide), numbers(1536, dtype=wide)
+        kernels.selective_scan(x, x, *parts, cache, places, scan)
+        around.gate(x, x, True)
+
+
 PARTS = {
+    "states": states,
     "products": products,
     "experts": experts,
     "lines": lines,

@@ -1,0 +1,444 @@
+"""Recurrent layers: matrices per head that tokens are folded into, one after the other.
+
+See quire/ops/states.py for the layout of a state. A program has some columns of one head's matrix of one row and goes
+through the row's tokens; no bit depends on how a sequence was cut into steps, or on other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import FUSED
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _delta_inputs_kernel(
+    qkv_ptr,
+    decay_ptr,
+    strength_ptr,
+    a_ptr,
+    bias_ptr,
+    qk_ptr,
+    decays_ptr,
+    strengths_ptr,
+    qkv_stride,
+    decay_stride,
+    strength_stride,
+    scale,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    DECAYS: tl.constexpr,
+    GATES: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lanes = tl.arange(0, KEYS)
+    inside = lanes < KEY_DIM
+    x = tl.load(qkv_ptr + token * qkv_stride + head * KEY_DIM + lanes, mask=inside, other=0.0).to(tl.float32)
+    x = x / tl.sqrt(tl.sum(x * x, axis=0) + 1e-6)
+    if head < KEY_HEADS:
+        x = x * scale
+    tl.store(qk_ptr + (token * 2 * KEY_HEADS + head) * KEY_DIM + lanes, x, mask=inside)
+    if head == 0:
+        places = tl.arange(0, DECAYS)
+        known = places < HEADS * DECAY_DIM
+        value = tl.load(decay_ptr + token * decay_stride + places, mask=known, other=0.0).to(tl.float32)
+        value = _softplus(value + tl.load(bias_ptr + places, mask=known, other=0.0))
+        a = tl.load(a_ptr + places // DECAY_DIM, mask=known, other=0.0)
+        tl.store(decays_ptr + token * HEADS * DECAY_DIM + places, tl.exp(a * value), mask=known)
+        gates = tl.arange(0, GATES)
+        known = gates < HEADS
+        value = tl.load(strength_ptr + token * strength_stride + gates, mask=known, other=0.0).to(tl.float32)
+        tl.store(strengths_ptr + token * HEADS + gates, 1.0 / (1.0 + tl.exp(-value)), mask=known)
+
+
+@triton.jit
+def _scan_inputs_kernel(
+    x_ptr,
+    dt_ptr,
+    bias_ptr,
+    a_ptr,
+    values_ptr,
+    decays_ptr,
+    x_stride,
+    dt_stride,
+    low,
+    high,
+    HAS_BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    DECAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = heads < HEADS
+    step = tl.load(dt_ptr + token * dt_stride + heads, mask=known, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        step += tl.load(bias_ptr + heads, mask=known, other=0.0)
+    step = tl.minimum(tl.maximum(_softplus(step), low), high)
+    columns = tl.arange(0, VALUES)
+    mask = known[:, None] & (columns < VALUE_DIM)[None, :]
+    places = heads[:, None] * VALUE_DIM + columns[None, :]
+    x = tl.load(x_ptr + token * x_stride + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(values_ptr + token * HEADS * VALUE_DIM + places, x * step[:, None], mask=mask)
+    lanes = tl.arange(0, DECAYS)
+    mask = known[:, None] & (lanes < DECAY_DIM)[None, :]
+    places = heads[:, None] * DECAY_DIM + lanes[None, :]
+    a = tl.load(a_ptr + places, mask=mask, other=0.0)
+    tl.store(decays_ptr + token * HEADS * DECAY_DIM + places, tl.exp(a * step[:, None]), mask=mask)
+
+
+@triton.jit
+def _fold(matrix, key, value, decay, strength, DELTA: tl.constexpr):
+    matrix = matrix * decay[:, None]
+    if DELTA:
+        value = (value - tl.sum(matrix * key[:, None], axis=0)) * strength
+    return matrix + key[:, None] * value[None, :]
+
+
+@triton.jit
+def _recurrence_kernel(
+    queries_ptr,
+    keys_ptr,
+    values_ptr,
+    decays_ptr,
+    strengths_ptr,
+    skip_ptr,
+    skipped_ptr,
+    cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    contexts_ptr,
+    starts_ptr,
+    out_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
+    skipped_stride,
+    cache_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    index, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    lanes = tl.arange(0, KEYS)
+    is_key, is_value = lanes < KEY_DIM, columns < VALUE_DIM
+    of_decay = lanes if DECAY_DIM > 1 else lanes * 0
+    row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
+    begin, end = tl.load(starts_ptr + index), tl.load(starts_ptr + index + 1)
+    if end > begin:
+        first = context - (end - begin)
+        key_head = head // (HEADS // KEY_HEADS)
+        OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+        OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
+        OF_DECAYS: tl.constexpr = HEADS * DECAY_DIM
+        RING: tl.constexpr = OF_KEYS + OF_VALUES + OF_DECAYS + HEADS
+        place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
+        in_matrix = is_key[:, None] & is_value[None, :]
+        table = tables_ptr + row * table_stride
+        matrix = tl.zeros([KEYS, COLUMNS], tl.float32)
+        if first > 0:
+            state = cache_ptr + tl.load(table + (first - 1) // BLOCK_SIZE).to(tl.int64) * cache_stride
+            matrix = tl.load(state + 1 + place, mask=in_matrix, other=0.0)
+            for at in range(tl.load(state).to(tl.int32), first):
+                kept = state + 1 + HEADS * KEY_DIM * VALUE_DIM + (at % ROLLBACK) * RING
+                key = tl.load(kept + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
+                kept += OF_KEYS
+                value = tl.load(kept + head * VALUE_DIM + columns, mask=is_value, other=0.0)
+                kept += OF_VALUES
+                decay = tl.load(kept + head * DECAY_DIM + of_decay, mask=is_key, other=0.0)
+                matrix = _fold(matrix, key, value, decay, tl.load(kept + OF_DECAYS + head), DELTA)
+        entry = first // BLOCK_SIZE
+        for at in range(first, context):
+            until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
+            while (entry * BLOCK_SIZE < context) & (tl.maximum(first, until - ROLLBACK) <= at):
+                block = tl.load(table + entry).to(tl.int64)
+                if block > 0:
+                    tl.store(cache_ptr + block * cache_stride + 1 + place, matrix, mask=in_matrix)
+                entry += 1
+                until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
+            token = (begin + at - first).to(tl.int64)
+            key = tl.load(keys_ptr + token * key_stride + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
+            query = tl.load(queries_ptr + token * query_stride + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
+            value = tl.load(values_ptr + token * value_stride + head * VALUE_DIM + columns, mask=is_value, other=0.0)
+            decay = tl.load(decays_ptr + token * OF_DECAYS + head * DECAY_DIM + of_decay, mask=is_key, other=0.0)
+            strength = 1.0
+            if DELTA:
+                strength = tl.load(strengths_ptr + token * HEADS + head)
+            matrix = _fold(matrix, key.to(tl.float32), value.to(tl.float32), decay, strength, DELTA)
+            out = tl.sum(matrix * query.to(tl.float32)[:, None], axis=0)
+            if HAS_SKIP:
+                skipped = tl.load(
+                    skipped_ptr + token * skipped_stride + head * VALUE_DIM + columns, mask=is_value, other=0.0
+                )
+                out += tl.load(skip_ptr + head) * skipped.to(tl.float32)
+            tl.store(
+                out_ptr + token * OF_VALUES + head * VALUE_DIM + columns,
+                out.to(out_ptr.dtype.element_ty),
+                mask=is_value,
+            )
+
+
+@triton.jit
+def _keep_inputs_kernel(
+    keys_ptr,
+    values_ptr,
+    decays_ptr,
+    strengths_ptr,
+    cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    contexts_ptr,
+    starts_ptr,
+    key_stride,
+    value_stride,
+    cache_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    OF_DECAYS: tl.constexpr,
+    MATRIX: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
+    begin, end = tl.load(starts_ptr + index), tl.load(starts_ptr + index + 1)
+    RING: tl.constexpr = OF_KEYS + OF_VALUES + OF_DECAYS + HEADS
+    if end > begin:
+        first = context - (end - begin)
+        for entry in range(first // BLOCK_SIZE, (context - 1) // BLOCK_SIZE + 1):
+            block = tl.load(tables_ptr + row * table_stride + entry).to(tl.int64)
+            if block > 0:
+                until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
+                base = tl.maximum(first, until - ROLLBACK)
+                state = cache_ptr + block * cache_stride
+                if tl.program_id(1) == 0:
+                    tl.store(state, base.to(tl.float32))
+                for at in range(base, until):
+                    token = (begin + at - first).to(tl.int64)
+                    of_values, of_decays = places - OF_KEYS, places - OF_KEYS - OF_VALUES
+                    of_strengths = of_decays - OF_DECAYS
+                    kept = tl.load(keys_ptr + token * key_stride + places, mask=places < OF_KEYS, other=0.0)
+                    kept = kept.to(tl.float32)
+                    mask = (of_values >= 0) & (of_values < OF_VALUES)
+                    value = tl.load(values_ptr + token * value_stride + of_values, mask=mask, other=0.0)
+                    kept += value.to(tl.float32)
+                    mask = (of_decays >= 0) & (of_decays < OF_DECAYS)
+                    kept += tl.load(decays_ptr + token * OF_DECAYS + of_decays, mask=mask, other=0.0)
+                    mask = (of_strengths >= 0) & (of_strengths < HEADS)
+                    if DELTA:
+                        kept += tl.load(strengths_ptr + token * HEADS + of_strengths, mask=mask, other=0.0)
+                    else:
+                        kept = tl.where(mask, 1.0, kept)
+                    tl.store(state + 1 + MATRIX + (at % ROLLBACK) * RING + places, kept, mask=places < RING)
+
+
+def gated_delta(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    count, heads, keys = qkv.shape[0], shape.num_heads, shape.num_key_heads
+    qk = torch.empty(count, 2 * keys, shape.key_dim, dtype=torch.float32, device=qkv.device)
+    decays = torch.empty(count, heads, shape.decay_dim, dtype=torch.float32, device=qkv.device)
+    strengths = torch.empty(count, heads, dtype=torch.float32, device=qkv.device)
+    _delta_inputs_kernel[(count, 2 * keys)](
+        qkv,
+        decay,
+        strength,
+        a,
+        dt_bias,
+        qk,
+        decays,
+        strengths,
+        qkv.stride(0),
+        decay.stride(0),
+        strength.stride(0),
+        shape.key_dim**-0.5,
+        HEADS=heads,
+        KEY_HEADS=keys,
+        KEY_DIM=shape.key_dim,
+        DECAY_DIM=shape.decay_dim,
+        KEYS=triton.next_power_of_2(shape.key_dim),
+        DECAYS=triton.next_power_of_2(heads * shape.decay_dim),
+        GATES=triton.next_power_of_2(heads),
+        **FUSED,
+    )
+    values = qkv[:, 2 * keys * shape.key_dim :]
+    return _recur(qk[:, :keys], qk[:, keys:], values, decays, strengths, None, cache, places, shape, qkv.dtype)
+
+
+def state_space(
+    xbc: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    skip: Tensor,
+    dt_limits: tuple[float, float],
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
+    x, b, c = xbc.split([width, keys, keys], dim=-1)
+    values, decays = _scan_inputs(x, dt, dt_bias, a, dt_limits, shape)
+    return _recur(c, b, values, decays, None, (skip, x), cache, places, shape, xbc.dtype)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    skip: Tensor,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    values, decays = _scan_inputs(x, dt, None, a, (0.0, float("inf")), shape)
+    return _recur(c, b, values, decays, None, (skip, x), cache, places, shape, x.dtype)
+
+
+def linear_attention(qkv: Tensor, decay: Tensor, cache: Tensor, places: Any, shape: Any) -> Tensor:
+    q, k, v = (part.flatten(1) for part in qkv.view(qkv.shape[0], shape.num_heads, 3, -1).unbind(2))
+    decays = decay[None].expand(qkv.shape[0], -1).contiguous()
+    return _recur(q, k, v, decays, None, None, cache, places, shape, qkv.dtype)
+
+
+def _scan_inputs(
+    x: Tensor, dt: Tensor, dt_bias: Tensor | None, a: Tensor, limits: tuple[float, float], shape: Any
+) -> tuple[Tensor, Tensor]:
+    count, heads = x.shape[0], shape.num_heads
+    values = torch.empty(count, heads * shape.value_dim, dtype=torch.float32, device=x.device)
+    decays = torch.empty(count, heads, shape.decay_dim, dtype=torch.float32, device=x.device)
+    block = 16
+    _scan_inputs_kernel[(count, triton.cdiv(heads, block))](
+        x,
+        dt,
+        a if dt_bias is None else dt_bias,
+        a,
+        values,
+        decays,
+        x.stride(0),
+        dt.stride(0),
+        limits[0],
+        min(limits[1], 3e38),
+        HAS_BIAS=dt_bias is not None,
+        HEADS=heads,
+        VALUE_DIM=shape.value_dim,
+        DECAY_DIM=shape.decay_dim,
+        VALUES=triton.next_power_of_2(shape.value_dim),
+        DECAYS=triton.next_power_of_2(shape.decay_dim),
+        BLOCK=block,
+        **FUSED,
+    )
+    return values, decays
+
+
+def _recur(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    strengths: Tensor | None,
+    skip: tuple[Tensor, Tensor] | None,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.zeros(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
+    state, num_rows = cache[:, shape.conv_size :], places.rows.shape[0]
+    rows = (places.tables, places.rows, places.contexts, places.starts)
+    factors, skipped = skip or (values, values)
+    columns = min(32, triton.next_power_of_2(shape.value_dim))
+    _recurrence_kernel[(num_rows, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
+        queries,
+        keys,
+        values,
+        decays,
+        decays if strengths is None else strengths,
+        factors,
+        skipped,
+        state,
+        *rows,
+        out,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        skipped.stride(0),
+        cache.stride(0),
+        places.tables.stride(0),
+        BLOCK_SIZE=places.block_size,
+        HEADS=shape.num_heads,
+        KEY_HEADS=shape.num_key_heads,
+        KEY_DIM=shape.key_dim,
+        VALUE_DIM=shape.value_dim,
+        DECAY_DIM=shape.decay_dim,
+        ROLLBACK=shape.rollback,
+        DELTA=strengths is not None,
+        HAS_SKIP=skip is not None,
+        KEYS=triton.next_power_of_2(shape.key_dim),
+        COLUMNS=columns,
+        **FUSED,
+    )
+    block = 1024
+    _keep_inputs_kernel[(num_rows, triton.cdiv(sum(shape.input_sizes), block))](
+        keys,
+        values,
+        decays,
+        decays if strengths is None else strengths,
+        state,
+        *rows,
+        keys.stride(0),
+        values.stride(0),
+        cache.stride(0),
+        places.tables.stride(0),
+        BLOCK_SIZE=places.block_size,
+        HEADS=shape.num_heads,
+        OF_KEYS=shape.input_sizes[0],
+        OF_VALUES=shape.input_sizes[1],
+        OF_DECAYS=shape.input_sizes[2],
+        MATRIX=shape.matrix_size,
+        ROLLBACK=shape.rollback,
+        DELTA=strengths is not None,
+        BLOCK=block,
+        **FUSED,
+    )
+    return out

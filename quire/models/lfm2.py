@@ -1,0 +1,57 @@
+"""LFM2: short convolutions, and attention with normed queries and keys in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
+from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
+from quire.models.recurrent import moved
+
+MIXER_OF = {"full_attention": "attention", "conv": "short_conv"}
+WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHTS.rename}).renaming(
+    ("operator_norm", "attn_norm"),
+    ("ffn_norm", "mlp_norm"),
+    ("embedding_norm", "norm"),
+    ("self_attn.out_proj", "self_attn.o_proj"),
+    ("q_layernorm", "qk_norm.q"),
+    ("k_layernorm", "qk_norm.k"),
+    *moved("conv", "in_proj", "conv", "out_proj"),
+    ("mlp.expert_bias", "mlp.router.choice_bias"),
+    ("w1", "gate_proj"),
+    ("w3", "up_proj"),
+    ("w2", "down_proj"),
+)
+
+
+class Lfm2(DecoderLM):
+    weight_map = WEIGHTS
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {"norm_eps": 1e-5, "conv_L_cache": 3})
+        num_layers = read["num_hidden_layers"]
+        full = read.get("full_attn_idxs")
+        types = read.get("layer_types") or [
+            "full_attention" if full is None or layer in full else "conv" for layer in range(num_layers)
+        ]
+        return read_config(
+            {**config, "rms_norm_eps": read["norm_eps"], "intermediate_size": _width(read)},
+            defaults={"rope_theta": 1_000_000.0, "tie_word_embeddings": read.get("tie_embedding", True)},
+            mixers=read.kinds("layer_types", types, MIXER_OF),
+            qk_norm="head",
+            recurrent=RecurrentConfig(
+                conv_width=read["conv_L_cache"], bias=read.flag("conv_bias"), conv_bias=read.flag("conv_bias")
+            ),
+        )
+
+
+def _width(read: ConfigReader) -> int:
+    """Of the MLPs: the config's own may be adjusted."""
+    width = int(read.get("block_ff_dim") or read["intermediate_size"])
+    if read.get("block_auto_adjust_ff_dim", True) and "num_experts" not in read:
+        width = int(read.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        multiple = int(read.get("block_multiple_of", 256))
+        width = -(-width // multiple) * multiple
+    return width

@@ -1,0 +1,70 @@
+"""The Mamba-2 mixer: a convolution over x, B and C, state-space duality, a gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import Rotation
+from quire.layers.attention import ForwardBatch, WantedTokens
+from quire.layers.fusion import Passed, whole
+from quire.layers.state import ConvWeights
+from quire.models.base import BuildContext
+from quire.models.config import DecoderConfig
+from quire.models.recurrent import GatedNorm, RecurrentMixer, recurrent_of
+from quire.ops.recurrent import GATE, SHORT_CONV, STATE_SPACE
+from quire.ops.states import StateShape
+
+
+class Mamba2Mixer(RecurrentMixer):
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
+        super().__init__(config, ctx, layer)
+        kind, shape = recurrent_of(config), self.state.shape
+        width = kind.num_heads * kind.value_dim
+        self._sizes = [width, shape.conv_channels, kind.num_heads]
+        self.in_proj = self.project(config.hidden_size, sum(self._sizes), bias=kind.bias)
+        self.conv1d = ConvWeights(shape.conv_channels, kind.conv_width, bias=kind.conv_bias, target=ctx.target)
+        self.A_log, self.D, self.dt_bias = (self.vector(kind.num_heads) for _ in range(3))
+        self.gated_norm = None
+        if kind.norm:
+            self.gated_norm = GatedNorm(
+                width,
+                eps=kind.eps,
+                groups=kind.norm_groups,
+                shared=False,
+                norm_first=kind.norm_first,
+                sigmoid=False,
+                ctx=ctx,
+            )
+        self.out_proj = self.project_out(width, config, bias=kind.bias)
+        self._limits, self._scales = kind.dt_limits, kind.scales
+        keys = kind.num_key_heads * kind.key_dim
+        self._scaled_sizes = [width, width, keys, keys, kind.num_heads]
+        self._conv, self._scan = SHORT_CONV.bind(ctx.target), STATE_SPACE.bind(ctx.target)
+        self._gate = GATE.bind(ctx.target)
+
+    def _scaled_parts(self, projected: Tensor) -> Iterable[tuple[Tensor, float]]:
+        return zip(projected.split(self._scaled_sizes, dim=-1), self._scales, strict=True)
+
+    @classmethod
+    def shape_of(cls, config: DecoderConfig) -> StateShape:
+        kind = recurrent_of(config)
+        channels = kind.num_heads * kind.value_dim + 2 * kind.num_key_heads * kind.key_dim
+        return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
+
+    def forward(
+        self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
+    ) -> Passed:
+        projected = whole(self.in_proj(hidden))
+        if self._scales:
+            projected = torch.cat([part * scale for part, scale in self._scaled_parts(projected)], dim=-1)
+        gate, xbc, dt = projected.split(self._sizes, dim=-1)
+        state = self.state
+        place = (state.cache, state.places(batch), state.shape)
+        xbc = self._conv(xbc, self.conv1d.weight, self.conv1d.bias, True, *place)
+        mixed = self._scan(xbc, dt, self.dt_bias, self.A_log, self.D, self._limits, *place)
+        mixed = self._gate(mixed, gate, True) if self.gated_norm is None else self.gated_norm(mixed, gate)
+        out: Passed = self.out_proj(state.of_wanted(mixed, wanted, batch))
+        return out

@@ -1,0 +1,66 @@
+"""Qwen3-Next: Gated DeltaNet, gated attention in every fourth layer, experts beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from quire.layers.weights import WeightMap
+from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
+from quire.models.decoder import DecoderLM
+from quire.models.qwen2_moe import Qwen2Moe
+from quire.models.recurrent import moved
+
+_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+
+
+def delta_weights(base: WeightMap, *projections: str) -> WeightMap:
+    names = (*projections, "conv1d", "A_log", "dt_bias", "norm", "out_proj")
+    stacked = {**base.stack, "in_proj": projections}
+    return replace(base, stack=stacked).renaming(*moved("linear_attn", *names)).ignoring("mtp.*")
+
+
+class Qwen3Next(DecoderLM):
+    weight_map = delta_weights(Qwen2Moe.weight_map, "in_proj_qkvz", "in_proj_ba")
+    delta_mixer: ClassVar[str] = "grouped_gated_delta"
+
+    @classmethod
+    def base_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        """What the family has of experts."""
+        return Qwen2Moe.decoder_config({"norm_topk_prob": True, "intermediate_size": 0, "qkv_bias": False, **config})
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, _SIZES)
+        interval, num_layers = read["full_attention_interval"], read["num_hidden_layers"]
+        types = read.get("layer_types") or [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+        ]
+        mixers = {"linear_attention": cls.delta_mixer, "full_attention": "gated_attention"}
+        rope = read_config(
+            {"intermediate_size": 0, **config, "layer_types": None}, defaults={"partial_rotary_factor": 0.25}
+        ).rope
+        return replace(
+            cls.base_config({**config, "layer_types": None}),
+            rope=rope,
+            qk_norm="head",
+            norm_weight_offset=1.0,
+            mixers=read.kinds("layer_types", types, mixers),
+            qkv_bias=read.flag("attention_bias"),
+            o_bias=read.flag("attention_bias"),
+            recurrent=RecurrentConfig(
+                conv_width=read["linear_conv_kernel_dim"],
+                num_heads=read["linear_num_value_heads"],
+                num_key_heads=read["linear_num_key_heads"],
+                key_dim=read["linear_key_head_dim"],
+                value_dim=read["linear_value_head_dim"],
+                eps=read.get("rms_norm_eps", 1e-6),
+            ),
+        )

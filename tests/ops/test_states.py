@@ -1,0 +1,106 @@
+"""Rows go on from states: any chunking gives the same bits, and tokens can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels.cpu import library, states
+from quire.ops import recurrent
+from quire.ops.states import ROLLBACK, StatePlaces, StateShape
+
+LENGTH, BLOCK = 40, 4
+DELTA = StateShape(12, 3, 2, 1, 8, 20)
+TABLE = torch.tensor([[7, 3, 0, 9, 1, 5, 2, 0, 8, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]], dtype=torch.int32)
+Run = Callable[[Tensor, StatePlaces], Tensor]
+
+
+def make_run(module: Any) -> tuple[Run, Tensor]:
+    """A convolution and then the delta rule over one sequence's inputs, with states that begin as rubbish."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 3, generator=generator)
+    more = torch.randn(12, 16 + 40 + 2 + 2, generator=generator)
+    a, bias = -torch.rand(2, generator=generator), torch.randn(2, generator=generator)
+    cache = torch.full((21, DELTA.size), float("nan"))
+
+    def run(x: Tensor, places: StatePlaces) -> Tensor:
+        conv = module.short_conv(x, weight, None, True, cache, places, DELTA)
+        projected = (conv[:, :, None] * more[None]).sum(1)
+        qkv, decay, strength = projected.split([56, 2, 2], dim=1)
+        mixed: Tensor = module.gated_delta(qkv, decay, strength, a, bias, cache, places, DELTA)
+        return mixed
+
+    return run, torch.randn(LENGTH, 12, generator=generator)
+
+
+def step(run: Run, x: Tensor, first: int, end: int, row: int = 0) -> Tensor:
+    places = StatePlaces(
+        TABLE, torch.tensor([row]), torch.tensor([end]).int(), torch.tensor([0, end - first]).int(), BLOCK
+    )
+    return run(x[first:end].contiguous(), places)
+
+
+MODULES = [recurrent, pytest.param(states, marks=pytest.mark.skipif(library.load() is None, reason="no compiler"))]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=["reference", "native"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_chunks_and_tokens_taken_back_give_the_bits_of_one_chunk(module: Any, data: st.DataObject) -> None:
+    run, x = make_run(module)
+    whole = step(run, x, 0, LENGTH, row=1)
+    run, _ = make_run(module)
+    at = 0
+    while at < LENGTH:
+        end = data.draw(st.integers(at + 1, LENGTH))
+        while not TABLE[0, (end - 1) // BLOCK]:  # a step leaves a state in its last entry
+            end += 1
+        wrong = data.draw(st.integers(0, min(ROLLBACK - 1, end - at - 1)))  # drafts that do not hold
+        if wrong and not all(TABLE[0, (end - wrong - 1) // BLOCK : (end - 1) // BLOCK + 1]):
+            wrong = 0
+        given = x.clone()
+        given[end - wrong : end] += 1.0
+        found = step(run, given, at, end)
+        assert torch.equal(found[: end - at - wrong], whole[at : end - wrong])
+        at = end - wrong
+
+
+@pytest.mark.parametrize("module", MODULES, ids=["reference", "native"])
+def test_a_row_alone_or_among_others(module: Any) -> None:
+    run, x = make_run(module)
+    whole = step(run, x, 0, LENGTH)
+    run, _ = make_run(module)
+    contexts, starts = torch.tensor([30, 20]).int(), torch.tensor([0, 30, 50]).int()
+    both = run(torch.cat((x[:30], x[:20])), StatePlaces(TABLE, torch.arange(2), contexts, starts, BLOCK))
+    assert torch.equal(both[:30], whole[:30])
+    assert torch.equal(both[30:], whole[:20])
+
+
+def test_chunks_of_tokens_equal_the_recurrence_written_out() -> None:
+    """The delta rule token by token, with nothing of the code that keeps states."""
+    inputs = recurrent.generate_delta(1)
+    qkv, decay, strength, a, bias = (part[:8] if part.shape[:1] == (10,) else part for part in inputs[:5])
+    shape = inputs[7]
+    assert isinstance(shape, StateShape)
+    count = qkv.shape[0]
+    q, k, v = qkv.split([32, 32, 4 * shape.value_dim], dim=1)
+    q, k = (torch.nn.functional.normalize(x.view(count, 2, 16), dim=-1).repeat_interleave(2, 1) for x in (q, k))
+    v = v.view(count, 4, -1)
+    matrix, expected = torch.zeros(4, 16, shape.value_dim), []
+    for t in range(count):
+        matrix = matrix * torch.exp(a * torch.nn.functional.softplus(decay[t] + bias))[:, None, None]
+        delta = (v[t] - torch.einsum("hkv,hk->hv", matrix, k[t])) * strength[t].sigmoid()[:, None]
+        matrix = matrix + torch.einsum("hk,hv->hkv", k[t], delta)
+        expected.append(torch.einsum("hkv,hk->hv", matrix, q[t]) / 4.0)
+    places = StatePlaces(
+        TABLE[1:], torch.zeros(1).long(), torch.tensor([count]).int(), torch.tensor([0, count]).int(), 4
+    )
+    cache = torch.zeros(21, shape.size)
+    found = recurrent.gated_delta(qkv, decay, strength, a, bias, cache, places, shape)
+    torch.testing.assert_close(found.view(count, 4, -1), torch.stack(expected), atol=1e-5, rtol=1e-5)
