@@ -371,8 +371,10 @@ def _both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatc
     side = -1 if spec.sliding_window is None else spec.sliding_window - 1
     if query.is_cuda and query.element_size() == 2:  # the only ones that there is a fused kernel for
         starts, most = batch.query_starts, batch.max_context
-        given = (query, keys, values.contiguous(), starts, starts, most, most)
-        fused = varlen_attn(*given, scale=spec.scale, window_size=(side, side), enable_gqa=True)
+        # One head of keys for each of queries: PyTorch 2.11 cannot be told that several share one.
+        keys, values = (x.repeat_interleave(spec.group_size, dim=1).contiguous() for x in (keys, values))
+        given = (query, keys, values, starts, starts, most, most)
+        fused = varlen_attn(*given, scale=spec.scale, window_size=(side, side))
         assert isinstance(fused, Tensor)
         return fused.flatten(1)
     out = torch.zeros_like(query)
