@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/kernels/cpu",
     "tests/attention/test_cpu_native.py",
+    "tests/attention/test_latent.py",
     "--ignore=tests/kernels/cpu/test_build.py",
     "--hypothesis-seed=0",
 )

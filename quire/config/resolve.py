@@ -104,6 +104,10 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     target = float(
         pick("step_time_target", sched.step_time_target, defaults.step_time_target * time_factor, for_mode)
     )
+    most_drafts = _max_drafts(config.speculation.speculative_config, num_seqs, budget)
+    reasons["max_num_drafts"] = (
+        "room for predictions" if config.speculation.speculative_config is None else "as asked"
+    )
     in_flight = int(pick("steps_in_flight", sched.steps_in_flight, defaults.steps_in_flight, on_device))
     fixed = config.device.deterministic and defaults.deterministic_backend
     backend = str(
@@ -120,7 +124,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         activations=activations,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
-        max_num_drafts=_max_drafts(config.speculation.speculative_config, num_seqs, budget),
+        max_num_drafts=most_drafts,
         long_prefill_token_threshold=min(threshold, budget),
         step_time_target=target,
         steps_in_flight=in_flight,

@@ -31,42 +31,42 @@ MEASURED = {**GRAPHS, "peak": 1 << 28}
 SUPPLY = MemorySupply(3 << 30, "free memory", "free some memory")
 
 PLANS = [
-    pytest.param(LLAMA, NATIVE, {}, (12_813_568, 2112), id="native", marks=needs_library),
+    pytest.param(LLAMA, NATIVE, {}, (13_841_664, 2112), id="native", marks=needs_library),
     pytest.param(
         LLAMA,
         {**NATIVE, "kv_cache_dtype": "int8", "max_num_seqs": 7},
         {},
-        (10_854_592, 231),
+        (11_882_688, 231),
         id="native int8",
         marks=needs_library,
     ),
     pytest.param(
-        SLIDING, {**NATIVE, "block_size": 32}, {}, (7_623_680, 3136), id="native sliding", marks=needs_library
+        SLIDING, {**NATIVE, "block_size": 32}, {}, (8_651_776, 3136), id="native sliding", marks=needs_library
     ),
-    pytest.param(LLAMA, TORCH, {}, (279_117_056, 2112), id="torch"),
+    pytest.param(LLAMA, TORCH, {}, (280_145_152, 2112), id="torch"),
     pytest.param(
         WIDE_HEAD,
         {**TORCH, "dtype": "bfloat16", "max_num_batched_tokens": 4096},
         {},
-        (372_326_016, 2112),
+        (405_222_016, 2112),
         id="torch wide",
     ),
     pytest.param(
         LONG,
         {**TORCH, "reserved_memory": 300 << 20, "max_model_len": 33_000},
         {},
-        (604_704_000, 13_308),
+        (605_732_096, 13_303),
         id="torch long",
     ),
-    pytest.param(LLAMA, TRITON, GRAPHS, (32_414_784, 2112), id="graphs", marks=needs_triton),
+    pytest.param(LLAMA, TRITON, GRAPHS, (34_883_552, 2112), id="graphs", marks=needs_triton),
     pytest.param(
-        SLIDING, {**FIXED, "max_num_seqs": 5}, GRAPHS, (4_962_449, 485), id="graphs fixed", marks=needs_triton
+        SLIDING, {**FIXED, "max_num_seqs": 5}, GRAPHS, (7_431_217, 485), id="graphs fixed", marks=needs_triton
     ),
     pytest.param(
         LLAMA,
         {**TRITON, "max_num_seqs": 5, "max_num_batched_tokens": 64},
         MEASURED,
-        (1_479_910_961, 165),
+        (1_482_379_729, 165),
         id="measured",
         marks=needs_triton,
     ),
@@ -74,7 +74,7 @@ PLANS = [
         WIDE_HEAD,
         {**FIXED, "kv_cache_memory": 1 << 24},
         MEASURED,
-        (973_126_272, 1365),
+        (1_019_614_848, 1365),
         id="measured fixed",
         marks=needs_triton,
     ),

@@ -15,6 +15,7 @@ from tests.kernels.cpu import (
     test_matrix,
     test_native,
     test_sampling,
+    test_states,
     test_step,
 )
 
@@ -27,6 +28,7 @@ MODULES = (
     test_matrix,
     test_native,
     test_sampling,
+    test_states,
     test_step,
 )
 
@@ -38,7 +40,25 @@ class Held(NamedTuple):
 
 
 BATCHED_PRODUCT = "test_a_row_has_the_same_bits_in_any_batch"
-OF_STEPS = ("gather_mixed", "gather_slots", "gather_sampling", "keep_allowed", "edit_logits", "penalize")
+OF_STATES = (
+    "short_conv",
+    "recurrence",
+    "keep_inputs",
+    "delta_inputs",
+    "scan_inputs",
+    "gated_norm",
+    "gate",
+    "copy_columns",
+)
+OF_STEPS = (
+    "place_drafts",
+    "gather_mixed",
+    "gather_slots",
+    "gather_sampling",
+    "keep_allowed",
+    "edit_logits",
+    "penalize",
+)
 GROUPED = ("grouped_gate_up", "grouped_down", "integer_grouped_gate_up", "integer_grouped_down")
 GROUPED_ALIKE = "test_every_format_multiplies_each_row_as_if_alone"
 LOOKED_UP = "test_rows_are_looked_up"
@@ -53,6 +73,7 @@ COVERED = {
         "test_quantization_errs_by_half_a_step_at_most", "test_what_cannot_be_quantized_is_refused", LOOKED_UP
     ),
     "unpack_rows": Held(LOOKED_UP, "test_any_blocks", LOOKED_UP),
+    "gelu": Held(*["test_gelu"] * 3),
     "add_lora": Held(*["test_adapters_are_added_token_by_token"] * 3),
     **{
         name: Held(*["test_tokens_have_the_slots_of_their_rows"] * 3)
@@ -97,6 +118,7 @@ COVERED = {
     "add_shared": Held(*["test_shared_experts_are_added"] * 3),
     # Copies of whole numbers and changes of single logits, row by row.
     **{name: Held(*["test_ops_of_steps_are_their_references"] * 3) for name in OF_STEPS},
+    **{name: Held(*["test_recurrent_ops_are_their_references"] * 2, "test_rows_beside_rows") for name in OF_STATES},
     "append_tokens": Held(
         "test_the_chosen_token_is_appended_and_the_row_advances",
         "test_rows_whose_logits_broke_are_told",

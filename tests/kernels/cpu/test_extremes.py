@@ -135,6 +135,18 @@ def assert_bits(found: Tensor, expected: Tensor) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("width", WIDTHS)
+def test_gelu(isa: str, width: int) -> None:
+    """Of infinity it may be NaN: neither is a finite value."""
+    x = rows_with_special(40, width).nan_to_num(nan=torch.nan, posinf=1e4, neginf=-1e4)
+    with using(isa):
+        found = ops.gelu(x)
+        for start, end in ((0, 1), (7, 9), (11, 40)):
+            assert_bits(ops.gelu(x[start:end]), found[start:end])
+    assert_same_kind(found, activation.gelu(x), 1e-5)
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms(isa: str, width: int, offset: float) -> None:
     generator = torch.Generator().manual_seed(width)
