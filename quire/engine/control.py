@@ -50,6 +50,7 @@ VERBS: Registry[Verb] = Registry(
         "reset_prefix_cache": "control:RESET_PREFIX_CACHE",
         "set_vocabulary": "control:SET_VOCABULARY",
         "console": "recorder:CONSOLE",
+        "read_adapter": "adapters:READ_ADAPTER",
     },
 )
 
