@@ -23,7 +23,7 @@ from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.console import ConsoleQuery, EngineView, RequestView
-from quire.types.errors import EngineDeadError, EngineError
+from quire.types.errors import EngineDeadError, EngineError, RequestError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import (
     ClassificationOutput,
@@ -43,6 +43,7 @@ logger = get_logger(__name__)
 
 # Outputs of a large batch are handed out in slices, so that readers of the first ones need not wait for the last.
 _SLICE = 128
+_LOOK_INTERVAL = 0.02  # seconds between two looks whether the engine is done with something
 _MANY_WORDS = 100  # bad_words, each of which is tokenized twice
 
 
@@ -307,6 +308,13 @@ class AsyncEngine:
     def prompt_of(self, engine_id: str) -> str | None:
         """The text of the prompt of an open completion, by the engine's name for it; None where there is none."""
         return self._outputs.prompt_of(engine_id)
+
+    async def load_adapter(self, adapter: AdapterRef) -> None:
+        """Have the engine read and check an adapter, as the first request with it would; RequestError if it cannot."""
+        while not (state := await self._client.call_async("read_adapter", adapter)).is_read:
+            if state.error is not None:
+                raise RequestError(state.error, "lora_path")
+            await asyncio.sleep(_LOOK_INTERVAL)
 
     def note_restart(self) -> None:
         """Another engine serves the client now: requests are checked by its limits from now on."""

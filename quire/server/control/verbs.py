@@ -8,13 +8,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire.server.adapter_loading import AdapterLoader, LoadAdapter, UnloadAdapter
+from quire.types.request import AdapterRef
 from quire.utils.registry import Registry
 
 Access = Literal["reads", "changes"]
 
 
-class Controlled(Protocol):
-    """What verbs act on: the server's supervisor."""
+class Supervised(Protocol):
+    """The engine, as its supervisor lets verbs have it."""
 
     @property
     def num_restarts(self) -> int: ...
@@ -27,6 +29,14 @@ class Controlled(Protocol):
     async def restart_engine(self) -> int:
         """Replace the engine by a new process; open requests go on in it. Returns its pid."""
         ...
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """What verbs act on."""
+
+    engine: Supervised
+    adapters: AdapterLoader
 
 
 @dataclass(frozen=True)
@@ -50,18 +60,32 @@ class EngineStatus(msgspec.Struct):
 
 
 async def _status(server: Controlled, argument: None) -> EngineStatus:
-    health = server.health()
-    return EngineStatus(health.status, health.detail, server.engine_pid, server.num_restarts, health.num_requests)
+    engine, health = server.engine, server.engine.health()
+    return EngineStatus(health.status, health.detail, engine.engine_pid, engine.num_restarts, health.num_requests)
 
 
 async def _restart_engine(server: Controlled, argument: None) -> dict[str, Any]:
-    before = server.engine_pid
-    return {"old_pid": before, "new_pid": await server.restart_engine()}
+    before = server.engine.engine_pid
+    return {"old_pid": before, "new_pid": await server.engine.restart_engine()}
+
+
+async def _load_adapter(server: Controlled, argument: LoadAdapter) -> AdapterRef:
+    return await server.adapters.load(argument)
+
+
+async def _unload_adapter(server: Controlled, argument: UnloadAdapter) -> AdapterRef:
+    return await server.adapters.unload(argument)
 
 
 STATUS = AdminVerb("how the engine is", "reads", None, _status)
 RESTART_ENGINE = AdminVerb(
     "replace the engine process; open streams pause and go on", "changes", None, _restart_engine
+)
+LOAD_ADAPTER = AdminVerb(
+    'serve a LoRA adapter: {"lora_name": NAME, "lora_path": FOLDER}', "changes", LoadAdapter, _load_adapter
+)
+UNLOAD_ADAPTER = AdminVerb(
+    'serve a LoRA adapter no more: {"lora_name": NAME}', "changes", UnloadAdapter, _unload_adapter
 )
 
 VERBS: Registry[AdminVerb] = Registry(
@@ -70,5 +94,7 @@ VERBS: Registry[AdminVerb] = Registry(
     {
         "status": "verbs:STATUS",
         "restart-engine": "verbs:RESTART_ENGINE",
+        "load-adapter": "verbs:LOAD_ADAPTER",
+        "unload-adapter": "verbs:UNLOAD_ADAPTER",
     },
 )
