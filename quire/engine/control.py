@@ -51,6 +51,13 @@ VERBS: Registry[Verb] = Registry(
         "set_vocabulary": "control:SET_VOCABULARY",
         "console": "recorder:CONSOLE",
         "read_adapter": "adapters:READ_ADAPTER",
+        "state": "hold_verbs:STATE",
+        "pause": "hold_verbs:PAUSE",
+        "sleep": "hold_verbs:SLEEP",
+        "wake": "hold_verbs:WAKE",
+        "update_weights": "hold_verbs:UPDATE_WEIGHTS",
+        "set_limits": "hold_verbs:SET_LIMITS",
+        "set_log_level": "hold_verbs:SET_LOG_LEVEL",
     },
 )
 
