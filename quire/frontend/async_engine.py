@@ -11,6 +11,7 @@ from typing import Any, Self
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.frontend.adapters import LoRARequest, find_adapter
+from quire.frontend.controls import AsyncControls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
@@ -23,7 +24,7 @@ from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.console import ConsoleQuery, EngineView, RequestView
-from quire.types.errors import EngineDeadError, EngineError, RequestError
+from quire.types.errors import EngineDeadError, EngineError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import (
     ClassificationOutput,
@@ -43,11 +44,10 @@ logger = get_logger(__name__)
 
 # Outputs of a large batch are handed out in slices, so that readers of the first ones need not wait for the last.
 _SLICE = 128
-_LOOK_INTERVAL = 0.02  # seconds between two looks whether the engine is done with something
 _MANY_WORDS = 100  # bad_words, each of which is tokenized twice
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncControls):
     """Streams of requests. Everything but `shutdown` must be called on the event loop it was first used on."""
 
     def __init__(
@@ -59,7 +59,7 @@ class AsyncEngine:
     ) -> None:
         """`observer` gets the events of all requests; the caller closes it."""
         defaults = text.defaults
-        self._client = client
+        self._client: EngineClient = client
         self._text = text
         self._inputs = InputProcessor(
             text.tokenizer,
@@ -292,10 +292,6 @@ class AsyncEngine:
         vocabulary = await asyncio.to_thread(self._inputs.vocabulary)
         await self._client.call_async("set_vocabulary", vocabulary, limit=None)  # however long a step takes
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prompt prefixes that no running request uses."""
-        await self._client.call_async("reset_prefix_cache")
-
     async def console(self, query: ConsoleQuery) -> EngineView:
         """What the console is shown of the engine; it records its steps from the first query to one that stops it."""
         view: EngineView = await self._client.call_async("console", query)
@@ -308,13 +304,6 @@ class AsyncEngine:
     def prompt_of(self, engine_id: str) -> str | None:
         """The text of the prompt of an open completion, by the engine's name for it; None where there is none."""
         return self._outputs.prompt_of(engine_id)
-
-    async def load_adapter(self, adapter: AdapterRef) -> None:
-        """Have the engine read and check an adapter, as the first request with it would; RequestError if it cannot."""
-        while not (state := await self._client.call_async("read_adapter", adapter)).is_read:
-            if state.error is not None:
-                raise RequestError(state.error, "lora_path")
-            await asyncio.sleep(_LOOK_INTERVAL)
 
     def note_restart(self) -> None:
         """Another engine serves the client now: requests are checked by its limits from now on."""

@@ -46,6 +46,7 @@ from quire.server.console.monitor import ConsoleMonitor
 from quire.server.console.router import console_router
 from quire.server.context import EngineProvider
 from quire.server.control.listen import admin_settings, serving_admin
+from quire.server.control.operator import EngineOperator
 from quire.server.control.verbs import Controlled
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
@@ -161,7 +162,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 description=description,
             )
             server = Server(uvicorn_config(app, settings))
-            controlled = Controlled(supervisor, app.state.adapter_loader)
+            controlled = Controlled(supervisor, app.state.adapter_loader, EngineOperator(supervisor))
             # A full collection would walk over all objects made until now and block the event loop.
             gc.collect()
             gc.freeze()

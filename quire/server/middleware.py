@@ -107,7 +107,7 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Accepts requests with one of the keys; without keys, all requests but the operator's, which need an admin key."""
+    """Accepts requests with one of the keys; without keys, all. Those of the operator need an admin key."""
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False, admin_keys: Sequence[str] = ()
@@ -155,10 +155,7 @@ def _matches(scope: Scope, digests: Sequence[bytes]) -> list[bytes]:
     candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
     # Every key is compared, each in constant time, so that the time taken tells nothing about them.
     return [
-        digest
-        for candidate in candidates
-        for digest in digests
-        if hmac.compare_digest(_digest(candidate), digest)
+        digest for candidate in candidates for digest in digests if hmac.compare_digest(_digest(candidate), digest)
     ]
 
 

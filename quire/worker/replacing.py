@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +19,6 @@ from quire.worker.planning import EnginePlan
 _SAYS_NOTHING = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
-def with_model(config: EngineConfig, path: str) -> EngineConfig:
-    """The same for a model in another folder, whatever revision of a hub the first one was."""
-    return replace(config, model=replace(config.model, model=path, revision=None))
-
-
 def check_same_model(plan: EnginePlan, config: EngineConfig) -> Checkpoint | None:
     """The checkpoint whose weights can replace those of the plan; None: they are made up. Reads no weights."""
     if config.model.load_format == "dummy":
@@ -34,8 +28,8 @@ def check_same_model(plan: EnginePlan, config: EngineConfig) -> Checkpoint | Non
     other = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if other:
         raise ConfigError(
-            f"{config.model.model} is another model: its config differs in {', '.join(other[:8])}; give weights of the"
-            " model that is served"
+            f"{config.model.model} is another model: its config differs in {', '.join(other[:8])}; give weights of"
+            " the model that is served"
         )
     with torch.device("meta"):
         model = model_class(plan.model_config).from_config(plan.model_config, plan.context)

@@ -46,7 +46,7 @@ from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
 from quire.worker.planning import EnginePlan, adapter_sizes, plan_engine, with_measured_step
-from quire.worker.replacing import check_same_model, with_model
+from quire.worker.replacing import check_same_model
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -152,7 +152,7 @@ class Worker:
 
     def update_weights(self, path: str) -> str:
         """Load the weights of another folder in place of these; if they cannot be used, these stay."""
-        before, config = self._config, with_model(self._config, path)
+        before, config = self._config, self._config.with_model(path)
         checkpoint = check_same_model(self.plan, config)
         self._let_go()
         self.model = None

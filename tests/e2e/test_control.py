@@ -1,4 +1,4 @@
-"""Sleep, wake, other weights, a pause, limits: whatever is done to a running engine, its answers are a fresh start's."""
+"""Sleep, wake, other weights, a pause, limits: a running engine's answers are those of a fresh start."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_weights_are_replaced_while_requests_run(
     after = finish(driver)["open"]
     assert after.token_ids[: len(given)] == given
     resumed = msgspec.structs.replace(ask("open", [*PROMPTS[0], *given], None), num_prompt_tokens=len(PROMPTS[0]))
-    assert fresh(other, [resumed])["open"].token_ids == after.token_ids[len(given) :], "from there on they are the new"
+    assert fresh(other, [resumed])["open"].token_ids == after.token_ids[len(given) :], (
+        "from there on they are the new"
+    )
     now = run_all(core, requests)
     assert contents(now) == contents(fresh(other, requests))
     assert contents(now) != contents(before)

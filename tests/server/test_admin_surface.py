@@ -18,10 +18,12 @@ from quire.config.groups import ServerConfig
 from quire.config.server import admin_address, admin_address_of
 from quire.engine.standby import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.frontend.async_engine import AsyncEngine
 from quire.server.adapter_loading import AdapterLoader
 from quire.server.adapters import ServedAdapters
 from quire.server.control.app import MAX_BODY, build_admin_app
 from quire.server.control.listen import admin_settings, serving_admin
+from quire.server.control.operator import EngineOperator, Wanted
 from quire.server.control.verbs import VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
@@ -36,6 +38,11 @@ from tests.server.test_supervisor import complete, expected, keeper
 class FakeServer:
     num_restarts = 2
     engine_pid: int | None = 7
+    wanted = Wanted(EngineConfig.from_flat(model="fake"))
+
+    @property
+    def operated_engine(self) -> AsyncEngine:
+        raise EngineUnavailableError("there is none")
 
     def health(self) -> Health:
         return Health("ready", "it takes requests", 2, 5)
@@ -47,7 +54,8 @@ class FakeServer:
 
 
 def controlled(server: FakeServer) -> Controlled:
-    return Controlled(server, AdapterLoader(ServedAdapters(), FakeProvider(FakeClient("x")), None, ()))
+    loader = AdapterLoader(ServedAdapters(), FakeProvider(FakeClient("x")), None, ())
+    return Controlled(server, loader, EngineOperator(server))
 
 
 def client(server: FakeServer, *keys: str) -> httpx.AsyncClient:
@@ -83,13 +91,14 @@ async def test_what_is_refused() -> None:
 
 
 async def test_every_verb_needs_the_key() -> None:
+    key = {"authorization": "Bearer secret"}
     async with client(FakeServer(), "secret") as http:
         for verb in VERBS:
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer secret", "origin": "http://a"}):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {**key, "origin": "http://a"}):
                 answer = await http.post(f"/admin/{verb}", json={}, headers=headers)
                 assert answer.status_code in (401, 403), verb
             if VERBS.get(verb).access != "reads":
-                assert (await http.get(f"/admin/{verb}", headers={"authorization": "Bearer secret"})).status_code == 405
+                assert (await http.get(f"/admin/{verb}", headers=key)).status_code == 405
 
 
 def test_addresses() -> None:

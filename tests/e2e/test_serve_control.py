@@ -1,10 +1,12 @@
-"""Adapters that come and go while a server runs: checked before they are served, replaced under traffic, restarted."""
+"""A server that changes while it runs: adapters come and go, it sleeps, gets other weights, and outlives crashes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from quire.cli.main import main
 from tests.e2e.serving import Running, eventually, start
@@ -28,6 +32,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loading").resolve()
     make_model(folder / "base", "llama")
     write_tokenizer(folder / "base", extra_tokens=VOCAB - len(SPECIAL) - 95)
+    trained = AutoModelForCausalLM.from_pretrained(folder / "base")
+    with torch.no_grad():
+        trained.model.norm.weight.mul_(torch.linspace(-1, 1, 64))
+    trained.save_pretrained(folder / "trained")
     for seed in (1, 2):
         make_adapter(folder / "base", folder / "adapters" / f"a{seed}", seed)
     other = make_model(folder / "wide", "llama", hidden_size=96, head_dim=24)
@@ -147,3 +155,72 @@ async def test_other_bytes_under_the_same_name_while_requests_run(server: Runnin
         assert (await client.post("/v1/completions", json=body("two"))).status_code == 404
         assert await going == long
         assert await names(client) == ["base"]
+
+
+async def health(client: httpx.AsyncClient) -> tuple[str, int, int]:
+    """The word, and the statuses of /health and /ready."""
+    alive, ready = await client.get("/health"), await client.get("/ready")
+    return alive.json()["status"], alive.status_code, ready.status_code
+
+
+async def test_sleep_by_ctl(server: Running, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        expected = await tokens(client, "base", max_tokens=300)
+        running = await begin(client, "base", max_tokens=300)
+        assert await asyncio.to_thread(ctl, root, "sleep") == 0
+        assert '"asleep": 1' in capsys.readouterr().out
+        assert await health(client) == ("asleep", 200, 503)
+        waiting = asyncio.create_task(tokens(client, "base", max_tokens=300))
+        assert await asyncio.to_thread(ctl, root, "restart-engine") == 0
+        assert await health(client) == ("asleep", 200, 503), "it survives a restart"
+        assert not running.done()
+        assert await asyncio.to_thread(ctl, root, "wake") == 0
+        assert (await running, await waiting) == (expected, expected)
+        assert await asyncio.to_thread(ctl, root, "sleep", {"level": 2, "requests": "refuse"}) == 0
+        refused = await client.post("/v1/completions", json=body("base"))
+        assert (refused.status_code, "asleep" in refused.text, "retry-after" in refused.headers) == (503, True, True)
+        assert await asyncio.to_thread(ctl, root, "wake") == 0
+        assert await health(client) == ("ready", 200, 200)
+        assert await tokens(client, "base", max_tokens=300) == expected
+        assert await asyncio.to_thread(ctl, root, "sleep", {"level": 7}) == 1
+        assert "must be 1" in capsys.readouterr().err
+
+
+async def test_pause_and_limits_by_ctl(server: Running, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        expected = await tokens(client, "base")
+        assert await asyncio.to_thread(ctl, root, "pause") == 0
+        waiting = await begin(client, "base")
+        assert await health(client) == ("paused", 200, 503)
+        assert await asyncio.to_thread(ctl, root, "set-limits", {"max_num_seqs": 3}) == 0
+        assert await asyncio.to_thread(ctl, root, "restart-engine") == 0
+        capsys.readouterr()
+        assert await asyncio.to_thread(ctl, root, "state") == 0
+        state = json.loads(capsys.readouterr().out)
+        assert (state["is_paused"], state["max_num_seqs"]) == (True, 3)
+        assert not waiting.done()
+        assert await asyncio.to_thread(ctl, root, "resume") == 0
+        assert await waiting == expected
+        assert await asyncio.to_thread(ctl, root, "reset-prefix-cache") == 0
+        assert await asyncio.to_thread(ctl, root, "set-log-level", {"level": "debug"}) == 0
+        assert await asyncio.to_thread(ctl, root, "set-log-level", {"level": "info"}) == 0
+        assert await asyncio.to_thread(ctl, root, "set-limits", {"max_num_seqs": 10**6}) == 1
+
+
+async def test_other_weights_outlive_a_crash(server: Running, root: Path) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        old = await tokens(client, "base")
+        running = await begin(client, "base", max_tokens=300)
+        assert await asyncio.to_thread(ctl, root, "update-weights", {"path": str(root / "wide")}) == 1
+        assert await tokens(client, "base") == old, "nothing has changed"
+        wanted = {"path": str(root / "trained"), "requests": "drain"}
+        assert await asyncio.to_thread(ctl, root, "update-weights", wanted) == 0
+        assert (await running)[: len(old)] == old
+        new = await tokens(client, "base")
+        assert new != old
+        seen = len(server.log)
+        os.kill(server.last_engine_pid(), signal.SIGKILL)
+        assert await tokens(client, "base") == new
+        server.engine_pid(seen)
+        assert await asyncio.to_thread(ctl, root, "update-weights", {"path": str(root / "base")}) == 0
+        assert await tokens(client, "base") == old
