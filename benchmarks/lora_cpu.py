@@ -28,7 +28,7 @@ from quire.types.messages import Command
 from quire.types.request import AdapterRef, EngineRequest
 from quire.types.sampling import SamplingParams
 
-_TOKENS = 24  # that each row decodes in a round
+_TOKENS = 96  # that each row decodes in a round
 
 
 def make_adapter(folder: Path, config: EngineConfig, rank: int, seed: int) -> AdapterRef:
@@ -97,8 +97,9 @@ def main() -> None:
     ]
     core, _, _ = build_engine(config)
     for adapter in adapters:  # so that none is waited for later
-        while not (state := obey(core, Command(0, "read_adapter", adapter)).value).is_read:
-            assert state.error is None, state.error
+        while not (reply := obey(core, Command(0, "read_adapter", adapter))).error and not reply.value.is_read:
+            assert reply.value.error is None, reply
+        assert reply.error is None, reply
     ratios = []
     for index in range(args.rounds):
         plain = decode(core, args.batch, [None], f"plain{index}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.engine.control import Verb
-from quire.types.errors import ConfigError, QuireError, RequestError
+from quire.types.errors import ConfigError, EngineError, QuireError, RequestError
 from quire.types.request import AdapterRef, EngineRequest
 from quire.worker.executor import Executor
 
@@ -113,6 +113,8 @@ def _read_adapter(core: EngineCore, ref: AdapterRef) -> AdapterState:
     reader = next((found for found in core.parked.conditions if isinstance(found, AdapterReader)), None)
     if reader is None:
         raise ConfigError("adapters are not enabled; start the engine with --enable-lora")
+    if core.hold.is_away:
+        raise EngineError("the engine sleeps, or its weights change; load adapters when it is awake")
     return reader.state(ref)
 
 

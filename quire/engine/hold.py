@@ -36,7 +36,7 @@ class Hold:
         self._level = 0  # of the sleep that begins
         self._work: Future[str] | None = None
         self._drains_for: WeightsUpdate | None = None
-        self._late: dict[str, EngineRequest] = {}  # came while others were to end first
+        self._late: dict[str, EngineRequest] = {}  # that came since, and whose turn has not come
 
     @property
     def has_news(self) -> bool:
@@ -44,6 +44,11 @@ class Hold:
         if self._drains_for is not None:
             return not self._core.scheduler.has_unfinished and not self._core.parked
         return self._work is not None and self._work.done()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there are no weights to run requests with, or soon will not be."""
+        return self._asleep > 0 or self._changing is not None
 
     @property
     def num_late(self) -> int:
@@ -98,10 +103,10 @@ class Hold:
         self._start(self._core.executor.update_weights(wanted.path))
 
     def takes(self, request: EngineRequest) -> bool:
-        """Whether a request has to wait here until others have ended."""
-        if self._drains_for is not None:
+        """Whether a request has to wait here, until others have ended or the engine is awake."""
+        if self.is_away:
             self._late[request.request_id] = request
-        return self._drains_for is not None
+        return self.is_away
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         gone = [self._late.pop(name) for name in request_ids if name in self._late]
@@ -114,9 +119,6 @@ class Hold:
         if self._drains_for is not None:
             wanted, self._drains_for, self._changing = self._drains_for, None, None
             self._begin("update_weights")
-            for request in self._late.values():
-                self._core.say(self._core.add_request(request))
-            self._late.clear()
             self._start(self._core.executor.update_weights(wanted.path))
             return
         work, change = self._work, self._changing
@@ -137,6 +139,10 @@ class Hold:
             else:
                 self._asleep = self._level if change == "sleep" else 0
         self._settle()
+        if not self._asleep:
+            late, self._late = self._late, {}
+            for request in late.values():
+                self._core.say(self._core.add_request(request))
 
     def _check_free(self) -> None:
         if self._changing is not None:

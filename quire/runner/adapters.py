@@ -32,9 +32,6 @@ class NoAdapters:
     def read(self, ref: AdapterRef) -> int:
         raise EngineError("adapters are not enabled; start the engine with --enable-lora")
 
-    def forget(self, digest: str) -> None:
-        return None
-
     def add_request(self, start: RowStart) -> None:
         return None
 
@@ -65,9 +62,6 @@ class RowAdapters(NoAdapters):
                 raise EngineError(f"the files of adapter {ref.name!r} in {ref.path} have changed; load it again")
             self.host[ref.digest] = found
         return self.host[ref.digest].num_bytes
-
-    def forget(self, digest: str) -> None:
-        self.host.pop(digest, None)
 
     def load(self, load: AdapterLoad) -> None:
         if load.digest not in self.host:

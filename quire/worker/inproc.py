@@ -105,10 +105,10 @@ class InProcExecutor(Executor):
         return self._prepares
 
     def read_adapter(self, ref: AdapterRef) -> Future[int]:
-        return self._reader.submit(self._worker.runner.adapters.read, ref)
+        return self._reader.submit(lambda: self._worker.runner.adapters.read(ref))
 
     def forget_adapter(self, digest: str) -> None:
-        self._worker.runner.adapters.forget(digest)
+        self._worker.adapters.pop(digest, None)
 
     def sleep(self, level: int) -> Future[str]:
         return self._change(partial(self._worker.sleep, level))

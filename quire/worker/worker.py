@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.hub import find_model
 from quire.loader.mapper import Progress, load_weights
 from quire.loader.open import open_checkpoint
+from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.platform.allocator import return_free_memory
@@ -57,6 +58,10 @@ class Worker:
         """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
         started = time.perf_counter()
         self._config = config
+        self.adapters: dict[str, AdapterLayers] = {}
+        """Those in host memory, by digest; they stay while weights go."""
+        self._runner: Runner | None = None
+        self._put_back: Callable[[], None] | None = None  # weights from host memory
         report("plan")
         features = sampling_features(load_processors(config.model.logits_processors))
         plan = plan_engine(config)
@@ -95,7 +100,7 @@ class Worker:
             "KV cache: %s for %d tokens (%s)", format_bytes(ledger.kv_bytes), ledger.num_kv_tokens, ledger.kv_reason
         )
         self.model: Model | None = model
-        self.runner = build_runner(plan, model, config.cache.block_size, *self._ladders, features)
+        self._build()
         self.description = WorkerDescription(
             architecture=plan.model_config["architectures"][0],
             vocab_size=plan.description.vocab_size,
@@ -118,6 +123,11 @@ class Worker:
             time.perf_counter() - checked,
             ledger.max_model_len,
         )
+
+    @property
+    def runner(self) -> Runner:
+        assert self._runner is not None, "the worker sleeps"
+        return self._runner
 
     def execute(self, plan: StepPlan) -> RunningStep:
         return self.runner.execute(plan)
@@ -144,9 +154,9 @@ class Worker:
     def wake(self) -> str:
         if self.model is None:
             self._load(self._config)
-        else:
+        elif self._put_back is not None:
             self._put_back()
-            del self._put_back
+            self._put_back = None
         self._build()
         return ""
 
@@ -174,10 +184,9 @@ class Worker:
     def _let_go(self) -> None:
         """Drop all that runs steps; adapters in host memory stay."""
         assert self.model is not None
-        self._adapters = self.runner.adapters.host
         for layer in self.model.cached_layers():
             layer.unbind()
-        del self.runner
+        self._runner = None
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
         if checkpoint is None and config.model.load_format != "dummy":
@@ -188,15 +197,13 @@ class Worker:
 
     def _build(self) -> None:
         assert self.model is not None
-        self.runner = build_runner(
+        self._runner = build_runner(
             self.plan, self.model, self._config.cache.block_size, *self._ladders, self._features
         )
-        self.runner.adapters.host.update(self._adapters)
+        self._runner.adapters.host = self.adapters
 
     def shutdown(self) -> None:
-        self.model = None
-        if hasattr(self, "runner"):
-            del self.runner
+        self.model = self._runner = None
 
 
 def find_ladders(plan: EnginePlan, model: Model) -> tuple[list[int], list[int]]:
