@@ -103,10 +103,13 @@ def _destination(
     destination = model.weight_map.resolve(f"{module}.weight")
     layer = None if destination is None else linears.get(destination.module)
     if destination is None or layer is None or layer.adapters is None:
-        raise AdapterError(
-            f"{path}: {module} is no linear layer of {type(model).__name__} that adapters are served on; was the"
-            " adapter trained on this model?"
-        )
+        if "experts" in module.split("."):
+            why = "holds experts, on which adapters are not served; train one on attention and dense layers"
+        elif layer is not None:
+            why = f"is no layer that adapters are served on (its role is {layer.role!r}); do not target it"
+        else:
+            why = f"is no linear layer of {type(model).__name__}; was the adapter trained on this model?"
+        raise AdapterError(f"{path}: {module} {why}")
     if layer.filling("weight", destination.piece) is None or destination.piece not in layer.pieces("weight"):
         raise AdapterError(f"{path}: {module} holds several matrices of the model at once; adapt each by itself")
     return destination.module, destination.piece

@@ -34,7 +34,7 @@ from quire.worker.inproc import InProcStep
 from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
 from tests.e2e.test_lora import make_adapter
-from tests.e2e.tiny import LATENT, make_model
+from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.runner.engines import run_eagerly, spy_on
 
@@ -76,12 +76,6 @@ ENGINE_FACTORS = {
     "speculation": ["none", "ngram", "suffix", "prediction"],
 }
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}  # two adapters take turns in the slot
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-RECURRENT = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4},
-    "linear_num_key_heads": 2,
-}
 MAX_LEN = 160
 
 
@@ -113,7 +107,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("structured")
     dense = make_model(folder / "dense", "llama")
     experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
-    latent = make_model(folder / "latent", "deepseek_v3", **LATENT)
+    latent = make_model(folder / "latent", "deepseek_v3", **LATENT | {"q_lora_rank": 32})  # groups of 32 divide it
     recurrent = make_model(folder / "recurrent", "qwen3_5_text", **RECURRENT)
     found = {}
     for path in (dense, experts, latent, recurrent):
@@ -122,7 +116,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         found["w4a16", path.name] = written = folder / f"{path.name}-w4a16"
         assert main(["quantize", str(path), "--scheme", "w4a16", "--out", str(written)]) == 0
         for seed, name in enumerate(("first", "second")):
-            layers = "all-linear" if path is dense and not seed else ["q_proj", "o_proj", "down_proj"]
+            layers = "all-linear" if path is dense and not seed else ["q_proj", "o_proj"]
             make_adapter(path, folder / f"{path.name}-{name}", seed, target_modules=layers)
     return found
 
