@@ -94,18 +94,29 @@ class Controls:
     """For engines that their caller drives."""
 
     _client: EngineClient
+    _is_asleep = False
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
         self._client.call("reset_prefix_cache")
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back: KV blocks, and the weights, which level 1 keeps in host memory. Streams wait."""
+        """Give memory back: KV blocks, and the weights, which level 1 keeps in host memory.
+
+        Until `wake_up`, requests are refused and streams cannot go on.
+        """
         self._change("sleep", level)
+        self._is_asleep = True
 
     def wake_up(self) -> None:
         """Take the memory again; streams that are open go on from their tokens."""
         self._change("wake")
+        self._is_asleep = False
+
+    def check_awake(self) -> None:
+        """EngineError while the engine sleeps: nobody else could wake it while a caller waits."""
+        if self._is_asleep:
+            raise EngineError("the engine sleeps; call wake_up() first")
 
     def update_weights(self, path: str) -> None:
         """Replace the weights by those of a folder of the same model; streams that are open go on with them.

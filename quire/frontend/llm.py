@@ -411,6 +411,7 @@ class LLM(Controls):
             self._abort([request_id])
 
     def _submit(self, request: PreparedRequest) -> str:
+        self.check_awake()
         self._outputs.add(request)
         self._mailboxes[request.request_id] = Mailbox(request.params.output_kind)
         sent = False
@@ -428,6 +429,7 @@ class LLM(Controls):
 
     def _pump(self) -> tuple[list[str], int]:
         """Let the engine finish a step and hand out what it said: the requests heard of, the tokens generated."""
+        self.check_awake()
         with interrupt_afterwards():
             try:
                 outputs = self._client.get_outputs().outputs

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire import LLM, EngineError, SamplingParams
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.types.control import EngineState
@@ -219,3 +220,22 @@ def test_a_pause_and_limits(core: EngineCore, model: Path) -> None:
     driver.step()
     assert core.stats().num_running > 1
     assert contents(finish(driver)) == contents(fresh(model, requests))
+
+
+def test_the_same_from_python(model: Path, other: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
+        old = llm.generate(prompt, params)[0].outputs[0].token_ids
+        for level in (1, 2):
+            llm.sleep(level)
+            with pytest.raises(EngineError, match="wake_up"):
+                llm.generate(prompt, params)
+            llm.wake_up()
+            assert llm.generate(prompt, params)[0].outputs[0].token_ids == old
+        llm.update_weights(str(other))
+        new = llm.generate(prompt, params)[0].outputs[0].token_ids
+        assert new != old
+        with pytest.raises(EngineError, match="was not done"):
+            llm.update_weights("nowhere/at/all")
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == new
