@@ -61,6 +61,10 @@ class EngineConfig:
         device = replace(self.device, reserved_memory=self.device.reserved_memory + num_bytes)
         return replace(self, device=device)
 
+    def with_model(self, path: str) -> EngineConfig:
+        """The same with another model, of which no revision is meant."""
+        return replace(self, model=replace(self.model, model=path, revision=None))
+
     def keeping_dumps_in(self, folder: str) -> EngineConfig:
         """The same with this dump_dir, where none is set."""
         if self.tracing.dump_dir is not None:

@@ -358,6 +358,11 @@ class ServerConfig:
         'A LoRA adapter that requests may name as their model: NAME=FOLDER, or {"name": NAME, "path": FOLDER}.'
         " Needs --enable-lora. Unset: none.",
     )
+    lora_root: str | None = setting(
+        None,
+        "Folder that adapters may be loaded from while the server runs, by POST /v1/load_lora_adapter or"
+        " `quire ctl load-adapter`. Unset: none.",
+    )
     log_requests: bool = setting(False, "Write prompts and parameters of requests to the log.")
     log_format: LogFormat = setting("text", "Form of log lines.")
     stats_interval: float = setting(

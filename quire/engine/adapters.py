@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
-from quire.types.errors import QuireError, RequestError
+import msgspec
+
+from quire.engine.control import Verb
+from quire.types.errors import ConfigError, EngineError, QuireError, RequestError
 from quire.types.request import AdapterRef, EngineRequest
 from quire.worker.executor import Executor
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """How far the reading of an adapter is."""
+
+    is_read: bool
+    error: str | None = None  # why it cannot be served
 
 
 class AdapterReader:
@@ -21,6 +35,7 @@ class AdapterReader:
         self._reading: OrderedDict[str, Future[int]] = OrderedDict()  # by digest, the least recently used first
         self._open: dict[str, str] = {}  # request -> digest
         self._users: Counter[str] = Counter()
+        self._asked: set[str] = set()  # digests that `state` was asked for, and whose end it has not told yet
 
     def applies(self, request: EngineRequest) -> bool:
         return request.adapter is not None
@@ -51,12 +66,29 @@ class AdapterReader:
         self._evict()
         return self._reading[digest]
 
+    def state(self, ref: AdapterRef) -> AdapterState:
+        """Start the reading, or tell how far it is. It stays in host memory until its end was told."""
+        if ref.digest not in self._asked:
+            self._asked.add(ref.digest)
+            self.read(ref)
+        reading = self._reading[ref.digest]
+        if not reading.done():
+            return AdapterState(is_read=False)
+        self._asked.remove(ref.digest)
+        self._evict()
+        error = reading.exception()
+        return AdapterState(error is None, None if error is None else str(error))
+
     def shutdown(self) -> None:
         return None
 
     def _evict(self) -> None:
         excess = len(self._reading) - self._max_kept
-        idle = [digest for digest, future in self._reading.items() if not self._users[digest] and future.done()]
+        idle = [
+            digest
+            for digest, future in self._reading.items()
+            if not self._users[digest] and future.done() and digest not in self._asked
+        ]
         for digest in idle[: max(0, excess)]:
             del self._reading[digest], self._users[digest]
             self._executor.forget_adapter(digest)
@@ -75,3 +107,16 @@ def _for_request(reading: Future[int]) -> Future[int]:
 
     reading.add_done_callback(tell)
     return told
+
+
+def _read_adapter(core: EngineCore, ref: AdapterRef) -> AdapterState:
+    reader = next((found for found in core.parked.conditions if isinstance(found, AdapterReader)), None)
+    if reader is None:
+        raise ConfigError("adapters are not enabled; start the engine with --enable-lora")
+    if core.hold.is_away:
+        raise EngineError("the engine sleeps, or its weights change; load adapters when it is awake")
+    return reader.state(ref)
+
+
+READ_ADAPTER = Verb(_read_adapter, AdapterRef, AdapterState)
+"""Check an adapter and bring it into host memory: starts it, and says how far it is. To be asked until it is done."""

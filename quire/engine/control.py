@@ -50,6 +50,14 @@ VERBS: Registry[Verb] = Registry(
         "reset_prefix_cache": "control:RESET_PREFIX_CACHE",
         "set_vocabulary": "control:SET_VOCABULARY",
         "console": "recorder:CONSOLE",
+        "read_adapter": "adapters:READ_ADAPTER",
+        "state": "hold_verbs:STATE",
+        "pause": "hold_verbs:PAUSE",
+        "sleep": "hold_verbs:SLEEP",
+        "wake": "hold_verbs:WAKE",
+        "update_weights": "hold_verbs:UPDATE_WEIGHTS",
+        "set_limits": "hold_verbs:SET_LIMITS",
+        "set_log_level": "hold_verbs:SET_LOG_LEVEL",
     },
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.engine.constraints import Constraints
+from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
 from quire.engine.watch import NULL_WATCH, Memory, Watch
@@ -51,6 +52,8 @@ class EngineCore:
         self.constraints = constraints or Constraints()
         self.parked = ParkedRequests([self.constraints, *conditions])
         self.parked.on_taken = log.ready
+        self.hold = Hold(self)
+        self._said: list[EngineOutput] = []  # goes out with the next step
         self._depth = steps_in_flight
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
@@ -58,6 +61,8 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
         """Queue or park a request; one that can never run is answered at once with its error."""
+        if self.hold.takes(request):
+            return []
         try:
             if self.parked.must_wait(request):
                 self.scheduler.check(request)
@@ -70,22 +75,37 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         ids = list(request_ids)
-        return self.parked.abort(ids) + self.scheduler.abort(ids)
+        return self.parked.abort(ids) + self.scheduler.abort(ids) + self.hold.abort(ids)
+
+    def abort_all(self) -> None:
+        """End every request; the next step tells so."""
+        self.say(self.abort([*self.scheduler.request_ids, *self.parked.request_ids]))
+
+    def say(self, outputs: list[EngineOutput]) -> None:
+        """Let outputs go out with the next step."""
+        self._said += outputs
+
+    def finish_steps(self) -> None:
+        """Wait for the steps in flight, while the engine is held; the next step tells what they gave."""
+        while self._in_flight:
+            self._said = self.step().outputs
 
     def has_work(self) -> bool:
         """Whether a step would do anything now."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished or self.parked.has_news
+        if self._in_flight or self.parked.has_news or self._said or self.hold.has_news:
+            return True
+        return self.scheduler.has_unfinished and not self.hold.is_active
 
     def has_unfinished(self) -> bool:
         """Whether any request will be heard of again; not all of them can run yet."""
-        return self.has_work() or bool(self.parked)
+        return self.has_work() or bool(self.parked) or self.scheduler.has_unfinished or self.hold.num_late > 0
 
     def prepare(self) -> bool:
         """Use a moment without work for what steps to come will need; False if there is nothing to do."""
-        return not self.has_unfinished() and self.executor.prepare()
+        return not self.has_unfinished() and not self.hold.is_active and self.executor.prepare()
 
     def stats(self, step_time: float = 0.0) -> EngineStats:
-        return self.scheduler.stats(num_parked=len(self.parked), step_time=step_time)
+        return self.scheduler.stats(num_parked=len(self.parked) + self.hold.num_late, step_time=step_time)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the parts disagree. Slow: for tests."""
@@ -97,13 +117,17 @@ class EngineCore:
         begin = self._clock()
         self.log.begin(begin)
         refused = self._admit_parked() if self.parked.has_news else []
+        if self.hold.has_news:
+            self.hold.advance()
+        if self._said:
+            refused, self._said = self._said + refused, []
         while self._may_plan():
             plan = self.scheduler.schedule(begin)
             if plan is None:
                 break
             self._launch(plan)
         if not self._in_flight:
-            if self.scheduler.has_unfinished:
+            if self.scheduler.has_unfinished and not self.hold.is_active:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
             return EngineOutputs(refused, self.stats())
         self.scheduler.work_ahead()
@@ -135,9 +159,9 @@ class EngineCore:
     def _may_plan(self) -> bool:
         """Whether another step can be started on top of those in flight. None on one that is known to have failed."""
         if not self._in_flight:
-            return True
+            return not self.hold.is_active
         newest = self._in_flight[-1]
-        if len(self._in_flight) >= self._depth or newest.needs_masks:
+        if len(self._in_flight) >= self._depth or newest.needs_masks or self.hold.is_active:
             return False
         return not newest.step.done() or newest.step.exception() is None
 

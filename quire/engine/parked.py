@@ -75,6 +75,10 @@ class ParkedRequests:
         return len(self._parked)
 
     @property
+    def request_ids(self) -> Iterable[str]:
+        return self._parked.keys()
+
+    @property
     def has_news(self) -> bool:
         return bool(self._news)
 

@@ -181,6 +181,10 @@ class ZmqClient(EngineClient):
         self._receive()  # a busy event loop is not a stalled engine: first hear what has arrived meanwhile
         return time.monotonic() - self._progress_at if self._unfinished else 0.0
 
+    def forgive_stall(self) -> None:
+        """Count the time without a step from now on: the engine was held on purpose."""
+        self._progress_at = time.monotonic()
+
     def seconds_without_news(self) -> float:
         """How long the engine has said nothing at all."""
         self._receive()

@@ -11,6 +11,7 @@ from typing import Any, Self
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.frontend.adapters import LoRARequest, find_adapter
+from quire.frontend.controls import AsyncControls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.mailbox import AsyncMailbox
 from quire.frontend.output_processor import OutputProcessor
@@ -46,7 +47,7 @@ _SLICE = 128
 _MANY_WORDS = 100  # bad_words, each of which is tokenized twice
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncControls):
     """Streams of requests. Everything but `shutdown` must be called on the event loop it was first used on."""
 
     def __init__(
@@ -58,7 +59,7 @@ class AsyncEngine:
     ) -> None:
         """`observer` gets the events of all requests; the caller closes it."""
         defaults = text.defaults
-        self._client = client
+        self._client: EngineClient = client
         self._text = text
         self._inputs = InputProcessor(
             text.tokenizer,
@@ -290,10 +291,6 @@ class AsyncEngine:
     async def _send_vocabulary(self) -> None:
         vocabulary = await asyncio.to_thread(self._inputs.vocabulary)
         await self._client.call_async("set_vocabulary", vocabulary, limit=None)  # however long a step takes
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prompt prefixes that no running request uses."""
-        await self._client.call_async("reset_prefix_cache")
 
     async def console(self, query: ConsoleQuery) -> EngineView:
         """What the console is shown of the engine; it records its steps from the first query to one that stops it."""

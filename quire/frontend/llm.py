@@ -16,6 +16,7 @@ from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
 from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.beam_search import BeamSearch, candidates_of
+from quire.frontend.controls import Controls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
 from quire.frontend.mailbox import Mailbox
@@ -65,7 +66,7 @@ Lora = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(Controls):
     """A model and its engine in this process. Not for use from several threads at once.
 
     A bad request in a batch fails alone: the others run, then BatchError is raised with their results.
@@ -332,10 +333,6 @@ class LLM:
         """What the model's generation_config.json suggests, over SamplingParams' own defaults."""
         return self._text.defaults.params
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prompt prefixes that no running request uses."""
-        self._client.call("reset_prefix_cache")
-
     def shutdown(self) -> None:
         """Stop the engine and free its memory; streams that are open end with EngineDeadError."""
         self._end_all("the engine was shut down")
@@ -414,6 +411,7 @@ class LLM:
             self._abort([request_id])
 
     def _submit(self, request: PreparedRequest) -> str:
+        self.check_awake()
         self._outputs.add(request)
         self._mailboxes[request.request_id] = Mailbox(request.params.output_kind)
         sent = False
@@ -431,6 +429,7 @@ class LLM:
 
     def _pump(self) -> tuple[list[str], int]:
         """Let the engine finish a step and hand out what it said: the requests heard of, the tokens generated."""
+        self.check_awake()
         with interrupt_afterwards():
             try:
                 outputs = self._client.get_outputs().outputs

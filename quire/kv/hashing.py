@@ -20,11 +20,11 @@ class HashChain:
 
     __slots__ = ("_block_size", "_pack", "_root", "hashes")
 
-    def __init__(self, request: EngineRequest, block_size: int) -> None:
+    def __init__(self, request: EngineRequest, block_size: int, weights: str = "") -> None:
         self.hashes: list[bytes] = []
         self._block_size = block_size
         self._pack = struct.Struct(f"<{block_size}I").pack
-        self._root = root_hash(request)
+        self._root = root_hash(request, weights)
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Hash the full blocks among the first `num_tokens` of `token_ids` that are not hashed yet."""
@@ -45,8 +45,11 @@ class HashChain:
             hashes.append(parent)
 
 
-def root_hash(request: EngineRequest) -> bytes:
-    """The parent of the first block: everything that applies to the whole request, a part each."""
+def root_hash(request: EngineRequest, weights: str = "") -> bytes:
+    """The parent of the first block: everything that applies to the whole request, a part each.
+
+    `weights` is the digest of the model's weights, once they are others than at the start.
+    """
     salt, embeds = request.cache_salt, request.prompt_embeds
     parts: tuple[bytes, ...] = (
         _DOMAIN,
@@ -55,6 +58,8 @@ def root_hash(request: EngineRequest) -> bytes:
     )
     if request.adapter is not None:
         parts = (*parts, b"adapter" + request.adapter.digest.encode())
+    if weights:
+        parts = (*parts, b"weights" + weights.encode())
     return _hash(b"".join(_framed(part) for part in parts))
 
 

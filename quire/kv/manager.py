@@ -94,6 +94,7 @@ class KVCacheManager:
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.weights = ""  # digest of those that blocks are computed with, once they are others than at the start
         counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
         pools = [BlockPool(count, len(layout.groups), events) for count in counts]
         self._groups = [
@@ -123,7 +124,7 @@ class KVCacheManager:
         """Take in a request at its arrival; hash its prompt if that begins with a cached block. Takes no blocks."""
         if not self.enable_prefix_caching:
             return KVSequence(None, len(self._groups))
-        chain = HashChain(request, self.block_size)
+        chain = HashChain(request, self.block_size, self.weights)
         if self._begins_cached(chain, request.token_ids):
             chain.extend(request.token_ids, len(request.token_ids))
         sequence = KVSequence(chain, len(self._groups))

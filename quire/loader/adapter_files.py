@@ -16,6 +16,7 @@ from quire.types.request import AdapterRef
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_WEIGHT_BYTES = 16 << 30  # rank 512 on all layers of a model of 70 billion parameters
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
@@ -56,6 +57,9 @@ def adapter_ref(name: str, path: str) -> AdapterRef:
     if not folder.is_dir():
         raise AdapterError(f"adapter {name!r}: {path} is no folder; give one that PEFT has saved an adapter into")
     read_peft_config(folder)
+    size = existing(folder, WEIGHTS_FILE).stat().st_size
+    if size > _MOST_WEIGHT_BYTES:
+        raise AdapterError(f"{folder / WEIGHTS_FILE} has {size} bytes; an adapter has at most {_MOST_WEIGHT_BYTES}")
     return AdapterRef(name, digest_of(folder), str(folder.resolve()))
 
 

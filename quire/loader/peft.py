@@ -31,7 +31,7 @@ class AdapterLayers:
 
     digest: str
     rank: int  # the highest
-    layers: Mapping[Linear, PackedAdapter]
+    layers: Mapping[str, PackedAdapter]  # by the layer's name, so that it fits a model that is loaded again
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +47,11 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
     infos, starts = read_header(path)
     file = MappedFile(path)
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
-    layers: dict[Linear, dict[int, LoraPair]] = {}
+    layers: dict[str, dict[int, LoraPair]] = {}
     highest = 0
     for module, sides in _by_module(path, infos).items():
-        layer, piece = _destination(path, model, linears, module)
+        name, piece = _destination(path, model, linears, module)
+        layer = linears[name]
         shapes = {side: infos[name].shape for side, name in sides.items()}
         _check_shapes(path, module, shapes, config.rank(module), max_rank, layer, piece)
 
@@ -63,9 +64,13 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
         if not (down.isfinite().all() and up.isfinite().all()):
             raise AdapterError(f"{path}: {module} has values that are not finite")
         pair = LoraPair(down.to(dtype), (up.T * config.scale(module, rank)).to(dtype).contiguous())
-        layers.setdefault(layer, {}).update(layer.adapter_parts(piece, pair))
+        layers.setdefault(name, {}).update(layer.adapter_parts(piece, pair))
         highest = max(highest, rank)
-    packed = {layer: layer.adapters.pack(parts) for layer, parts in layers.items() if layer.adapters is not None}
+    packed = {
+        name: adapters.pack(parts)
+        for name, parts in layers.items()
+        if (adapters := linears[name].adapters) is not None
+    }
     return AdapterLayers(digest_of(folder), highest, packed)
 
 
@@ -93,17 +98,21 @@ def _by_module(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[st
 
 def _destination(
     path: Path, model: MappedModule, linears: Mapping[str, Linear], module: str
-) -> tuple[Linear, str | None]:
+) -> tuple[str, str | None]:
+    """The name of the layer that an adapter of a module is on, and the piece of it."""
     destination = model.weight_map.resolve(f"{module}.weight")
     layer = None if destination is None else linears.get(destination.module)
     if destination is None or layer is None or layer.adapters is None:
-        raise AdapterError(
-            f"{path}: {module} is no linear layer of {type(model).__name__} that adapters are served on; was the"
-            " adapter trained on this model?"
-        )
+        if "experts" in module.split("."):
+            why = "holds experts, on which adapters are not served; train one on attention and dense layers"
+        elif layer is not None:
+            why = f"is no layer that adapters are served on (its role is {layer.role!r}); do not target it"
+        else:
+            why = f"is no linear layer of {type(model).__name__}; was the adapter trained on this model?"
+        raise AdapterError(f"{path}: {module} {why}")
     if layer.filling("weight", destination.piece) is None or destination.piece not in layer.pieces("weight"):
         raise AdapterError(f"{path}: {module} holds several matrices of the model at once; adapt each by itself")
-    return layer, destination.piece
+    return destination.module, destination.piece
 
 
 def _check_shapes(

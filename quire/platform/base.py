@@ -5,12 +5,14 @@ Only kernels/ and platform/ name a device; everything else asks the platform.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
+from quire.platform.allocator import return_free_memory
 from quire.platform.recording import GraphPool
 
 
@@ -103,6 +105,18 @@ class Platform(ABC):
 
     @abstractmethod
     def event(self) -> Event: ...
+
+    def release_memory(self) -> None:
+        """Give memory that was freed back to the system."""
+        gc.collect()
+        return_free_memory()
+
+    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Free what they take of the device's memory, and keep their values; the result puts them back.
+
+        The tensors and all views of them stay, and are empty meanwhile; afterwards they may lie elsewhere.
+        """
+        return lambda: None  # they are in host memory
 
     def graph_pool(self, num_bytes: int) -> GraphPool:
         """Memory for captured graphs, taken at once. Only where there are graph_sizes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -98,11 +98,38 @@ class CudaPlatform(Platform):
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
 
+    def release_memory(self) -> None:
+        super().release_memory()
+        torch.cuda.empty_cache()
+
+    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.is_cuda and storage.nbytes() and storage.data_ptr() not in copies:
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                copies[storage.data_ptr()] = storage, host.copy_(_bytes_of(storage), non_blocking=True)
+        torch.cuda.synchronize()
+        for storage, _ in copies.values():
+            storage.resize_(0)
+
+        def put_back() -> None:
+            for storage, host in copies.values():
+                storage.resize_(host.nbytes)
+                _bytes_of(storage).copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+
+        return put_back
+
     def event(self) -> Event:
         return CudaEvent()
 
     def graph_pool(self, num_bytes: int) -> CudaGraphPool:
         return CudaGraphPool(num_bytes)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _check_kernel_folder() -> None:

@@ -20,6 +20,9 @@ from quire.types.step import AdapterLoad, RowStart
 class NoAdapters:
     """No request has one."""
 
+    def __init__(self) -> None:
+        self.host: dict[str, AdapterLayers] = {}  # adapters in host memory, by digest
+
     def are_in(self, rows: list[int]) -> bool:
         return False
 
@@ -28,9 +31,6 @@ class NoAdapters:
 
     def read(self, ref: AdapterRef) -> int:
         raise EngineError("adapters are not enabled; start the engine with --enable-lora")
-
-    def forget(self, digest: str) -> None:
-        return None
 
     def add_request(self, start: RowStart) -> None:
         return None
@@ -43,11 +43,11 @@ class RowAdapters(NoAdapters):
     """`read` may be called on any thread; everything else belongs to the steps."""
 
     def __init__(self, model: Model, tokens: AdapterTokens, dtype: torch.dtype) -> None:
+        super().__init__()
         self._model, self._tokens, self._dtype = model, tokens, dtype
         self._rows: set[int] = set()  # that have one
-        self._host: dict[str, AdapterLayers] = {}  # by digest
         self._linears = adapted_linears(model)
-        for linear in self._linears:
+        for linear in self._linears.values():
             assert linear.adapters is not None
             linear.adapters.tokens = tokens
 
@@ -56,23 +56,20 @@ class RowAdapters(NoAdapters):
 
     def read(self, ref: AdapterRef) -> int:
         """Bring an adapter into host memory, checked whole, and say how many bytes it takes there."""
-        if ref.digest not in self._host:
+        if ref.digest not in self.host:
             found = read_adapter(Path(ref.path), self._model, self._tokens.sizes.max_rank, self._dtype)
             if found.digest != ref.digest:
                 raise EngineError(f"the files of adapter {ref.name!r} in {ref.path} have changed; load it again")
-            self._host[ref.digest] = found
-        return self._host[ref.digest].num_bytes
-
-    def forget(self, digest: str) -> None:
-        self._host.pop(digest, None)
+            self.host[ref.digest] = found
+        return self.host[ref.digest].num_bytes
 
     def load(self, load: AdapterLoad) -> None:
-        if load.digest not in self._host:
+        if load.digest not in self.host:
             raise EngineError(f"adapter {load.digest} is to go into slot {load.slot}, but was not read")
-        layers = self._host[load.digest].layers
-        for linear in self._linears:
+        layers = self.host[load.digest].layers
+        for name, linear in self._linears.items():
             assert linear.adapters is not None
-            linear.adapters.load(load.slot, layers.get(linear))
+            linear.adapters.load(load.slot, layers.get(name))
 
     def add_request(self, start: RowStart) -> None:
         if start.adapter_slot >= 0:
@@ -85,15 +82,16 @@ class RowAdapters(NoAdapters):
             self._tokens.row_slots[row] = -1
 
 
-def adapted_linears(model: Model) -> list[Linear]:
-    """Those that adapters may be on."""
-    return [layer for layer in model.modules() if isinstance(layer, Linear) and layer.role == "linear"]
+def adapted_linears(model: Model) -> dict[str, Linear]:
+    """Those that adapters may be on, by name."""
+    found = model.named_modules()
+    return {name: layer for name, layer in found if isinstance(layer, Linear) and layer.role == "linear"}
 
 
 def make_room(model: Model, sizes: AdapterSizes | None) -> None:
     """Give every layer its slots, before its weights are allocated."""
     if sizes is not None:
-        for linear in adapted_linears(model):
+        for linear in adapted_linears(model).values():
             linear.adapt(sizes)
 
 
@@ -101,7 +99,7 @@ def slots_line(model: Model) -> Iterable[LedgerLine]:
     """What the slots take."""
     num_bytes = sum(
         buffer.nbytes
-        for linear in adapted_linears(model)
+        for linear in adapted_linears(model).values()
         if linear.adapters is not None
         for buffer in linear.adapters.buffers()
     )

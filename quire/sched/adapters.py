@@ -33,6 +33,9 @@ class NoAdapterSlots:
     def forget(self, loads: Iterable[AdapterLoad]) -> None:
         """It is not known whether these were done; nobody runs with them."""
 
+    def clear(self) -> None:
+        """Nobody runs, and all slots are to be filled anew."""
+
 
 class AdapterSlots(NoAdapterSlots):
     """An adapter leaves when another needs its slot and nobody runs with it, the least recently used first.
@@ -83,6 +86,11 @@ class AdapterSlots(NoAdapterSlots):
         for load in loads:
             if self._resident.get(load.digest) == load.slot:
                 self._free.append(self._resident.pop(load.digest))
+
+    def clear(self) -> None:
+        assert not self._running.total(), "somebody runs with an adapter"
+        self._free += self._resident.values()
+        self._resident.clear()
 
     def _vacate(self) -> int:
         if self._free:

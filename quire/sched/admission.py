@@ -61,7 +61,7 @@ def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
     """
     waiting = state.waiting
     passed: list[Request] = []
-    while waiting and step.budget and state.rows.free and not step.out_of_blocks:
+    while waiting and step.budget and state.has_row and not step.out_of_blocks:
         request = waiting.peek()
         if request.num_pending:
             break

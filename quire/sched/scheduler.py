@@ -7,19 +7,22 @@ come back in the order of the plans.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import NoAdapterSlots
 from quire.sched.admission import admit_waiting, check_request
 from quire.sched.drafts import NoDrafts
+from quire.sched.preempt import preempt
 from quire.sched.queues import make_queue
 from quire.sched.recovery import fail_requests, plan_retry, unwind
 from quire.sched.request import Request, Status
 from quire.sched.running import plan_oldest_prompt, plan_running
-from quire.sched.shares import TokenShares
+from quire.sched.shares import TokenShares, WholePrompts
 from quire.sched.state import Drafting, InFlight, Limits, SchedulerState, Shares, StepDraft
 from quire.sched.update import apply_result, first_output
-from quire.types.errors import EngineError
+from quire.types.control import LiveLimits
+from quire.types.errors import ConfigError, EngineError
 from quire.types.outputs import EngineOutput, EngineStats
 from quire.types.request import EngineRequest
 from quire.types.step import MaskedRow, StepPlan, StepResult
@@ -54,6 +57,7 @@ class Scheduler:
             drafting or NoDrafts(),
             adapters or NoAdapterSlots(),
         )
+        self._most_tokens = max_num_batched_tokens
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -145,7 +149,7 @@ class Scheduler:
             return not state.in_flight
         if any(request.can_be_planned for request in state.running):
             return True
-        return bool(state.waiting) and bool(state.rows.free) and not state.waiting.peek().num_pending
+        return bool(state.waiting) and state.has_row and not state.waiting.peek().num_pending
 
     def work_ahead(self) -> None:
         """What can be done while the newest step runs: hash the prompts that began in it."""
@@ -194,6 +198,41 @@ class Scheduler:
             accepted_per_position=tuple(state.draft_counts.accepted_per_position),
             prefix_without_state=state.prefix_without_state,
         )
+
+    def stand_down(self) -> None:
+        """Every request gives up its row and its blocks, and nothing is cached; no step may be in flight."""
+        state = self._state
+        assert not state.in_flight, "a step would write into blocks that are somebody else's"
+        while state.running:
+            preempt(state, state.running[-1])
+        state.adapters.clear()
+        self.reset_prefix_cache()
+
+    def use_weights(self, digest: str) -> None:
+        """Blocks hold what these weights make, from now on; after `stand_down`."""
+        self.kv.weights = digest
+        for request in self._state.requests.values():
+            request.kv = self.kv.open(request.engine_request)
+
+    @property
+    def live_limits(self) -> LiveLimits:
+        return LiveLimits(self._state.max_running, self._state.limits.max_num_batched_tokens)
+
+    def set_limits(self, limits: LiveLimits) -> None:
+        """What runs goes on, until there are no more than the limit. ConfigError if the engine has no room for it."""
+        state = self._state
+        tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        for name, value, most in (
+            ("max_num_seqs", seqs, state.limits.max_num_seqs),
+            ("max_num_batched_tokens", tokens, self._most_tokens),
+        ):
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"{name} is {value} but must be at least 1 and at most {most}, as at the start")
+        if tokens is not None and tokens != self._most_tokens and isinstance(state.shares, WholePrompts):
+            raise ConfigError("max_num_batched_tokens cannot change: this model takes prompts whole")
+        state.max_running = state.max_running if seqs is None else seqs
+        if tokens is not None:
+            state.limits = replace(state.limits, max_num_batched_tokens=tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks that nobody uses."""

@@ -230,6 +230,7 @@ class SchedulerState:
         self.retries: list[Request] = []  # to be run alone, one per step, because a step they were in failed
         self.num_constrained = 0  # of the requests: those with a grammar
         self.rows = Rows(limits.max_num_seqs)
+        self.max_running = limits.max_num_seqs  # may be lowered while the engine runs
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
         self.prefix_queries = 0
@@ -238,6 +239,11 @@ class SchedulerState:
         self.step_tokens = 0
         self.prompt_tokens = 0  # computed since start
         self.draft_counts = DraftCounts()
+
+    @property
+    def has_row(self) -> bool:
+        """Whether another request may run."""
+        return bool(self.rows.free) and len(self.running) < self.max_running
 
     def add_running(self, request: Request) -> None:
         running = self.running

@@ -10,7 +10,7 @@ from typing import Literal
 
 from starlette.types import Scope
 
-Key = Literal["key", "probe", "open"]
+Key = Literal["key", "probe", "open", "admin"]
 Origin = Literal["reads", "json", "preflight", "own"]
 
 
@@ -19,7 +19,7 @@ class Access:
     """What a route states about itself; nothing has a default, so that a new route has to say it."""
 
     key: Key
-    """`key`: needs the API key; `probe`: only with --protect-health; `open`: never."""
+    """`key`: needs the API key; `probe`: only with --protect-health; `open`: never; `admin`: the admin key."""
     origin: Origin
     """What keeps web pages of other origins from using it.
 
@@ -33,6 +33,7 @@ class Access:
 _READ = Access("key", "reads", body=False)
 _JSON = Access("key", "json", body=True)
 _ANY_TYPE = Access("key", "own", body=True)
+_ADMIN = Access("admin", "json", body=True)
 _PROBE = Access("probe", "reads", body=False)
 _PAGE = Access("open", "reads", body=False)
 
@@ -88,6 +89,8 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("POST", "/invocations"): _JSON,
     ("GET", "/v1/models"): _READ,
     ("GET", "/v1/models/{model_id}"): _READ,
+    ("POST", "/v1/load_lora_adapter"): _ADMIN,
+    ("POST", "/v1/unload_lora_adapter"): _ADMIN,
     ("POST", "/tokenize"): _JSON,
     ("POST", "/detokenize"): _JSON,
     ("GET", "/tokenizer_info"): _READ,
@@ -122,3 +125,9 @@ def is_open(scope: Scope, protect_health: bool) -> bool:
     """Whether a request may come without a key."""
     access = ROUTES.get((scope["method"], route_path(scope)))
     return access is not None and (access.key == "open" or (access.key == "probe" and not protect_health))
+
+
+def needs_admin(scope: Scope) -> bool:
+    """Whether a request is the operator's: API keys do not do for it."""
+    access = ROUTES.get((scope["method"], route_path(scope)))
+    return access is not None and access.key == "admin"

@@ -16,8 +16,8 @@ from quire.server.openapi import answers
 from quire.types.errors import EngineUnavailableError
 
 READY = "ready"
-# A server that drains is healthy and must not be killed; it is only not ready for more requests.
-ALIVE = frozenset({READY, "draining"})
+# A server that drains or sleeps is healthy and must not be killed; it is only not ready for more requests.
+ALIVE = frozenset({READY, "draining", "asleep", "paused", "changing"})
 
 
 class Health(msgspec.Struct):

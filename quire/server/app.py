@@ -12,6 +12,7 @@ from quire.config.groups import ServerConfig
 from quire.frontend.text_model import TextModel
 from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.server.adapter_loading import AdapterLoader, adapters_router
 from quire.server.adapters import ServedAdapters
 from quire.server.admin import admin_router
 from quire.server.admission import Admission
@@ -57,6 +58,7 @@ def build_app(
     *,
     model_names: Sequence[str],
     api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
     observer: Observer = NULL_OBSERVER,
     extra_routers: Sequence[APIRouter] = (),
     tool_servers: ToolServers | None = None,
@@ -91,6 +93,8 @@ def build_app(
         redoc_url=None,
     )
     app.state.on_ready = context.on_ready
+    app.state.adapter_loader = AdapterLoader(context.adapters, provider, settings.lora_root, context.model_names)
+    app.include_router(adapters_router(app.state.adapter_loader))
     for make_router in ROUTERS:
         app.include_router(make_router(context))
     for router in extra_routers:
@@ -101,7 +105,7 @@ def build_app(
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
-    app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health)
+    app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health, admin_keys=admin_keys)
     app.add_middleware(
         SameSite,
         hosts=None if api_keys else (settings.host, *settings.allowed_hosts),

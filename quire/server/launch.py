@@ -27,7 +27,7 @@ from fastapi import FastAPI
 from quire.config import env
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
-from quire.config.server import collect_api_keys
+from quire.config.server import collect_admin_keys, collect_api_keys
 from quire.engine.child import print_line
 from quire.engine.settings import check_settings
 from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
@@ -46,6 +46,8 @@ from quire.server.console.monitor import ConsoleMonitor
 from quire.server.console.router import console_router
 from quire.server.context import EngineProvider
 from quire.server.control.listen import admin_settings, serving_admin
+from quire.server.control.operator import EngineOperator
+from quire.server.control.verbs import Controlled
 from quire.server.logs import relay_engine_line, setup_server_logging
 from quire.server.metrics_route import make_metrics_router
 from quire.server.state import announced
@@ -108,8 +110,8 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     tool_servers = make_tool_servers(settings)
     model_names = settings.served_model_name or (config.model.model,)
     adapters = read_lora_modules(settings.lora_modules, model_names)
-    if adapters.names and not config.lora.enable_lora:
-        raise ConfigError("lora_modules names adapters; set --enable-lora too")
+    if (adapters.names or settings.lora_root) and not config.lora.enable_lora:
+        raise ConfigError("lora_modules or lora_root is set; set --enable-lora too")
     telemetry = make_telemetry(
         model_names[0],
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
@@ -149,6 +151,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 settings,
                 model_names=model_names,
                 api_keys=api_keys,
+                admin_keys=collect_admin_keys(settings),
                 observer=telemetry.observer,
                 extra_routers=[
                     make_metrics_router(telemetry.prometheus),
@@ -159,11 +162,12 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 description=description,
             )
             server = Server(uvicorn_config(app, settings))
+            controlled = Controlled(supervisor, app.state.adapter_loader, EngineOperator(supervisor))
             # A full collection would walk over all objects made until now and block the event loop.
             gc.collect()
             gc.freeze()
             try:
-                async with serving_admin(settings, admin_listener, supervisor, str(settings.admin)):
+                async with serving_admin(settings, admin_listener, controlled, str(settings.admin)):
                     await serve(server, supervisor, listener, address_of(settings, listener), app.state.on_ready)
             finally:
                 await tool_servers.close()

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.stats import NULL_OBSERVER, Observer
-from quire.server.access import PROBES, is_open, route_path
-from quire.server.errors import STATUS_CLIENT_GONE, error_response, http_failure
+from quire.server.access import PROBES, is_open, needs_admin, route_path
+from quire.server.errors import STATUS_CLIENT_GONE, Failure, error_response, http_failure
 from quire.server.metrics_route import http_end
 from quire.utils.log import get_logger
 
@@ -107,40 +107,56 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Accepts requests with one of the keys; without keys, all requests."""
+    """Accepts requests with one of the keys; without keys, all. Those of the operator need an admin key."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], protect_health: bool = False, admin_keys: Sequence[str] = ()
+    ) -> None:
         self.app = app
         self._digests = [_digest(key) for key in keys]
+        self._admin_digests = [_digest(key) for key in admin_keys]
         self._protect_health = protect_health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and not self._may_pass(scope):
-            failure = http_failure(
-                401,
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`",
-                {"www-authenticate": "Bearer"},
-            )
+        failure = self._failure(scope) if scope["type"] == "http" else None
+        if failure is not None:
             await error_response(scope, failure)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if is_open(scope, self._protect_health):
-            return True
-        headers = Headers(scope=scope)
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        # Every key is compared, each in constant time, so that the time taken tells nothing about them.
-        matches = [
-            digest
-            for candidate in candidates
-            for digest in self._digests
-            if hmac.compare_digest(_digest(candidate), digest)
-        ]
-        if matches:
-            scope["state"]["owner"] = matches[0].hex()[:32]
-        return bool(matches)
+    def _failure(self, scope: Scope) -> Failure | None:
+        headers = {"www-authenticate": "Bearer"}
+        if needs_admin(scope):
+            if not self._admin_digests:
+                words = "this is the operator's, and there is no admin key; start the server with --admin-key-file"
+                return http_failure(403, words)
+            if not _matches(scope, self._admin_digests):
+                return http_failure(
+                    401, "the admin key is missing or wrong; send it as `Authorization: Bearer KEY`", headers
+                )
+            return None
+        if not self._digests or is_open(scope, self._protect_health):
+            return None
+        matches = _matches(scope, self._digests)
+        if not matches:
+            return http_failure(
+                401,
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`",
+                headers,
+            )
+        scope["state"]["owner"] = matches[0].hex()[:32]
+        return None
+
+
+def _matches(scope: Scope, digests: Sequence[bytes]) -> list[bytes]:
+    """The digests of keys that a request has."""
+    headers = Headers(scope=scope)
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    candidates = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    # Every key is compared, each in constant time, so that the time taken tells nothing about them.
+    return [
+        digest for candidate in candidates for digest in digests if hmac.compare_digest(_digest(candidate), digest)
+    ]
 
 
 class SameSite:

@@ -26,6 +26,7 @@ from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
 from quire.metrics.stats import NULL_OBSERVER, Observer
+from quire.server.control.operator import Wanted, Word
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError, EngineUnavailableError
 from quire.types.messages import StartupPhase
 from quire.types.outputs import EngineStats
@@ -34,7 +35,7 @@ from quire.utils.log import get_logger
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped"]
+Status = Literal["starting", "ready", "restarting", "stalled", "draining", "failed", "stopped", Word]
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
 _START_PATIENCE = 5.0  # a start is silent for longer than a step: kernels are built, files read
@@ -42,6 +43,11 @@ _STACKS_GRACE = 5.0  # seconds for a stalled engine to write its stacks, before 
 _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
 _MOST_NAMED = 4  # requests in such a line
+_HELD: dict[Word, str] = {
+    "asleep": "an operator has put it to sleep; requests wait until it is woken, or are refused",
+    "paused": "an operator has paused it; requests wait",
+    "changing": "it goes to sleep, wakes, or gets other weights",
+}
 _RETRY_AFTER = 2.0  # seconds, where nothing better is known
 
 
@@ -123,7 +129,8 @@ class EngineSupervisor:
 
         `spare` is launched when an engine is ready and idle, for `launch` to take; it is stopped with the rest.
         """
-        self._config = config
+        self.wanted = Wanted(config)
+        """What an operator has made of the engine; the next one will be the same."""
         self._text = text
         self._options = options or SupervisorOptions()
         self._on_phase = on_phase
@@ -163,6 +170,15 @@ class EngineSupervisor:
     @property
     def engine(self) -> AsyncEngine:
         """What takes requests, also during a restart; EngineUnavailableError, with a time to wait, if none does."""
+        if self.wanted.refuses:
+            raise EngineUnavailableError(
+                "the engine is asleep, and takes no requests until it is woken", _RETRY_AFTER
+            )
+        return self.operated_engine
+
+    @property
+    def operated_engine(self) -> AsyncEngine:
+        """The same, also while the engine sleeps and refuses requests."""
         # While it restarts, requests wait in the ResumingClient for the next engine, as open ones do.
         if self._engine is None or self._status not in ("ready", "restarting"):
             health = self.health()
@@ -188,6 +204,9 @@ class EngineSupervisor:
         stalled_for = self._stalled_for()
         if status == "ready" and stalled_for:
             status, detail = "stalled", f"requests wait and no step has finished for {stalled_for:.0f} s"
+        word = self.wanted.word
+        if status == "ready" and word is not None:
+            status, detail = word, _HELD[word]
         return Health(status, detail, self._num_restarts, self._engine.num_requests if self._engine else 0)
 
     async def restart_engine(self) -> int:
@@ -262,7 +281,7 @@ class EngineSupervisor:
         begin = time.monotonic()
         self._wants_restart.clear()
         try:
-            client = self._client = self._launch(self._config, self._take_phase)
+            client = self._client = self._launch(self.wanted.config, self._take_phase)
             await self._within_stall(client, client.wait_ready_async(), "it starts")
             phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in client.start_phases)
             logger.info("engine process %d is ready after %.2f s (%s)", client.pid, time.monotonic() - begin, phases)
@@ -305,6 +324,7 @@ class EngineSupervisor:
 
     async def _attach(self, client: ZmqClient) -> AsyncEngine:
         """Let the streams have this engine; open requests go on in it."""
+        await self.wanted.tell(client)
         if self._engine is None or self._resuming is None:
             self._resuming = ResumingClient(client.info)
             await self._resuming.attach(client)
@@ -365,6 +385,8 @@ class EngineSupervisor:
 
     def _stalled_for(self) -> float:
         """Seconds without a finished step, if the engine has stalled; otherwise 0."""
+        if self._client is not None and self.wanted.word is not None:
+            self._client.forgive_stall()
         seconds = 0.0 if self._client is None else self._client.seconds_without_step()
         return seconds if seconds > self._options.stall_timeout else 0.0
 
@@ -437,7 +459,7 @@ class EngineSupervisor:
 
     def _name_dump(self, pid: int) -> None:
         """Say where the last steps of a dead engine are; one that ended in good order has left none."""
-        folder = self._config.tracing.dump_dir
+        folder = self.wanted.config.tracing.dump_dir
         if folder is not None and (path := dump_path(Path(folder).expanduser(), pid)).exists():
             logger.error("its last steps are in %s; `quire explain` says what it was doing", path)
 

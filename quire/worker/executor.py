@@ -75,9 +75,34 @@ class Executor(ABC):
         """No later plan loads it."""
         return None
 
+    def sleep(self, level: int) -> Future[str]:
+        """Give the device's memory back: KV blocks, and weights, which level 1 keeps in host memory.
+
+        No step is in flight, and none is started before `wake` is done. EngineDeadError if it cannot go on.
+        """
+        return _cannot("sleep")
+
+    def wake(self) -> Future[str]:
+        """Take the memory again. Nothing is in rows, blocks and slots of adapters, as at the start."""
+        return _cannot("wake")
+
+    def update_weights(self, path: str) -> Future[str]:
+        """Replace all weights by those of another folder of the same model; the result is their digest.
+
+        No step is in flight, and none is started before it is done. Rows, blocks and slots are as at the start then.
+        QuireError, and the weights are what they were, if these cannot be used.
+        """
+        return _cannot("update_weights")
+
     @abstractmethod
     def is_sticky(self, error: Exception) -> bool:
         """Whether nothing but a restart helps after this error of a step."""
 
     @abstractmethod
     def shutdown(self) -> None: ...
+
+
+def _cannot(what: str) -> Future[str]:
+    failed: Future[str] = Future()
+    failed.set_exception(ConfigError(f"this executor cannot do {what}"))
+    return failed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
@@ -103,10 +105,24 @@ class InProcExecutor(Executor):
         return self._prepares
 
     def read_adapter(self, ref: AdapterRef) -> Future[int]:
-        return self._reader.submit(self._worker.runner.adapters.read, ref)
+        return self._reader.submit(lambda: self._worker.runner.adapters.read(ref))
 
     def forget_adapter(self, digest: str) -> None:
-        self._worker.runner.adapters.forget(digest)
+        self._worker.adapters.pop(digest, None)
+
+    def sleep(self, level: int) -> Future[str]:
+        return self._change(partial(self._worker.sleep, level))
+
+    def wake(self) -> Future[str]:
+        return self._change(self._worker.wake)
+
+    def update_weights(self, path: str) -> Future[str]:
+        return self._change(partial(self._worker.update_weights, path))
+
+    def _change(self, work: Callable[[], str]) -> Future[str]:
+        """Beside the engine's loop, which starts no steps meanwhile and goes on hearing messages."""
+        self._prepares = True
+        return self._reader.submit(work)
 
     def is_sticky(self, error: Exception) -> bool:
         return self._worker.platform.is_sticky(error)

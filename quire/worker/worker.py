@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,13 @@ from quire.config.engine import EngineConfig
 from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import CachedLayer
 from quire.layers.rope.embedding import RotaryEmbedding
+from quire.loader.checkpoint import Checkpoint
+from quire.loader.digest import model_digest
 from quire.loader.dummy import dummy_schemes, fill_dummy
+from quire.loader.hub import find_model
 from quire.loader.mapper import Progress, load_weights
+from quire.loader.open import open_checkpoint
+from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.platform.allocator import return_free_memory
@@ -32,6 +38,7 @@ from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.ways import make_ways
+from quire.types.errors import EngineDeadError
 from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.log import get_logger
@@ -40,6 +47,7 @@ from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
 from quire.worker.planning import EnginePlan, adapter_sizes, plan_engine, with_measured_step
+from quire.worker.replacing import check_same_model
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
 logger = get_logger(__name__)
@@ -49,6 +57,11 @@ class Worker:
     def __init__(self, config: EngineConfig, report: ReportPhase = ignore_phase) -> None:
         """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
         started = time.perf_counter()
+        self._config = config
+        self.adapters: dict[str, AdapterLayers] = {}
+        """Those in host memory, by digest; they stay while weights go."""
+        self._runner: Runner | None = None
+        self._put_back: Callable[[], None] | None = None  # weights from host memory
         report("plan")
         features = sampling_features(load_processors(config.model.logits_processors))
         plan = plan_engine(config)
@@ -71,6 +84,7 @@ class Worker:
         started: float,
         report: ReportPhase,
     ) -> None:
+        self._features = features
         planned = time.perf_counter()
         report("weights")
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
@@ -78,20 +92,15 @@ class Worker:
         loaded = time.perf_counter()
         report("self-check")
         settings = plan.settings
-        ladders: tuple[list[int], list[int]] = ([], [])
-        if self.platform.batch_invariant:
-            ladders = make_invariant(model, settings.max_num_batched_tokens, plan.sizes.max_num_samples)
-        else:  # the library loads a kernel when a shape first needs it, so few numbers of logits are asked for
-            tokens = coarse_ladder(settings.max_num_batched_tokens) if plan.deterministic else []
-            ladders = tokens, coarse_ladder(plan.sizes.max_num_samples)
+        self._ladders = find_ladders(plan, model)
         checked = time.perf_counter()
         report("KV")
         ledger = plan.ledger
         logger.info(
             "KV cache: %s for %d tokens (%s)", format_bytes(ledger.kv_bytes), ledger.num_kv_tokens, ledger.kv_reason
         )
-        self.model = model
-        self.runner = build_runner(plan, model, config.cache.block_size, *ladders, features)
+        self.model: Model | None = model
+        self._build()
         self.description = WorkerDescription(
             architecture=plan.model_config["architectures"][0],
             vocab_size=plan.description.vocab_size,
@@ -115,6 +124,11 @@ class Worker:
             ledger.max_model_len,
         )
 
+    @property
+    def runner(self) -> Runner:
+        assert self._runner is not None, "the worker sleeps"
+        return self._runner
+
     def execute(self, plan: StepPlan) -> RunningStep:
         return self.runner.execute(plan)
 
@@ -126,8 +140,80 @@ class Worker:
         """Where so many masks are best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)
 
+    def sleep(self, level: int) -> str:
+        """Give memory back; level 1 keeps the weights in host memory, which on the CPU is where they are."""
+        self._let_go()
+        if level == 1:
+            assert self.model is not None
+            self._put_back = self.platform.move_to_host([*self.model.parameters(), *self.model.buffers()])
+        else:
+            self.model = None
+        self.platform.release_memory()
+        return ""
+
+    def wake(self) -> str:
+        if self.model is None:
+            self._load(self._config)
+        elif self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+        self._build()
+        return ""
+
+    def update_weights(self, path: str) -> str:
+        """Load the weights of another folder in place of these; if they cannot be used, these stay."""
+        before, config = self._config, self._config.with_model(path)
+        checkpoint = check_same_model(self.plan, config)
+        self._let_go()
+        self.model = None
+        self.platform.release_memory()
+        try:
+            self._load(config, checkpoint)
+        except Exception as error:
+            logger.error("the weights of %s cannot be loaded: %s; the old ones are loaded again", path, error)
+            try:
+                self._load(before)
+                self._build()
+            except Exception as worse:
+                raise EngineDeadError(f"neither the weights of {path} nor the old ones load: {worse}") from error
+            raise
+        self._config = config
+        self._build()
+        return model_digest(find_model(config.model), config.model)
+
+    def _let_go(self) -> None:
+        """Drop all that runs steps; adapters in host memory stay."""
+        assert self.model is not None
+        for layer in self.model.cached_layers():
+            layer.unbind()
+        self._runner = None
+
+    def _load(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+        if checkpoint is None and config.model.load_format != "dummy":
+            checkpoint = open_checkpoint(find_model(config.model))
+        self.platform.start(config.device.num_threads)  # this is another thread than the one that runs steps
+        self.model = load_model(replace(self.plan, checkpoint=checkpoint), config)
+        self._ladders = find_ladders(self.plan, self.model)
+
+    def _build(self) -> None:
+        assert self.model is not None
+        self._runner = build_runner(
+            self.plan, self.model, self._config.cache.block_size, *self._ladders, self._features
+        )
+        self._runner.adapters.host = self.adapters
+
     def shutdown(self) -> None:
-        del self.runner, self.model
+        self.model = self._runner = None
+
+
+def find_ladders(plan: EnginePlan, model: Model) -> tuple[list[int], list[int]]:
+    """Numbers of tokens, and of samples, that steps are padded to; sets the recipes of matmuls that need one."""
+    settings = plan.settings
+    if plan.platform.batch_invariant:
+        return make_invariant(model, settings.max_num_batched_tokens, plan.sizes.max_num_samples)
+    # The library loads a kernel when a shape first needs it, so few numbers of logits are asked for.
+    tokens = coarse_ladder(settings.max_num_batched_tokens) if plan.deterministic else []
+    return tokens, coarse_ladder(plan.sizes.max_num_samples)
 
 
 def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None = None) -> Model:

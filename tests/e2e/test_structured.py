@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
@@ -33,7 +33,8 @@ from quire.worker.executor import Executor, StartedStep
 from quire.worker.inproc import InProcStep
 from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
-from tests.e2e.tiny import LATENT, make_model
+from tests.e2e.test_lora import make_adapter
+from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.runner.engines import run_eagerly, spy_on
 
@@ -62,6 +63,7 @@ REQUEST_FACTORS = {
     "stop": [(), ("7", "ti")],
     "min_tokens": [0, 12],
     "ignore_eos": [False, True],
+    "adapter": [None, "first", "second"],
 }
 ENGINE_FACTORS = {
     "steps_in_flight": [1, 2, 3],
@@ -73,12 +75,7 @@ ENGINE_FACTORS = {
     "kind": ["dense", "experts", "latent", "recurrent"],  # of mixers and MLPs; latent attention goes with experts
     "speculation": ["none", "ngram", "suffix", "prediction"],
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-RECURRENT = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4},
-    "linear_num_key_heads": 2,
-}
+LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}  # two adapters take turns in the slot
 MAX_LEN = 160
 
 
@@ -110,7 +107,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("structured")
     dense = make_model(folder / "dense", "llama")
     experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
-    latent = make_model(folder / "latent", "deepseek_v3", **LATENT)
+    latent = make_model(folder / "latent", "deepseek_v3", **LATENT | {"q_lora_rank": 32})  # groups of 32 divide it
     recurrent = make_model(folder / "recurrent", "qwen3_5_text", **RECURRENT)
     found = {}
     for path in (dense, experts, latent, recurrent):
@@ -118,7 +115,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         found["", path.name] = path
         found["w4a16", path.name] = written = folder / f"{path.name}-w4a16"
         assert main(["quantize", str(path), "--scheme", "w4a16", "--out", str(written)]) == 0
+        for seed, name in enumerate(("first", "second")):
+            layers = "all-linear" if path is dense and not seed else ["q_proj", "o_proj"]
+            make_adapter(path, folder / f"{path.name}-{name}", seed, target_modules=layers)
     return found
+
+
+def adapter_of(models: Models, row: Row) -> LoRARequest | None:
+    if row["adapter"] is None:
+        return None
+    base = models["", row["kind"]]
+    return LoRARequest(row["adapter"], 0, str(base.parent / f"{base.name}-{row['adapter']}"))
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +187,12 @@ def alone(models: Models) -> list[Content]:
     """What each row must give: run one after another in a plain engine of its model."""
     found: dict[int, Content] = {}
     for key, model in models.items():
-        with start(model, way="eager", **PLAIN)[0] as llm:
+        with start(model, way="eager", **PLAIN, **LORA)[0] as llm:
             for index, row in enumerate(ROWS):
                 if (row["quantized"], row["kind"]) == key:
-                    found[index] = content(llm.generate(prompt_of(index), params_of(row, index), use_tqdm=False)[0])
+                    adapter, params = adapter_of(models, row), params_of(row, index)
+                    outputs = llm.generate(prompt_of(index), params, use_tqdm=False, lora_request=adapter)
+                    found[index] = content(outputs[0])
     return [found[index] for index in range(len(ROWS))]
 
 
@@ -198,7 +207,7 @@ def test_any_three_features_together(models: Models, alone: list[Content], engin
     mine = [index for index, row in enumerate(ROWS) if tuple(row[name] for name in ENGINE_FACTORS) == engine]
     faults, way, method = settings.pop("faults"), settings.pop("way"), settings.pop("speculation")
     settings["speculative_config"] = {"method": method}
-    llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings)
+    llm, core = start(model, way=way, max_num_seqs=8, max_num_batched_tokens=64, **settings, **LORA)
     verify_every_draft(core)
     spy = spy_on(core)
     if faults:
@@ -211,10 +220,12 @@ def test_any_three_features_together(models: Models, alone: list[Content], engin
                 for prompt, index in zip(prompts, mine, strict=True)
             ]
         params = [params_of(ROWS[index], index) for index in mine]
+        adapters = [adapter_of(models, ROWS[index]) for index in mine]
         if memory == "short":  # these grow until not all fit
             prompts += [prompt_of(index) for index in range(3)]
             params += [SamplingParams(max_tokens=70, ignore_eos=True)] * 3
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+            adapters += [None] * 3
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         assert [content(output) for output in outputs[: len(mine)]] == [alone[index] for index in mine]
         assert isinstance(spy.way, Eager if way == "eager" or library.load() is None else KernelList)
         assert spy.ran

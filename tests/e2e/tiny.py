@@ -37,6 +37,12 @@ SIZES: dict[str, Any] = {
 
 
 # DeepSeek's keys: latent attention, and experts in groups after a dense layer.
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4},
+    "linear_num_key_heads": 2,
+}
 LATENT: dict[str, Any] = {
     **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},

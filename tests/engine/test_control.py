@@ -61,7 +61,7 @@ def test_a_reply_holds_the_result_or_says_what_is_wrong() -> None:
     assert obey(core, Command(3, "break", "user")) == Reply(3, error="there is no such thing; name another")
     assert obey(core, Command(4, "break", "bug")) == Reply(4, error="ZeroDivisionError('a bug')")
     assert obey(core, Command(5, "break", 3)).error == "Expected `str`, got `int`"
-    assert "unknown control verb 'dance'; known: break, console, reset_prefix_cache" in str(
+    assert "unknown control verb 'dance'; known: break, console, pause, read_adapter, reset_prefix_cache" in str(
         obey(core, Command(6, "dance")).error
     )
     with pytest.raises(EngineDeadError):

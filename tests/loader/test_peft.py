@@ -55,7 +55,7 @@ def read(folder: Path, model: Model) -> None:
 
 def test_every_matrix_has_its_place(adapter: Path, model: Model) -> None:
     found = read_adapter(adapter, model, 8, torch.float32)
-    linears = [layer for layer in model.modules() if isinstance(layer, Linear) and layer.role == "linear"]
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.role == "linear"]
     assert set(found.layers) == set(linears)
     assert {len(packed.down) for packed in found.layers.values()} == {1, 2, 3}, "o and down, gate and up, q, k and v"
     assert all(packed.down.any(-1).sum() == 4 * len(packed.down) for packed in found.layers.values())

@@ -40,13 +40,22 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"prompt": "Hi"},
     "/api/show": {"model": MODEL},
     "/invocations": {"messages": CHAT},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [65]},
 }
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 ANY_TYPE = {path for (_, path), access in ROUTES.items() if access.origin == "own" and access.body}
 KEYS = ("first-key", "schlüssel")
+ADMIN_KEY = "operators-key"
+ADMIN = {path for (_, path), access in ROUTES.items() if access.key == "admin"}
 LIMIT = 4096
+
+
+def bearer(path: str) -> dict[str, str]:
+    """The header that opens a route."""
+    return {"authorization": f"Bearer {ADMIN_KEY if path in ADMIN else 'first-key'}"}
 
 
 def complete_app(protect_health: bool = False) -> FastAPI:
@@ -58,6 +67,7 @@ def complete_app(protect_health: bool = False) -> FastAPI:
         ServerConfig(protect_health=protect_health, max_body_bytes=LIMIT),
         model_names=(MODEL,),
         api_keys=KEYS,
+        admin_keys=(ADMIN_KEY,),
         extra_routers=[
             make_metrics_router(PrometheusObserver(MODEL)),
             console_router(ConsoleFeed(provider, ConsoleMonitor(), (MODEL,), is_ending=lambda: True)),
@@ -155,6 +165,8 @@ async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open
     good = 404 if "{response_id}" in path else 200
     if path in POOLING_BODIES or path in EMBEDDINGS:
         good = 400  # the fake engine generates
+    if path in ADMIN:
+        good = 404 if "unload" in path else 400  # there is no --lora-root, and no adapter
     for header, matches in [
         (None, False),
         (b"Bearer wrong", False),
@@ -166,6 +178,8 @@ async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open
         (b"Bearer first-key", True),
         (b"bearer  first-key ", True),
     ]:
+        if header is not None and path in ADMIN:
+            header = header.replace(b"first-key", ADMIN_KEY.encode())
         headers = {} if header is None else {b"authorization": header}
         url = path.replace("{model_id}", MODEL)
         response = await session.request(method, url, json=BODIES.get(path), headers=headers)
@@ -174,6 +188,8 @@ async def check_keys(session: httpx.AsyncClient, method: str, path: str, is_open
             assert response.headers["www-authenticate"] == "Bearer"
         if response.status_code == 401 and method != "HEAD":
             error = response.json()["error"]
+            if path in ADMIN:
+                assert "admin key is missing or wrong" in error["message"]
             if path.startswith("/api/"):
                 assert "API key is missing or wrong" in error
                 continue
@@ -190,6 +206,16 @@ async def test_keys_on_every_route(protect_health: bool) -> None:
             await check_keys(session, method, path, is_open)
 
 
+async def test_the_operators_routes_take_no_api_key_and_are_shut_without_an_admin_key() -> None:
+    provider = FakeProvider(FakeClient("x"))
+    open_app = build_app(provider, provider.text, ServerConfig(), model_names=(MODEL,))
+    for path in sorted(ADMIN):
+        async with http(complete_app(), headers={"authorization": "Bearer first-key"}) as session:
+            assert (await session.post(path, json=BODIES[path])).status_code == 401
+        async with http(open_app) as session:
+            assert (await session.post(path, json=BODIES[path])).status_code == 403
+
+
 async def test_other_methods_of_open_paths_are_not_open() -> None:
     async with http(complete_app()) as session:
         for path in sorted(PROBES):
@@ -200,7 +226,7 @@ async def test_other_methods_of_open_paths_are_not_open() -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
 async def test_every_body_must_be_json(app: FastAPI, path: str, kind: str | None) -> None:
     """A web page can send these to any server without the server's consent."""
-    headers = {"authorization": "Bearer first-key"} | ({} if kind is None else {"content-type": kind})
+    headers = bearer(path) | ({} if kind is None else {"content-type": kind})
     async with http(app) as session:
         response = await session.post(path, content=b"{}", headers=headers)
     assert response.status_code == 415
@@ -209,7 +235,7 @@ async def test_every_body_must_be_json(app: FastAPI, path: str, kind: str | None
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_body_is_bounded(app: FastAPI, path: str) -> None:
-    async with http(app, headers={"authorization": "Bearer first-key"}) as session:
+    async with http(app, headers=bearer(path)) as session:
         response = await session.post(path, json=BODIES[path] | {"padding": "x" * LIMIT})
     assert response.status_code == 413
 

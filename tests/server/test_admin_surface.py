@@ -18,21 +18,31 @@ from quire.config.groups import ServerConfig
 from quire.config.server import admin_address, admin_address_of
 from quire.engine.standby import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
+from quire.frontend.async_engine import AsyncEngine
+from quire.server.adapter_loading import AdapterLoader
+from quire.server.adapters import ServedAdapters
 from quire.server.control.app import MAX_BODY, build_admin_app
 from quire.server.control.listen import admin_settings, serving_admin
-from quire.server.control.verbs import VERBS
+from quire.server.control.operator import EngineOperator, Wanted
+from quire.server.control.verbs import VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
 from quire.types.errors import ConfigError, EngineUnavailableError
 from tests.engine.fake_engine import COMMAND
 from tests.engine.processes import LIMIT
-from tests.frontend.fake_client import text_model
+from tests.frontend.fake_client import FakeClient, text_model
+from tests.server.helpers import FakeProvider
 from tests.server.test_supervisor import complete, expected, keeper
 
 
 class FakeServer:
     num_restarts = 2
     engine_pid: int | None = 7
+    wanted = Wanted(EngineConfig.from_flat(model="fake"))
+
+    @property
+    def operated_engine(self) -> AsyncEngine:
+        raise EngineUnavailableError("there is none")
 
     def health(self) -> Health:
         return Health("ready", "it takes requests", 2, 5)
@@ -43,8 +53,14 @@ class FakeServer:
         return self.engine_pid + 1
 
 
+def controlled(server: FakeServer) -> Controlled:
+    loader = AdapterLoader(ServedAdapters(), FakeProvider(FakeClient("x")), None, ())
+    return Controlled(server, loader, EngineOperator(server))
+
+
 def client(server: FakeServer, *keys: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_admin_app(server, keys)), base_url="http://admin")
+    app = build_admin_app(controlled(server), keys)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 
 async def test_verbs_are_listed_and_run() -> None:
@@ -74,6 +90,17 @@ async def test_what_is_refused() -> None:
         assert (answer.status_code, answer.json()["error"][:18]) == (409, "the engine is star")
 
 
+async def test_every_verb_needs_the_key() -> None:
+    key = {"authorization": "Bearer secret"}
+    async with client(FakeServer(), "secret") as http:
+        for verb in VERBS:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {**key, "origin": "http://a"}):
+                answer = await http.post(f"/admin/{verb}", json={}, headers=headers)
+                assert answer.status_code in (401, 403), verb
+            if VERBS.get(verb).access != "reads":
+                assert (await http.get(f"/admin/{verb}", headers=key)).status_code == 405
+
+
 def test_addresses() -> None:
     assert admin_address_of("unix:/run/quire").path == "/run/quire"
     assert (admin_address_of("[::1]:80").host, admin_address_of("localhost:80").port) == ("::1", 80)
@@ -93,7 +120,7 @@ async def test_ctl_talks_to_the_unix_socket_which_is_its_owners_alone(
     where = admin_settings(settings)
     assert where is not None
     with listening_socket(where) as listener:
-        async with serving_admin(settings, listener, FakeServer(), str(settings.admin)):
+        async with serving_admin(settings, listener, controlled(FakeServer()), str(settings.admin)):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert await asyncio.to_thread(main, ["ctl", "restart-engine", "--admin", f"unix:{path}"]) == 0
             assert '"new_pid": 8' in capsys.readouterr().out

@@ -57,6 +57,8 @@ async def test_it_loads_nothing_and_its_examples_are_answered() -> None:
         assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= set(tried)
         pooled = {path: tried.pop(path) for path in (*POOLING_BODIES, "/api/embed")}
         del tried["/api/embeddings"]  # its form before
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # the operator's, who has a key
+            del tried[path]
         for path, example in tried.items():
             response = await session.post(path, json=json.loads(example))
             assert response.status_code == 200, (path, response.text)

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.server.control.verbs import VERBS, Controlled
-from quire.types.errors import QuireError, UnknownNameError
+from quire.server.errors import failure_of
+from quire.types.errors import QuireError, RequestError, UnknownNameError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
             return _json(await verb.run(server, argument))
         except QuireError as error:
             logger.error("admin: %s failed: %s", name, error)
-            return _json(Failure(str(error)), 409)
+            return _json(Failure(str(error)), failure_of(error).status if isinstance(error, RequestError) else 409)
 
     return Starlette(
         routes=[

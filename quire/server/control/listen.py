@@ -57,6 +57,7 @@ async def serving_admin(
         timeout_graceful_shutdown=_LAST_WRITES,
     )
     admin = _Server(config)
+    listener.listen()  # who connects before the server has started waits for it
     task = asyncio.create_task(admin.serve(sockets=[listener]), name="quire-admin")
     logger.info("admin surface on %s", address)
     try:

@@ -8,13 +8,17 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire.server.adapter_loading import AdapterLoader, LoadAdapter, UnloadAdapter
+from quire.server.control.operator import EngineOperator, SleepWanted
+from quire.types.control import EngineState, LiveLimits, WeightsUpdate
+from quire.types.request import AdapterRef
 from quire.utils.registry import Registry
 
 Access = Literal["reads", "changes"]
 
 
-class Controlled(Protocol):
-    """What verbs act on: the server's supervisor."""
+class Supervised(Protocol):
+    """The engine, as its supervisor lets verbs have it."""
 
     @property
     def num_restarts(self) -> int: ...
@@ -30,6 +34,15 @@ class Controlled(Protocol):
 
 
 @dataclass(frozen=True)
+class Controlled:
+    """What verbs act on."""
+
+    engine: Supervised
+    adapters: AdapterLoader
+    operator: EngineOperator
+
+
+@dataclass(frozen=True)
 class AdminVerb:
     """`run` may take long. Nothing has a default, so that a new verb has to say who may use it and what it takes."""
 
@@ -41,6 +54,10 @@ class AdminVerb:
     run: Callable[[Controlled, Any], Awaitable[Any]]
 
 
+class LogLevel(msgspec.Struct):
+    level: str
+
+
 class EngineStatus(msgspec.Struct):
     status: str
     detail: str
@@ -50,19 +67,89 @@ class EngineStatus(msgspec.Struct):
 
 
 async def _status(server: Controlled, argument: None) -> EngineStatus:
-    health = server.health()
-    return EngineStatus(health.status, health.detail, server.engine_pid, server.num_restarts, health.num_requests)
+    engine, health = server.engine, server.engine.health()
+    return EngineStatus(health.status, health.detail, engine.engine_pid, engine.num_restarts, health.num_requests)
 
 
 async def _restart_engine(server: Controlled, argument: None) -> dict[str, Any]:
-    before = server.engine_pid
-    return {"old_pid": before, "new_pid": await server.restart_engine()}
+    before = server.engine.engine_pid
+    return {"old_pid": before, "new_pid": await server.engine.restart_engine()}
+
+
+async def _load_adapter(server: Controlled, argument: LoadAdapter) -> AdapterRef:
+    return await server.adapters.load(argument)
+
+
+async def _unload_adapter(server: Controlled, argument: UnloadAdapter) -> AdapterRef:
+    return await server.adapters.unload(argument)
+
+
+async def _state(server: Controlled, argument: None) -> EngineState:
+    return await server.operator.state()
+
+
+async def _sleep(server: Controlled, argument: SleepWanted | None) -> EngineState:
+    return await server.operator.sleep(argument or SleepWanted())
+
+
+async def _wake(server: Controlled, argument: None) -> EngineState:
+    return await server.operator.wake()
+
+
+async def _update_weights(server: Controlled, argument: WeightsUpdate) -> EngineState:
+    return await server.operator.update_weights(argument)
+
+
+async def _pause(server: Controlled, argument: None) -> EngineState:
+    return await server.operator.pause(True)
+
+
+async def _resume(server: Controlled, argument: None) -> EngineState:
+    return await server.operator.pause(False)
+
+
+async def _set_limits(server: Controlled, argument: LiveLimits) -> EngineState:
+    return await server.operator.set_limits(argument)
+
+
+async def _set_log_level(server: Controlled, argument: LogLevel) -> LogLevel:
+    await server.operator.set_log_level(argument.level)
+    return argument
+
+
+async def _reset_prefix_cache(server: Controlled, argument: None) -> dict[str, Any]:
+    await server.operator.reset_prefix_cache()
+    return {}
 
 
 STATUS = AdminVerb("how the engine is", "reads", None, _status)
 RESTART_ENGINE = AdminVerb(
     "replace the engine process; open streams pause and go on", "changes", None, _restart_engine
 )
+LOAD_ADAPTER = AdminVerb(
+    'serve a LoRA adapter: {"lora_name": NAME, "lora_path": FOLDER}', "changes", LoadAdapter, _load_adapter
+)
+UNLOAD_ADAPTER = AdminVerb(
+    'serve a LoRA adapter no more: {"lora_name": NAME}', "changes", UnloadAdapter, _unload_adapter
+)
+STATE = AdminVerb("what was made of the engine by these verbs", "reads", None, _state)
+SLEEP = AdminVerb(
+    'give memory back: {"level": 1 or 2, "requests": "wait" or "refuse"}', "changes", SleepWanted | None, _sleep
+)
+WAKE = AdminVerb("take the memory again; requests go on", "changes", None, _wake)
+UPDATE_WEIGHTS = AdminVerb(
+    'replace the weights: {"path": FOLDER, "requests": "continue", "drain" or "abort"}',
+    "changes",
+    WeightsUpdate,
+    _update_weights,
+)
+PAUSE = AdminVerb("plan no more steps; requests wait", "changes", None, _pause)
+RESUME = AdminVerb("plan steps again", "changes", None, _resume)
+SET_LIMITS = AdminVerb(
+    'change limits: {"max_num_seqs": N, "max_num_batched_tokens": N}', "changes", LiveLimits, _set_limits
+)
+SET_LOG_LEVEL = AdminVerb('change the log: {"level": "debug"}', "changes", LogLevel, _set_log_level)
+RESET_PREFIX_CACHE = AdminVerb("forget cached prefixes that nobody uses", "changes", None, _reset_prefix_cache)
 
 VERBS: Registry[AdminVerb] = Registry(
     "admin verb",
@@ -70,5 +157,16 @@ VERBS: Registry[AdminVerb] = Registry(
     {
         "status": "verbs:STATUS",
         "restart-engine": "verbs:RESTART_ENGINE",
+        "load-adapter": "verbs:LOAD_ADAPTER",
+        "unload-adapter": "verbs:UNLOAD_ADAPTER",
+        "state": "verbs:STATE",
+        "sleep": "verbs:SLEEP",
+        "wake": "verbs:WAKE",
+        "update-weights": "verbs:UPDATE_WEIGHTS",
+        "pause": "verbs:PAUSE",
+        "resume": "verbs:RESUME",
+        "set-limits": "verbs:SET_LIMITS",
+        "set-log-level": "verbs:SET_LOG_LEVEL",
+        "reset-prefix-cache": "verbs:RESET_PREFIX_CACHE",
     },
 )

@@ -1,0 +1,136 @@
+"""EngineOperator: what an operator does to the engine, remembered so that a new process gets the same."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.engine.hold_verbs import set_level
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.controls import Callee, ClientControls
+from quire.types.control import EngineState, LiveLimits, WeightsUpdate
+from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireError
+
+Word = Literal["asleep", "paused", "changing"]
+
+
+class SleepWanted(msgspec.Struct, frozen=True):
+    level: int = 1  # 1: weights stay in host memory, 2: they are dropped
+    requests: Literal["wait", "refuse"] = "wait"  # those that come meanwhile
+
+
+class Wanted:
+    """What the operator wants of the engine, whichever process it is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        """With the model whose weights are in place, or are being put there."""
+        self.level = 0  # of its sleep
+        self.refuses = False
+        self.is_paused = False
+        self.is_changing = False
+        self.limits = LiveLimits()
+        self.log_level: str | None = None
+
+    @property
+    def word(self) -> Word | None:
+        """What keeps the engine from running requests; None: nothing."""
+        if self.level:
+            return "asleep"
+        return "changing" if self.is_changing else "paused" if self.is_paused else None
+
+    async def tell(self, client: Callee) -> None:
+        """Let a new engine be as the one before it; no request has been sent to it."""
+        engine = ClientControls(client)
+        if self.log_level is not None:
+            await engine.set_log_level(self.log_level)
+        if self.limits != LiveLimits():
+            await client.call_async("set_limits", self.limits)
+        if self.is_paused:
+            await engine.pause()
+        if self.level:
+            await engine.sleep(self.level)
+
+
+class Operated(Protocol):
+    """What the operator needs of a supervisor."""
+
+    wanted: Wanted
+
+    @property
+    def operated_engine(self) -> AsyncEngine:
+        """The engine that takes requests, also one that sleeps; EngineUnavailableError if none does."""
+        ...
+
+
+class EngineOperator:
+    """What was asked for is remembered once it is done. A new folder of weights is before: no crash undoes it."""
+
+    def __init__(self, supervisor: Operated) -> None:
+        self._supervisor = supervisor
+        self._wanted = supervisor.wanted
+
+    async def state(self) -> EngineState:
+        return await self._engine.state()
+
+    async def sleep(self, wanted: SleepWanted) -> EngineState:
+        await self._changing(self._engine.sleep(wanted.level))
+        self._wanted.level, self._wanted.refuses = wanted.level, wanted.requests == "refuse"
+        return await self.state()
+
+    async def wake(self) -> EngineState:
+        await self._changing(self._engine.wake_up())
+        self._wanted.level, self._wanted.refuses = 0, False
+        return await self.state()
+
+    async def update_weights(self, update: WeightsUpdate) -> EngineState:
+        wanted, before = self._wanted, self._wanted.config
+        if before.device.standby:
+            raise ConfigError("the standby engine has the old weights; update_weights works without --standby")
+        wanted.config = before.with_model(update.path)
+        try:
+            await self._changing(self._engine.update_weights(update.path, update.requests))
+        except EngineDeadError:  # the next one comes with the new weights, or not at all
+            raise
+        except QuireError:
+            wanted.config = before
+            raise
+        return await self.state()
+
+    async def pause(self, is_paused: bool) -> EngineState:
+        engine = self._engine
+        await (engine.pause() if is_paused else engine.resume())
+        self._wanted.is_paused = is_paused
+        return await self.state()
+
+    async def set_limits(self, limits: LiveLimits) -> EngineState:
+        state = await self._engine.set_limits(
+            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+        )
+        self._wanted.limits = LiveLimits(state.max_num_seqs, state.max_num_batched_tokens)
+        return state
+
+    async def set_log_level(self, level: str) -> None:
+        set_level(level)
+        await self._engine.set_log_level(level)
+        self._wanted.log_level = level
+
+    async def reset_prefix_cache(self) -> None:
+        await self._engine.reset_prefix_cache()
+
+    @property
+    def _engine(self) -> AsyncEngine:
+        return self._supervisor.operated_engine
+
+    async def _changing(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._wanted.is_changing:
+            work.close()
+            raise EngineError("the engine is being changed already; wait until that has ended")
+        self._wanted.is_changing = True
+        try:
+            await work
+        finally:
+            self._wanted.is_changing = False
