@@ -74,7 +74,12 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything now."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished or self.parked.has_news
+        return (
+            bool(self._in_flight)
+            or self.scheduler.has_unfinished
+            or self.parked.has_news
+            or self.executor.failure is not None
+        )
 
     def has_unfinished(self) -> bool:
         """Whether any request will be heard of again; not all of them can run yet."""
@@ -95,6 +100,8 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = self._clock()
+        if self.executor.failure is not None:
+            raise EngineDeadError(str(self.executor.failure)) from self.executor.failure
         self.log.begin(begin)
         refused = self._admit_parked() if self.parked.has_news else []
         while self._may_plan():
