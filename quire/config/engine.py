@@ -179,6 +179,8 @@ def _check_parallel(config: EngineConfig) -> None:
     if parallel.tp_exact and ranks not in EXACT_SIZES:
         sizes = ", ".join(map(str, EXACT_SIZES))
         raise ConfigError(f"tensor_parallel_size is {ranks} but with tp_exact it must be one of {sizes}")
+    if config.device.standby and parallel.data_parallel_size > 1:
+        raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     if parallel.tp_exact and config.lora.enable_lora:
         raise ConfigError("tp_exact does not take LoRA adapters, whose sums it does not fix; unset one of the two")
 

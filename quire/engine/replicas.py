@@ -61,6 +61,8 @@ class Replica(Protocol):
 
     def seconds_without_step(self) -> float: ...
 
+    def seconds_without_news(self) -> float: ...
+
     def take_received(self) -> list[EngineOutput]: ...
 
     def dump_stacks(self) -> None: ...
@@ -182,6 +184,10 @@ class ReplicaClient(EngineClient):
 
     def seconds_without_step(self) -> float:
         return max((client.seconds_without_step() for client in self._clients if client is not None), default=0.0)
+
+    def seconds_without_news(self) -> float:
+        """Of the replica that was heard last: they start one after the other."""
+        return min((client.seconds_without_news() for client in self._clients if client is not None), default=0.0)
 
     def dump_stacks(self) -> None:
         for client in self._clients:

@@ -1,7 +1,7 @@
 """Router: which replica a request goes to. Knows prefixes and loads, not processes.
 
-A request goes where it would be done first: each replica has work before it, and would have to compute those tokens of
-the prompt that it does not hold. What a replica holds is what was sent there, as far as its KV blocks reach.
+A request goes where it would be done first: each replica has work before it, and would have to compute those tokens
+of the prompt that it does not hold. What a replica holds is what was sent there, as far as its KV blocks reach.
 """
 
 from __future__ import annotations

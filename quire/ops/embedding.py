@@ -40,7 +40,7 @@ EMBED_FROM = Op("embed_from", embed_from, generate_sources, 0.0)
 
 
 def tokens_in_range(token_ids: Tensor, first: int, size: int) -> Tensor:
-    """Where to look tokens up in a table that holds [first, first + size); tokens that it does not hold: its row 0."""
+    """Where to look tokens up in a table that holds [first, first + size); row 0 for those that it does not hold."""
     local = token_ids.long() - first
     return local.masked_fill_((local < 0) | (local >= size), 0)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from quire.parallel.collectives import Collectives
 

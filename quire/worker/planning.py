@@ -96,6 +96,7 @@ class EnginePlan:
             "quantization": self.settings.quantization,
             "activations": self.settings.activations,
             "attention_backend": self.backend.name,
+            "ranks": "any" if self.group.exact else str(self.group.size),
         }
 
     @property
