@@ -273,8 +273,8 @@ class ParallelConfig:
     )
     data_parallel_size: int = setting(
         1,
-        "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first with"
-        " it, by load and cached prefixes.",
+        "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first, by"
+        " load and cached prefixes.",
         short="-dp",
     )
     tp_exact: bool = setting(

@@ -26,6 +26,7 @@ from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from quire.worker.multiproc import MultiProcExecutor
+from quire.worker.planning import plan_memory
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import CAPACITY, NOTICE
 from tests.corpus.requests import corpus_jobs
@@ -187,7 +188,23 @@ def test_every_kind_of_layer_is_shared(kind: str, tmp_path: Path) -> None:
 def test_a_size_that_heads_do_not_allow_names_those_that_they_do(model: Path) -> None:
     config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=3, **SETTINGS)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3, but attention heads \(8\).*takes 1, 2, 4, 8$"):
+        plan_memory(config)
+
+
+@pytest.mark.nightly
+def test_what_ranks_refuse_is_told_as_it_is(model: Path) -> None:
+    config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=3, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 3, but attention heads"):
         build_engine(config)
+
+
+def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
+    one, four = (
+        plan_memory(EngineConfig.from_flat(model=str(model), tensor_parallel_size=size, **SETTINGS))
+        for size in (1, 4)
+    )
+    assert four.entries[0].num_bytes < 0.4 * one.entries[0].num_bytes  # norms are whole on each
+    assert four.layout.pools[0].page_bytes * 2 == one.layout.pools[0].page_bytes  # two KV heads for four ranks
 
 
 @pytest.mark.parametrize(
@@ -206,7 +223,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.nightly), signal.SIGSTOP])
 def test_a_rank_that_is_lost_fails_the_engine(model: Path, rank: int, how: signal.Signals) -> None:
     core = make_engine(model, tensor_parallel_size=2, **SETTINGS)
     processes = executor_of(core).ranks
