@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import msgspec
@@ -76,6 +77,29 @@ LaunchReplica = Callable[[int], Replica]
 """Launch replica number i."""
 
 
+SINCE_START = (
+    "num_preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "prompt_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "accepted_per_position",
+    "prefix_without_state",
+)
+
+
+def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Field by field; of columns, place by place."""
+    numbers = [name for name in EngineStats.__struct_fields__ if name != "accepted_per_position"]
+    columns = zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
+    return EngineStats(
+        **{name: sum(getattr(part, name) for part in parts) for name in numbers},
+        accepted_per_position=tuple(map(sum, columns)),
+    )
+
+
 @dataclass(slots=True)
 class _Open:
     """A request that has not ended."""
@@ -91,11 +115,12 @@ class ReplicaClient(EngineClient):
     def __init__(self, num_replicas: int, launch: LaunchReplica) -> None:
         self._launch = launch
         self._clients: list[Replica | None] = [None] * num_replicas
+        self._past = EngineStats()  # of dead replicas, what counts since start
         self._deaths = [0] * num_replicas  # in a row, without a token between them
         self._router = Router(num_replicas, 1, 1)
         self._open: dict[str, _Open] = {}
         self._outputs: asyncio.Queue[EngineOutputs] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._vocabulary: object = None
         self._dead: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self.start_phases: list[PhaseTime] = []
@@ -111,10 +136,9 @@ class ReplicaClient(EngineClient):
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over the replicas; the time of a step is the longest."""
+        """Sums over the replicas, in what counts since start over the dead ones too; without a step."""
         known = [client.stats for client in self._clients if client is not None]
-        sums = {name: sum(getattr(stats, name) for stats in known) for name in EngineStats.__struct_fields__}
-        return EngineStats(**{**sums, "step_time": max((stats.step_time for stats in known), default=0.0)})
+        return msgspec.structs.replace(sum_stats([self._past, *known]), step_tokens=0, step_time=0.0)
 
     async def wait_ready_async(self) -> EngineInfo:
         """One after the other: each plans with the memory that those before it have left."""
@@ -228,7 +252,14 @@ class ReplicaClient(EngineClient):
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Future[None]) -> None:
+        """After a bug here the whole is dead, and does not pretend to serve."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("looking after a replica failed", exc_info=error)
+            self._die(EngineDeadError(f"looking after a replica failed: {error!r}"))
 
     def _submit(self, opened: _Open) -> None:
         """Send a request to a replica; it waits while there is none."""
@@ -258,14 +289,17 @@ class ReplicaClient(EngineClient):
             except EngineError as error:
                 await self._replace(index, client, error)
                 return
-            self._take(index, batch.outputs, batch.stats is not None)
+            self._take(index, batch.outputs, batch.stats)
 
-    def _take(self, index: int, outputs: list[EngineOutput], has_stats: bool) -> None:
+    def _take(self, index: int, outputs: list[EngineOutput], step: EngineStats | None) -> None:
         known = [output for output in outputs if self._is_of(index, output)]
         for position, output in enumerate(known):
             known[position] = self._note(index, output)
-        if known or has_stats:
-            self._outputs.put_nowait(EngineOutputs(known, self.stats if has_stats else None))
+        stats = None
+        if step is not None:
+            stats = msgspec.structs.replace(self.stats, step_tokens=step.step_tokens, step_time=step.step_time)
+        if known or stats is not None:
+            self._outputs.put_nowait(EngineOutputs(known, stats))
 
     def _is_of(self, index: int, output: EngineOutput) -> bool:
         """Whether a replica speaks of a request that it still has."""
@@ -297,7 +331,9 @@ class ReplicaClient(EngineClient):
 
     async def _replace(self, index: int, client: Replica, error: EngineError) -> None:
         """A replica died: its requests go on elsewhere, and another process takes its place."""
-        self._take(index, client.take_received(), has_stats=False)
+        self._take(index, client.take_received(), None)
+        since_start = {name: getattr(client.stats, name) for name in SINCE_START}
+        self._past = sum_stats([self._past, EngineStats(**since_start)])
         client.shutdown()
         self._clients[index] = None
         self._router.close(index, is_lost=True)

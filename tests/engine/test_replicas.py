@@ -103,6 +103,7 @@ def test_requests_go_on_when_their_replica_dies() -> None:
                 while len(client.pids) < 2:
                     await asyncio.sleep(0.02)
             assert victim not in client.pids
+            assert client.stats.prompt_tokens >= 6 * 40 + 6 * 8  # those of the dead replica count on
 
     asyncio.run(run())
 

@@ -199,10 +199,8 @@ def test_what_ranks_refuse_is_told_as_it_is(model: Path) -> None:
 
 
 def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
-    one, four = (
-        plan_memory(EngineConfig.from_flat(model=str(model), tensor_parallel_size=size, **SETTINGS))
-        for size in (1, 4)
-    )
+    configs = [EngineConfig.from_flat(model=str(model), tensor_parallel_size=size, **SETTINGS) for size in (1, 4)]
+    one, four = map(plan_memory, configs)
     assert four.entries[0].num_bytes < 0.4 * one.entries[0].num_bytes  # norms are whole on each
     assert four.layout.pools[0].page_bytes * 2 == one.layout.pools[0].page_bytes  # two KV heads for four ranks
 
