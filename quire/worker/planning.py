@@ -175,22 +175,8 @@ def plan_engine(
         weights = bytes_in(model, dummy_schemes(model, model_config))
     else:
         weights = planned_bytes(model, None, _named_scheme(model_config))
-    sizes = EngineSizes(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=length,
-        block_size=config.cache.block_size,
-        vocab_size=description.vocab_size,
-        hidden_size=description.hidden_size,
-        itemsize=dtype.itemsize,
-        token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
-        max_num_drafts=settings.max_num_drafts if pooler is None else 0,
-        speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
-    )
-    num_parameters = count_parameters(model)
-    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
-    if decoded:
-        note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
+    sizes = _sizes(config, settings, description, model, length, dtype, is_pooler=pooler is not None)
+    note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
     if config.device.standby:
@@ -223,6 +209,35 @@ def plan_engine(
         adapters=adapter_sizes(config),
         group=group,
     )
+
+
+def _sizes(
+    config: EngineConfig,
+    settings: ResolvedConfig,
+    description: ModelDescription,
+    model: Model,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    is_pooler: bool,
+) -> EngineSizes:
+    return EngineSizes(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=config.cache.block_size,
+        vocab_size=description.vocab_size,
+        hidden_size=description.hidden_size,
+        itemsize=dtype.itemsize,
+        token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
+        max_num_drafts=0 if is_pooler else settings.max_num_drafts,
+        speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
+    )
+
+
+def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
+    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes / num_parameters:.1f} bits"
+    return note + (f"; {', '.join(decoded)} become {dtype} when they are loaded" if decoded else "")
 
 
 def build_on_meta(architecture: type[Model], model_config: dict[str, Any], context: BuildContext) -> Model:

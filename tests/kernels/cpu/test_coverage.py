@@ -70,6 +70,7 @@ COVERED = {
     "soft_cap": Held(*["test_scaling_and_soft_caps"] * 3),
     "gather_rows": Held(*["test_rows_are_picked_as_they_are"] * 3),
     "tokens_in_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
+    "copy_columns": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "clear_outside_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "sum_over_ranks": Held(*["test_sums_are_a_tree_over_the_ranks"] * 3),
     "gather_over_ranks": Held(*["test_columns_are_gathered_in_rank_order"] * 3),
