@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import env
-from quire.engine.child import import_path
+from quire.config.env import import_path
 from quire.types.errors import TraceError
 
 if TYPE_CHECKING:

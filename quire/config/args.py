@@ -55,6 +55,7 @@ class Setting:
     help: str
     unit: str | None = None
     positional: bool = False
+    short: str | None = None  # a second flag
 
     @property
     def flag(self) -> str:
@@ -177,6 +178,7 @@ def _dataclass_settings(group_type: type[Any]) -> list[Setting]:
             help=f.metadata["help"],
             unit=f.metadata["unit"],
             positional=f.metadata["positional"],
+            short=f.metadata["short"],
         )
         for f in fields(group_type)
     ]
@@ -221,6 +223,7 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting, prefix: str, d
     else:
         options["type"] = _json_reader(setting)
     section.add_argument(
+        *([] if setting.short is None else [setting.short]),
         setting.flag,
         dest=prefix + setting.name,
         default=argparse.SUPPRESS,

@@ -17,6 +17,7 @@ from quire.config.groups import (
     DeviceConfig,
     LoRAConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
     StructuredConfig,
@@ -26,6 +27,8 @@ from quire.config.speculative import check_speculative, read_speculative
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
 
+MAX_RANKS = 63  # of one host, see kernels/cpu/collectives.cpp
+EXACT_SIZES = (1, 2, 4, 8)  # of tensor parallel whose sums can be made equal
 MAX_THREADS = 1024  # with many more, a process that cannot start them all is ended by its own runtime
 
 
@@ -39,6 +42,7 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -55,6 +59,11 @@ class EngineConfig:
         config = cls(**groups)
         check(config)
         return config
+
+    def of_replica(self, num_threads: int | None) -> EngineConfig:
+        """The same for one engine of several, with its share of the threads."""
+        device = replace(self.device, num_threads=self.device.num_threads or num_threads)
+        return replace(self, device=device, parallel=replace(self.parallel, data_parallel_size=1))
 
     def reserving(self, num_bytes: int) -> EngineConfig:
         """The same with more of the machine's memory left to others."""
@@ -81,6 +90,7 @@ GROUP_TYPES: dict[str, type[Any]] = {
     "lora": LoRAConfig,
     "tracing": TracingConfig,
     "speculation": SpeculationConfig,
+    "parallel": ParallelConfig,
 }
 
 
@@ -131,10 +141,13 @@ def check(config: EngineConfig) -> None:
         "max_lora_rank": config.lora.max_lora_rank,
         "max_cpu_loras": config.lora.max_cpu_loras,
         "trace_size": config.tracing.trace_size,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "data_parallel_size": config.parallel.data_parallel_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value} but must be at least 1")
+    _check_parallel(config)
     if config.device.reserved_memory < 0:
         raise ConfigError(f"reserved_memory is {config.device.reserved_memory} but must be at least 0")
     threads = config.device.num_threads
@@ -156,6 +169,24 @@ def check(config: EngineConfig) -> None:
     block_size = config.cache.block_size
     if block_size & (block_size - 1) or block_size > 128:
         raise ConfigError(f"block_size is {block_size} but must be a power of two up to 128; 16 is a good value")
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    parallel = config.parallel
+    ranks = parallel.tensor_parallel_size
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel_size is {ranks} but one host has at most {MAX_RANKS} ranks")
+    if parallel.executor == "inproc" and ranks > 1:
+        raise ConfigError(
+            f"executor is 'inproc' but {ranks} ranks need processes; leave it at auto, or set multiproc"
+        )
+    if parallel.tp_exact and ranks not in EXACT_SIZES:
+        sizes = ", ".join(map(str, EXACT_SIZES))
+        raise ConfigError(f"tensor_parallel_size is {ranks} but with tp_exact it must be one of {sizes}")
+    if config.device.standby and parallel.data_parallel_size > 1:
+        raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
+    if parallel.tp_exact and config.lora.enable_lora:
+        raise ConfigError("tp_exact does not take LoRA adapters, whose sums it does not fix; unset one of the two")
 
 
 def check_budget(num_seqs: int, budget: int) -> None:

@@ -58,3 +58,17 @@ def system_date() -> str | None:
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with some values replaced, for a program that Quire starts."""
     return {**os.environ, **changes}
+
+
+def import_path() -> dict[str, str]:
+    """Let a program that Quire starts import this Quire, where it is not installed for all."""
+    root = Path(__file__).parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": str(root) if before is None else os.pathsep.join([str(root), before])}
+
+
+def visible_devices() -> list[str]:
+    """CUDA_VISIBLE_DEVICES: the GPUs that may be used, in order; empty if it is not set."""
+    return [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]

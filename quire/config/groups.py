@@ -20,13 +20,19 @@ MetricsNames = Literal["quire", "vllm"]
 RunnerName = Literal["auto", "generate", "pooling"]
 Conversion = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
+ExecutorName = Literal["auto", "inproc", "multiproc"]
 
 DEFAULT_MODEL = "smollm2"
 
 
-def setting(default: Any, help: str, *, unit: str | None = None, positional: bool = False) -> Any:
-    """A dataclass field whose help text is kept with it; unit="bytes" accepts values like 2GiB on the CLI."""
-    return field(default=default, metadata={"help": help, "unit": unit, "positional": positional})
+def setting(
+    default: Any, help: str, *, unit: str | None = None, positional: bool = False, short: str | None = None
+) -> Any:
+    """A dataclass field whose help text is kept with it; unit="bytes" accepts values like 2GiB on the CLI.
+
+    `short` is a second flag.
+    """
+    return field(default=default, metadata={"help": help, "unit": unit, "positional": positional, "short": short})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +261,29 @@ class SpeculationConfig:
         None,
         'Who guesses draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, suffix,'
         " prediction. Unset: only the `prediction` field of requests is used; method none: not even that.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many processes share the work."""
+
+    tensor_parallel_size: int = setting(
+        1, "Processes that share every layer: each holds a slice of the weights and of the KV heads.", short="-tp"
+    )
+    data_parallel_size: int = setting(
+        1,
+        "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first, by"
+        " load and cached prefixes.",
+        short="-dp",
+    )
+    tp_exact: bool = setting(
+        False,
+        "Sum what tensor parallel ranks compute so that sizes of 1, 2, 4 and 8 give equal bits. Costs some speed; for"
+        " dense models on a CPU.",
+    )
+    executor: ExecutorName = setting(
+        "auto", "Where steps run: inproc (the engine's process) or multiproc. auto: multiproc for several ranks."
     )
 
 

@@ -22,23 +22,27 @@ from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
+from quire.types.errors import ConfigError
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.version import VERSION
 from quire.worker.description import WorkerDescription
 from quire.worker.executor import Executor
-from quire.worker.registry import DEFAULT_EXECUTOR, EXECUTORS
+from quire.worker.registry import EXECUTORS, executor_of
 
 _LOOK_AHEAD = 8  # tokens that are forced one after the other and become drafts
 
 
 def build_engine(
-    config: EngineConfig, report: ReportPhase = ignore_phase, executor_name: str = DEFAULT_EXECUTOR
+    config: EngineConfig, report: ReportPhase = ignore_phase, executor_name: str | None = None
 ) -> tuple[EngineCore, EngineInfo, bool]:
     """The core, what the frontend needs to know about it, and whether to check integrity when idle."""
+    replicas = config.parallel.data_parallel_size
+    if replicas > 1:
+        raise ConfigError(f"data_parallel_size is {replicas}, but this is one engine; `quire serve` runs several")
     limits = grammar_limits(config.structured)  # first: what it refuses need not wait for weights
-    executor = EXECUTORS.get(executor_name)(config, report)
+    executor = EXECUTORS.get(executor_name or executor_of(config))(config, report)
     worker = executor.description
     settings, ledger = worker.settings, worker.ledger
     setup = scheduler_setup(config, worker)

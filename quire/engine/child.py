@@ -11,10 +11,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
-from quire.config.env import child_environment
+from quire.config.env import child_environment, import_path
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -37,8 +36,16 @@ def print_line(line: str) -> None:
 class EngineChild:
     """One engine process. `exit_fd` becomes readable when it is dead and its log has been read."""
 
-    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line) -> None:
-        """Launch it; it waits for its order. Its stdin stays open as long as this process lives."""
+    def __init__(
+        self,
+        command: Sequence[str] = ENGINE_COMMAND,
+        take_line: TakeLine = print_line,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Launch it; it waits for its order. Its stdin stays open as long as this process lives.
+
+        `environment` is added to this process's.
+        """
         self._take_line = take_line
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._exited = threading.Event()
@@ -47,7 +54,7 @@ class EngineChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=child_environment(**import_path()),
+            env=child_environment(**import_path(), **(environment or {})),
         )
         self.exit_fd, self._exit_signal = os.pipe()
         self._log_reader = threading.Thread(target=self._read_log, name="quire-engine-log", daemon=True)
@@ -122,15 +129,6 @@ class EngineChild:
         self._log_reader.join(_LOG_GRACE)
         self._exited.set()
         os.close(self._exit_signal)
-
-
-def import_path() -> dict[str, str]:
-    """Let the process import this Quire, where it is not installed for all."""
-    root = Path(__file__).parents[2]
-    if root.name in ("site-packages", "dist-packages"):
-        return {}
-    before = child_environment().get("PYTHONPATH")
-    return {"PYTHONPATH": str(root) if before is None else os.pathsep.join([str(root), before])}
 
 
 def _signal_name(number: int) -> str:

@@ -94,6 +94,8 @@ class EngineCore:
         """Whether a step would do anything now."""
         if self._in_flight or self.parked.has_news or self._said or self.hold.has_news:
             return True
+        if self.executor.failure is not None:
+            return True
         return self.scheduler.has_unfinished and not self.hold.is_active
 
     def has_unfinished(self) -> bool:
@@ -115,6 +117,8 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """Keep the pipeline full, then finish its oldest step. Blocks until that step is done."""
         begin = self._clock()
+        if self.executor.failure is not None:
+            raise EngineDeadError(str(self.executor.failure)) from self.executor.failure
         self.log.begin(begin)
         refused = self._admit_parked() if self.parked.has_news else []
         if self.hold.has_news:

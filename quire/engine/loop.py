@@ -37,7 +37,7 @@ class EngineLoop:
         self._finishing = False
         self._debug_checks = debug_checks
         self._quiet: float | None = _QUIET  # seconds until the engine prepares for steps to come; None: it has
-        core.parked.on_news = self._wake.set
+        core.parked.on_news = core.executor.on_failure = self._wake.set
 
     def submit(self, message: ToEngine | EngineOutput) -> None:
         """Take a message in; an EngineOutput is an answer that is already known and goes out with the next step."""

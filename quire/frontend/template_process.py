@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.env import child_environment
-from quire.engine.child import import_path
+from quire.config.env import child_environment, import_path
 from quire.frontend.template_child import read_frame, write_frame
 from quire.types.errors import EngineUnavailableError, RequestError, TokenizerError
 

@@ -7,13 +7,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from quire.layers.linear import ColumnParallelLinear
+from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import LinearMethod, MatrixSpec, TableMethod
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, part_of, part_scheme
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
 from quire.ops.base import Target
-from quire.ops.embedding import embed_range
+from quire.ops.embedding import CLEAR_OUTSIDE_RANGE, TOKENS_IN_RANGE
 from quire.ops.scale import SCALE
 from quire.ops.soft_cap import SOFT_CAP
 from quire.parallel.groups import ParallelGroup
@@ -27,15 +27,17 @@ class VocabParallelEmbedding(WeightedLayer):
     def __init__(self, vocab_size: int, hidden_size: int, *, target: Target, group: ParallelGroup) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.first_token, self.num_tokens = group.slice_of(vocab_size, "vocabulary")
+        self.first_token, self.num_tokens = group.share_of(vocab_size, "vocabulary")
+        self._local, self._clear = TOKENS_IN_RANGE.bind(target), CLEAR_OUTSIDE_RANGE.bind(target)
         self._target, self._group, self._device = target, group, torch.get_default_device()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [n] -> [n, hidden]."""
         if self._group.size == 1:
             return self.method.embed(token_ids)
-        rows = embed_range(self.method.embed, token_ids, self.first_token, self.num_tokens)
-        return self._group.collectives.all_reduce(rows)
+        held = (self.first_token, self.num_tokens)
+        rows = self.method.embed(self._local(token_ids, *held))
+        return self._group.collectives.all_reduce(self._clear(token_ids, rows, *held))
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight",)
@@ -71,6 +73,7 @@ class TiedProjection(nn.Module):
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
         super().__init__()
         self.embedding = embedding
+        self.vocab_size = embedding.vocab_size
 
     @property
     def method(self) -> LinearMethod:
@@ -80,10 +83,20 @@ class TiedProjection(nn.Module):
         return self.embedding.method.multiply(hidden)
 
 
-class HeadProjection(ColumnParallelLinear):
-    """A head with a matrix of its own, which a quantization may treat unlike other layers."""
+class HeadProjection(Linear):
+    """A head with a matrix of its own, which a quantization may treat unlike other layers.
+
+    Each rank holds a range of tokens, as of the embeddings.
+    """
 
     role = "head"
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, bias: bool, target: Target, group: ParallelGroup
+    ) -> None:
+        piece = Piece(None, vocab_size, *group.share_of(vocab_size, "vocabulary"))
+        super().__init__(hidden_size, (piece,), bias=bias, target=target)
+        self.vocab_size = vocab_size
 
 
 class LMHead(nn.Module):
@@ -107,7 +120,7 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [m, hidden] -> [m, vocab]."""
-        logits = self._group.collectives.all_gather(self.projection(hidden), dim=-1)
+        logits = self._group.collectives.all_gather(self.projection(hidden), self.projection.vocab_size)
         if self.logit_divisor is not None:
             logits = self._scale(logits, 1.0 / self.logit_divisor)
         if self.logit_soft_cap is not None:

@@ -28,6 +28,7 @@ from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, em
 from quire.ops.base import Target
 from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
 from quire.parallel.groups import ParallelGroup
+from quire.types.errors import ConfigError
 
 Layout = Literal["rows", "columns", "interleaved_columns"]
 """How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its
@@ -242,6 +243,8 @@ class GroupedDown(GroupedLinear):
         target: Target,
         group: ParallelGroup,
     ) -> None:
+        if group.exact:
+            raise ConfigError("tp_exact does not take models with experts, whose sums it does not fix; unset it")
         pieces = (Piece("down_proj", out_features, 0, out_features),)
         in_slice = group.slice_of(width, "input features")
         super().__init__(num_experts, width, pieces, bias=bias, layout=layout, target=target, in_slice=in_slice)

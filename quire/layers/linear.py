@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.layers.adapters import AdapterSizes, LinearAdapters, LoraPair
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec
+from quire.layers.quant.in_parts import NUM_PARTS, InParts
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer
@@ -240,12 +241,29 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, (piece,), bias=bias, target=target, in_slice=in_slice)
         self._group = group
 
+    def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
+        if not self._group.exact:
+            return super().allocate(path, schemes)
+        count, loaded = NUM_PARTS // self._group.size, self._loaded_schemes(schemes)
+        if self.full_in_features % NUM_PARTS:
+            raise ConfigError(
+                f"{path} has {self.full_in_features} inputs, which tp_exact cannot cut into {NUM_PARTS} parts"
+            )
+        width, parts = self.in_features // count, []
+        for index in range(count):
+            stored = [part_scheme(one, 1, index * width, width, self.in_features) for one in loaded]
+            spec = MatrixSpec(width, (self.out_features,), self._bias and not index, self._target, path, self.role)
+            with self._device:
+                parts.append(choose_method(spec, stored))
+        self.method = InParts(parts)
+        return self
+
     def forward(self, x: Passed) -> Passed:
         out = super().forward(x)
         return self._group.collectives.all_reduce(out) if isinstance(out, Tensor) else out
 
     def feed(self, accepted: Forms) -> None:
-        if self._group.size == 1:  # else ranks add up whole ones
+        if self._group.size == 1 and not self._group.exact:  # else ranks add up whole ones
             super().feed(accepted)
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:

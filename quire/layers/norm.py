@@ -106,10 +106,10 @@ class ParallelRMSNorm(RMSNorm):
     def __init__(self, width: int, *, eps: float, target: Target, group: ParallelGroup) -> None:
         super().__init__(width, eps=eps, target=target)
         self._group = group
-        self._start, self._size = group.slice_of(width, "norm width")
+        self._width, (self._start, self._size) = width, group.slice_of(width, "norm width")
 
     def forward(self, x: Tensor) -> Tensor:
-        gathered = self._group.collectives.all_gather(x, dim=-1)
+        gathered = self._group.collectives.all_gather(x, self._width)
         normed = self._norm(gathered, self.weight, self.eps, self.weight_offset)
         return normed[..., self._start : self._start + self._size]
 

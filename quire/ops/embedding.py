@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, native
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -41,8 +39,39 @@ def generate_sources(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 EMBED_FROM = Op("embed_from", embed_from, generate_sources, 0.0)
 
 
-def embed_range(look_up: Callable[[Tensor], Tensor], token_ids: Tensor, first: int, size: int) -> Tensor:
-    """Rows of a table that holds tokens [first, first + size), looked up from its start; other tokens give zeros."""
-    local = token_ids - first
-    outside = (local < 0) | (local >= size)
-    return look_up(local.masked_fill_(outside, 0)).masked_fill_(outside.unsqueeze(-1), 0)
+def tokens_in_range(token_ids: Tensor, first: int, size: int) -> Tensor:
+    """Where to look tokens up in a table that holds [first, first + size); row 0 for those that it does not hold."""
+    local = token_ids.long() - first
+    return local.masked_fill_((local < 0) | (local >= size), 0)
+
+
+def clear_outside_range(token_ids: Tensor, rows: Tensor, first: int, size: int) -> Tensor:
+    """`rows` [n, hidden], of tokens outside [first, first + size) as zeros. Changes them in place."""
+    outside = (token_ids < first) | (token_ids >= first + size)
+    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+def generate_range(seed: int) -> tuple[Tensor, int, int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(50, (1 + seed % 9,), generator=generator), 5 * (seed % 8), 1 + seed % 20
+
+
+def generate_rows_in_range(seed: int) -> tuple[Tensor, Tensor, int, int]:
+    token_ids, first, size = generate_range(seed)
+    return (
+        token_ids,
+        torch.randn(token_ids.shape[0], 1 + seed, generator=torch.Generator().manual_seed(seed)),
+        first,
+        size,
+    )
+
+
+TOKENS_IN_RANGE = Op("tokens_in_range", tokens_in_range, generate_range, 0.0, (native("tokens_in_range"),))
+CLEAR_OUTSIDE_RANGE = Op(
+    "clear_outside_range",
+    clear_outside_range,
+    generate_rows_in_range,
+    0.0,
+    (native("clear_outside_range"),),
+    changes=(1,),
+)

@@ -10,7 +10,7 @@ from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
 from quire.ops.drafts import PLACE_DRAFTS
 from quire.ops.draw_within import DRAW_WITHIN
-from quire.ops.embedding import EMBED, EMBED_FROM
+from quire.ops.embedding import CLEAR_OUTSIDE_RANGE, EMBED, EMBED_FROM, TOKENS_IN_RANGE
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
@@ -37,7 +37,7 @@ from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
 from quire.ops.scale import SCALE
-from quire.ops.select import GATHER_ROWS
+from quire.ops.select import GATHER_ROWS, TAKE_COLUMNS
 from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.ops.soft_cap import SOFT_CAP
 from quire.ops.split_k import ADD_RMS_NORM_SPLIT_K, LINEAR_SPLIT_K
@@ -76,9 +76,12 @@ OPS: tuple[Op[Any], ...] = (
     ADD_RMS_NORM_FP8,
     EMBED,
     EMBED_FROM,
+    TOKENS_IN_RANGE,
+    CLEAR_OUTSIDE_RANGE,
     GATHER_ROTATION,
     GATHER_ROTATION_BY_AXIS,
     GATHER_ROWS,
+    TAKE_COLUMNS,
     WRITE_BLOCKS,
     START_ROWS,
     GATHER_DECODE,

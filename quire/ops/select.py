@@ -27,3 +27,16 @@ GATHER_ROWS = Op(
     0.0,
     (Implementation("triton", "triton.gather:gather_rows", ("cuda",)), native("gather_rows")),
 )
+
+
+def take_columns(x: Tensor, first: int, width: int) -> Tensor:
+    """x [n, ...] at columns [first, first + width), contiguous."""
+    return x[:, first : first + width].contiguous()
+
+
+def generate_columns(seed: int) -> tuple[Tensor, int, int]:
+    x = torch.randn(1 + seed % 7, 8 + seed, generator=torch.Generator().manual_seed(seed))
+    return x, seed % 8, 1 + seed // 2
+
+
+TAKE_COLUMNS = Op("take_columns", take_columns, generate_columns, 0.0, (native("take_columns"),))

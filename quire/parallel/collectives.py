@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,16 +11,26 @@ from torch import Tensor
 class Collectives(ABC):
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks. May overwrite `x`."""
+        """The sum of `x` over the ranks, the same bits on all of them. May overwrite `x`."""
 
     @abstractmethod
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The `x` of every rank, concatenated along `dim` in rank order."""
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
+        """The `x` [n, columns] of every rank side by side in rank order, [n, total].
+
+        Ranks hold equal shares of the columns, rounded up; the last one may hold fewer.
+        """
+
+    @abstractmethod
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the ranks. Waits for all of them; not for use within a step."""
 
 
 class NullCollectives(Collectives):
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
         return x
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        return list(values)

@@ -15,6 +15,7 @@ class ParallelGroup:
     rank: int = 0
     size: int = 1
     collectives: Collectives = field(default_factory=NullCollectives)
+    exact: bool = False  # whether sums over ranks are to have the same bits for 1, 2, 4 and 8 of them
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -29,3 +30,10 @@ class ParallelGroup:
             )
         share = total // self.size
         return self.rank * share, share
+
+    def share_of(self, total: int, what: str) -> tuple[int, int]:
+        """(start, size) of this rank's share, rounded up, of what need not divide evenly; the last may have less."""
+        share = -(-total // self.size)
+        if share * (self.size - 1) >= total:
+            raise ConfigError(f"{what} ({total}) is too small for {self.size} ranks; choose fewer")
+        return self.rank * share, min(share, total - self.rank * share)

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from quire.config.engine import EngineConfig
 from quire.engine.child import TakeLine, print_line
 from quire.engine.flight import dump_path
+from quire.engine.replicas import ReplicaClient, launch_replicas
 from quire.engine.resuming import EngineLoss, ResumingClient
 from quire.engine.spare import NO_SPARE, Spare
 from quire.engine.standby import StandbyEngine
@@ -89,13 +90,16 @@ def _in_words(request_ids: Sequence[str]) -> str:
     return f"{len(request_ids)} request{'' if len(request_ids) == 1 else 's'} ({named})"
 
 
-LaunchClient = Callable[[EngineConfig, OnPhase], ZmqClient]
+ServingClient = ZmqClient | ReplicaClient
+LaunchClient = Callable[[EngineConfig, OnPhase], ServingClient]
 
 
 def launch_client(
     config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line, spare: Spare = NO_SPARE
-) -> ZmqClient:
-    """An engine in the spare process, if there is one, else in a new one."""
+) -> ServingClient:
+    """An engine in the spare process, if there is one, else in a new one; or several replicas."""
+    if config.parallel.data_parallel_size > 1:
+        return launch_replicas(config, take_line, on_phase)
     return ZmqClient(config, child=spare.take(), on_phase=on_phase, take_line=take_line)
 
 
@@ -137,7 +141,7 @@ class EngineSupervisor:
         self._observer = observer
         self._launch = launch
         self._spare = spare
-        self._client: ZmqClient | None = None
+        self._client: ServingClient | None = None
         self._resuming: ResumingClient | None = None
         self._engine: AsyncEngine | None = None
         self._preparing: asyncio.Task[None] | None = None
@@ -302,7 +306,7 @@ class EngineSupervisor:
             self._set_status("restarting", str(death))
         return death
 
-    async def _within_stall(self, client: ZmqClient, work: Coroutine[Any, Any, T], phase: str) -> T:
+    async def _within_stall(self, client: ServingClient, work: Coroutine[Any, Any, T], phase: str) -> T:
         """Wait for a part of the start; EngineDeadError, after its stacks were asked for, if it says nothing more."""
         limit = _START_PATIENCE * self._options.stall_timeout
         task, has_dumped = asyncio.ensure_future(work), False
@@ -322,7 +326,7 @@ class EngineSupervisor:
             task.cancel()
         return task.result()
 
-    async def _attach(self, client: ZmqClient) -> AsyncEngine:
+    async def _attach(self, client: ServingClient) -> AsyncEngine:
         """Let the streams have this engine; open requests go on in it."""
         await self.wanted.tell(client)
         if self._engine is None or self._resuming is None:
@@ -353,7 +357,7 @@ class EngineSupervisor:
                 break
         self._spare.start()
 
-    async def _watch(self, client: ZmqClient, engine: AsyncEngine) -> EngineError:
+    async def _watch(self, client: ServingClient, engine: AsyncEngine) -> EngineError:
         """Watch a serving engine until it dies or its outputs cannot be read any more."""
         interval = min(_LOOK_INTERVAL, self._options.stall_timeout / 2)
         death = asyncio.create_task(client.wait_dead())
@@ -374,7 +378,7 @@ class EngineSupervisor:
             wanted.cancel()
         return death.result()
 
-    def _look_for_stall(self, client: ZmqClient) -> float:
+    def _look_for_stall(self, client: ServingClient) -> float:
         """Once per stall, have the engine say in its log where it hangs. Returns how long it has stalled, or 0."""
         stalled_for = self._stalled_for()
         if stalled_for and not self._has_dumped:

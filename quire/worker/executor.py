@@ -6,12 +6,13 @@ Everything that passes it is data: the description of a worker, plans and masks 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, QuireError
 from quire.types.masks import Masks
 from quire.types.request import AdapterRef
 from quire.types.step import StepPlan, StepResult
@@ -41,6 +42,12 @@ class StartedStep(Protocol):
 class Executor(ABC):
     description: WorkerDescription
     """What the worker has taken and how it runs steps."""
+
+    failure: QuireError | None = None
+    """Why no step can run any more, if that is known before one is tried."""
+
+    on_failure: Callable[[], None] = staticmethod(lambda: None)
+    """Called, on any thread, when `failure` is set."""
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StartedStep:

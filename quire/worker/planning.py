@@ -16,7 +16,7 @@ import torch
 from quire.attention.base import AttentionBackend, GroupBackend
 from quire.attention.registry import BACKENDS, choose_backend
 from quire.attention.state import StateBackend
-from quire.config.engine import EngineConfig
+from quire.config.engine import MAX_RANKS, EngineConfig
 from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
 from quire.layers.adapters import AdapterSizes
@@ -34,6 +34,7 @@ from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
 from quire.ops.base import Target
+from quire.parallel.groups import ParallelGroup
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.runner.adapters import make_room, slots_line
@@ -69,6 +70,7 @@ class EnginePlan:
     checkpoint: Checkpoint | None  # None: weights are made up
     pooler: PoolerConfig | None  # None: it generates
     adapters: AdapterSizes | None  # None: there are none
+    group: ParallelGroup  # of the ranks that share every layer
 
     def way_context(self, model: Model) -> WayContext:
         return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
@@ -76,7 +78,7 @@ class EnginePlan:
     @property
     def context(self) -> BuildContext:
         return _build_context(
-            self.settings, self.platform, self.ledger.max_model_len, self.deterministic, self.pooler
+            self.settings, self.platform, self.ledger.max_model_len, self.deterministic, self.pooler, self.group
         )
 
     @property
@@ -94,6 +96,7 @@ class EnginePlan:
             "quantization": self.settings.quantization,
             "activations": self.settings.activations,
             "attention_backend": self.backend.name,
+            "ranks": "any" if self.group.exact else str(self.group.size),
         }
 
     @property
@@ -107,11 +110,19 @@ class EnginePlan:
         return replace(self, checkpoint=None)
 
 
-def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Sequence[LedgerLine] = ()) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig,
+    *,
+    needs_weights: bool = True,
+    others: Sequence[LedgerLine] = (),
+    group: ParallelGroup | None = None,
+) -> EnginePlan:
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
+    `group`: the ranks that share every layer; they agree on the number of KV blocks.
     """
+    group = group or ParallelGroup(exact=config.parallel.tp_exact)
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = find_model(config.model)
@@ -148,11 +159,10 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
     _check_heads(description, backend)
     kv_dtype = _kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
-    with torch.device("meta"):
-        model = architecture.from_config(
-            model_config,
-            _build_context(settings, platform, length, backend.name == platform.deterministic_backend, pooler),
-        )
+    context = _build_context(
+        settings, platform, length, backend.name == platform.deterministic_backend, pooler, group
+    )
+    model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
     lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
     if lacking is not None:  # said before anything is loaded; a layer's own check comes after
@@ -165,22 +175,8 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         weights = bytes_in(model, dummy_schemes(model, model_config))
     else:
         weights = planned_bytes(model, None, _named_scheme(model_config))
-    sizes = EngineSizes(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=length,
-        block_size=config.cache.block_size,
-        vocab_size=description.vocab_size,
-        hidden_size=description.hidden_size,
-        itemsize=dtype.itemsize,
-        token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
-        max_num_drafts=settings.max_num_drafts if pooler is None else 0,
-        speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
-    )
-    num_parameters = count_parameters(model)
-    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * weights / num_parameters:.1f} bits"
-    if decoded:
-        note += f"; {', '.join(decoded)} become {settings.dtype} when they are loaded"
+    sizes = _sizes(config, settings, description, model, length, dtype, is_pooler=pooler is not None)
+    note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
     if config.device.standby:
@@ -195,8 +191,7 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         others=_others(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    supply = platform.available_memory(config.cache.gpu_memory_utilization)
-    ledger = _ledger(config, platform, demand, supply)
+    ledger = _ledger(config, platform, demand, _supply(config, platform, group), group)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -212,7 +207,60 @@ def plan_engine(config: EngineConfig, *, needs_weights: bool = True, others: Seq
         checkpoint=checkpoint,
         pooler=pooler,
         adapters=adapter_sizes(config),
+        group=group,
     )
+
+
+def _sizes(
+    config: EngineConfig,
+    settings: ResolvedConfig,
+    description: ModelDescription,
+    model: Model,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    is_pooler: bool,
+) -> EngineSizes:
+    return EngineSizes(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=config.cache.block_size,
+        vocab_size=description.vocab_size,
+        hidden_size=description.hidden_size,
+        itemsize=dtype.itemsize,
+        token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
+        max_num_drafts=0 if is_pooler else settings.max_num_drafts,
+        speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
+    )
+
+
+def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
+    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes / num_parameters:.1f} bits"
+    return note + (f"; {', '.join(decoded)} become {dtype} when they are loaded" if decoded else "")
+
+
+def build_on_meta(architecture: type[Model], model_config: dict[str, Any], context: BuildContext) -> Model:
+    """The model without storage. A group whose size the layers do not allow is refused with those that they do."""
+    with torch.device("meta"):
+        try:
+            return architecture.from_config(model_config, context)
+        except ConfigError as error:
+            if context.group.size == 1:
+                raise
+            sizes = [size for size in range(1, MAX_RANKS + 1) if _allows(architecture, model_config, context, size)]
+            possible = ", ".join(map(str, sizes))
+            raise ConfigError(
+                f"tensor_parallel_size is {context.group.size}, but {error}; this model takes {possible}"
+            ) from error
+
+
+def _allows(architecture: type[Model], model_config: dict[str, Any], context: BuildContext, size: int) -> bool:
+    try:
+        architecture.from_config(model_config, replace(context, group=ParallelGroup(0, size)))
+    except ConfigError:
+        return False
+    return True
 
 
 def adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
@@ -245,7 +293,8 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
-    return replace(plan, demand=demand, ledger=_ledger(config, plan.platform, demand, plan.ledger.supply))
+    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group)
+    return replace(plan, demand=demand, ledger=ledger)
 
 
 def _standby(platform: Platform, lines: Sequence[LedgerLine]) -> LedgerLine:
@@ -263,19 +312,42 @@ def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerL
     return tuple(line for line in (reserved, *others) if line.num_bytes)
 
 
-def _ledger(config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply) -> MemoryLedger:
+def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup) -> MemorySupply:
+    supply = platform.available_memory(config.cache.gpu_memory_utilization)
+    if not platform.uses_host_memory or group.size == 1:
+        return supply
+    # Ranks come at the same time, and each looks at the whole.
+    return supply._replace(num_bytes=supply.num_bytes // group.size, bound=f"{supply.bound}, shared by ranks")
+
+
+def _ledger(
+    config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply, group: ParallelGroup
+) -> MemoryLedger:
     one_request = demand.kv_bytes(config.model.max_model_len or demand.trained_len)
-    return make_ledger(
+    mine = make_ledger(
         demand,
         supply,
         config.cache.kv_cache_memory,
         platform.default_kv_memory(supply.num_bytes - demand.fixed, one_request),
         config.model.max_model_len,
     )
+    length, *blocks = group.collectives.minimum([mine.max_model_len, *mine.pool_blocks])
+    if (length, *blocks) == (mine.max_model_len, *mine.pool_blocks):
+        return mine
+    return replace(
+        mine,
+        entries=demand.entries(blocks),
+        max_model_len=length,
+        pool_blocks=tuple(blocks),
+        kv_reason="as many as the rank has that can keep fewest",
+    )
 
 
 def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = ()) -> MemoryLedger:
-    return plan_engine(config, needs_weights=False, others=others).ledger
+    """Of each rank."""
+    parallel = config.parallel
+    group = ParallelGroup(0, parallel.tensor_parallel_size, exact=parallel.tp_exact)
+    return plan_engine(config, needs_weights=False, others=others, group=group).ledger
 
 
 def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
@@ -387,10 +459,12 @@ def _build_context(
     max_model_len: int,
     deterministic: bool,
     pooler: PoolerConfig | None,
+    group: ParallelGroup,
 ) -> BuildContext:
     return BuildContext(
         dtype=getattr(torch, settings.dtype),
         max_model_len=max_model_len,
+        group=group,
         platform=platform.name,
         quantization=settings.quantization,
         deterministic=deterministic,

@@ -21,5 +21,14 @@ EXECUTORS: Registry[MakeExecutor] = Registry(
     "quire.worker",
     {
         "inproc": "inproc:make_inproc_executor",
+        "multiproc": "multiproc:make_multiproc_executor",
     },
 )
+
+
+def executor_of(config: EngineConfig) -> str:
+    """The name of the executor that the settings ask for."""
+    name = config.parallel.executor
+    if name != "auto":
+        return name
+    return "multiproc" if config.parallel.tensor_parallel_size > 1 else DEFAULT_EXECUTOR

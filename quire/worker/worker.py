@@ -22,6 +22,7 @@ from quire.loader.open import open_checkpoint
 from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
+from quire.parallel.groups import ParallelGroup
 from quire.platform.allocator import return_free_memory
 from quire.runner.adapters import RowAdapters, make_room
 from quire.runner.block_tables import BlockTables
@@ -54,7 +55,9 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, report: ReportPhase = ignore_phase) -> None:
+    def __init__(
+        self, config: EngineConfig, report: ReportPhase = ignore_phase, group: ParallelGroup | None = None
+    ) -> None:
         """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
         started = time.perf_counter()
         self._config = config
@@ -64,7 +67,7 @@ class Worker:
         self._put_back: Callable[[], None] | None = None  # weights from host memory
         report("plan")
         features = sampling_features(load_processors(config.model.logits_processors))
-        plan = plan_engine(config)
+        plan = plan_engine(config, group=group)
         self.platform = plan.platform
         logger.info("settings: %s", "; ".join(plan.settings.explain()))
         for entry in plan.ledger.entries:

@@ -237,6 +237,21 @@ def test_any_three_features_together(models: Models, alone: list[Content], engin
         assert faults or method != "prediction" or core.stats().num_draft_tokens
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_any_features_together_on_two_ranks(model: Path, method: str) -> None:
+    """The requests of all rows give the bits of one rank."""
+    found: list[list[Content]] = []
+    for size in (1, 2):
+        settings = {"tensor_parallel_size": size, "tp_exact": True, "speculative_config": {"method": method}}
+        llm, _ = start(model, max_num_seqs=8, max_num_batched_tokens=64, **settings)
+        with llm:
+            params = [params_of(row, index) for index, row in enumerate(ROWS)]
+            outputs = llm.generate([prompt_of(index) for index in range(len(ROWS))], params, use_tqdm=False)
+            found.append([content(output) for output in outputs])
+    assert found[0] == found[1]
+
+
 def verify_every_draft(core: EngineCore) -> None:
     """How many are worth it depends on times, which differ from run to run."""
     drafting = core.scheduler._state.drafting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ class ThreadCollectives(Collectives):
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x)).sum(0)
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.exchange(x), dim=dim)
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
+        gathered = torch.cat(self.exchange(x), dim=-1)
+        assert gathered.shape[-1] == total
+        return gathered
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        raise AssertionError("nothing is planned here")
 
 
 def logits_of_ranks(folder: Path, size: int) -> list[Tensor]:

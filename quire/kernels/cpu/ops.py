@@ -131,6 +131,27 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     return out
 
 
+def tokens_in_range(token_ids: Tensor, first: int, size: int) -> Tensor:
+    token_ids = token_ids.long().contiguous()
+    out = empty(token_ids.shape[0], dtype=torch.int64)
+    bound().tokens_in_range(token_ids.data_ptr(), out.data_ptr(), token_ids.shape[0], first, size)
+    return out
+
+
+def clear_outside_range(token_ids: Tensor, rows: Tensor, first: int, size: int) -> Tensor:
+    assert rows.is_contiguous()
+    token_ids = token_ids.long().contiguous()
+    bound().clear_outside_range(token_ids.data_ptr(), rows.data_ptr(), *rows.shape, first, size)
+    return rows
+
+
+def take_columns(x: Tensor, first: int, width: int) -> Tensor:
+    x = x.contiguous()
+    out = empty(x.shape[0], width)
+    bound().copy_columns(x.data_ptr() + 4 * first, x.stride(0), out.data_ptr(), x.shape[0], width)
+    return out
+
+
 def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.stride(-1) != 1:
         scores = scores.contiguous()

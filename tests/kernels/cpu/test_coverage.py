@@ -18,6 +18,7 @@ from tests.kernels.cpu import (
     test_states,
     test_step,
 )
+from tests.parallel import test_shared_memory
 
 MODULES = (
     test_cpu_native,
@@ -30,6 +31,7 @@ MODULES = (
     test_sampling,
     test_states,
     test_step,
+    test_shared_memory,
 )
 
 
@@ -88,6 +90,11 @@ COVERED = {
     "scale": Held(*["test_scaling_and_soft_caps"] * 3),
     "soft_cap": Held(*["test_scaling_and_soft_caps"] * 3),
     "gather_rows": Held(*["test_rows_are_picked_as_they_are"] * 3),
+    "tokens_in_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
+    "copy_columns": Held(*["test_rows_of_a_range_of_tokens"] * 3),
+    "clear_outside_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
+    "sum_over_ranks": Held(*["test_sums_are_a_tree_over_the_ranks"] * 3),
+    "gather_over_ranks": Held(*["test_columns_are_gathered_in_rank_order"] * 3),
     "note_finite": Held(*["test_what_is_not_finite_is_found_in_its_row"] * 3),
     "prepare_qkv": Held(
         "test_norm_rotation_and_write_match_the_reference",

@@ -106,6 +106,18 @@ def test_rows_are_picked_as_they_are(isa: str, width: int) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("width", WIDTHS)
+def test_rows_of_a_range_of_tokens(isa: str, width: int) -> None:
+    x, ids, held = rows_with_special(41, width), torch.arange(41) * 3, (30, 40)
+    inside = (ids >= 30) & (ids < 70)
+    with using(isa, threads=2):
+        assert torch.equal(ops.tokens_in_range(ids, *held), torch.where(inside, ids - 30, 0))
+        cleared = ops.clear_outside_range(ids, x.clone(), *held)
+        assert_bits(ops.take_columns(x, width // 2, 1), x[:, width // 2 : width // 2 + 1])
+    assert_bits(cleared, torch.where(inside.unsqueeze(1), x, 0.0))
+
+
+@each_instruction_set
+@pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_not_finite_is_found_in_its_row(isa: str, width: int) -> None:
     x, out = rows_with_special(41, width), torch.zeros(41, dtype=torch.bool)
     beside = torch.cat([torch.full_like(x, NAN), x], dim=1)[:, width:]

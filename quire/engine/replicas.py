@@ -1,0 +1,411 @@
+"""ReplicaClient: several engine processes behind the face of one. A router says which of them a request goes to.
+
+A replica that dies is launched again; its open requests go on in the others with the tokens that they have. When no
+replica is left, the whole is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.config.env import visible_devices
+from quire.engine.child import EngineChild, TakeLine, print_line
+from quire.engine.client import EngineClient
+from quire.engine.control import REPLY_LIMIT
+from quire.engine.journal import Entry
+from quire.engine.router import Router
+from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
+from quire.types.errors import EngineDeadError, EngineError, EngineStartError
+from quire.types.messages import EngineInfo
+from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
+from quire.types.request import EngineRequest
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+_MOST_DEATHS = 3  # of replicas that a request was in, without a token of any, after which it is refused
+_BACKOFF, _MOST_BACKOFF = 0.5, 30.0  # seconds before a replica is launched again, doubled with each death in a row
+
+
+class Replica(Protocol):
+    """An engine that may die; ZmqClient is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def start_phases(self) -> list[PhaseTime]: ...
+
+    async def wait_ready_async(self) -> EngineInfo: ...
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    async def get_outputs_async(self) -> EngineOutputs: ...
+
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any: ...
+
+    def seconds_without_step(self) -> float: ...
+
+    def seconds_without_news(self) -> float: ...
+
+    def take_received(self) -> list[EngineOutput]: ...
+
+    def dump_stacks(self) -> None: ...
+
+    async def stop_async(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+LaunchReplica = Callable[[int], Replica]
+"""Launch replica number i."""
+
+
+SINCE_START = (
+    "num_preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "prompt_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "accepted_per_position",
+    "prefix_without_state",
+)
+
+
+def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Field by field; of columns, place by place."""
+    numbers = [name for name in EngineStats.__struct_fields__ if name != "accepted_per_position"]
+    columns = zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
+    return EngineStats(
+        **{name: sum(getattr(part, name) for part in parts) for name in numbers},
+        accepted_per_position=tuple(map(sum, columns)),
+    )
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended."""
+
+    entry: Entry
+    replica: int = -1  # -1: none has it
+    work: int = 0  # that the router counts for it
+
+
+class ReplicaClient(EngineClient):
+    """Everything is called on one event loop; `wait_ready_async` comes first."""
+
+    def __init__(self, num_replicas: int, launch: LaunchReplica) -> None:
+        self._launch = launch
+        self._clients: list[Replica | None] = [None] * num_replicas
+        self._past = EngineStats()  # of dead replicas, what counts since start
+        self._deaths = [0] * num_replicas  # in a row, without a token between them
+        self._router = Router(num_replicas, 1, 1)
+        self._open: dict[str, _Open] = {}
+        self._outputs: asyncio.Queue[EngineOutputs] = asyncio.Queue()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._vocabulary: object = None
+        self._dead: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        self.start_phases: list[PhaseTime] = []
+
+    @property
+    def pid(self) -> int:
+        """Of the first replica that lives."""
+        return next((client.pid for client in self._clients if client is not None), 0)
+
+    @property
+    def pids(self) -> list[int]:
+        return [client.pid for client in self._clients if client is not None]
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over the replicas, in what counts since start over the dead ones too; without a step."""
+        known = [client.stats for client in self._clients if client is not None]
+        return msgspec.structs.replace(sum_stats([self._past, *known]), step_tokens=0, step_time=0.0)
+
+    async def wait_ready_async(self) -> EngineInfo:
+        """One after the other: each plans with the memory that those before it have left."""
+        for index in range(len(self._clients)):
+            client = self._clients[index] = self._launch(index)
+            info = await client.wait_ready_async()
+            if index == 0:
+                self.info, self.start_phases = info, client.start_phases
+                self._router = Router(len(self._clients), info.block_size, info.num_kv_blocks)
+            logger.info("replica %d is ready in engine process %d", index, client.pid)
+            self._spawn(self._read(index, client))
+        return self.info
+
+    async def wait_dead(self) -> EngineError:
+        return await asyncio.shield(self._dead)
+
+    def add_request(self, request: EngineRequest) -> None:
+        if self._dead.done():
+            raise EngineDeadError(str(self._dead.result()))
+        self._open[request.request_id] = opened = _Open(Entry(request))
+        self._submit(opened)
+
+    def abort(self, request_ids: list[str]) -> None:
+        by_replica: dict[int, list[str]] = {}
+        for name in request_ids:
+            if name in self._open:
+                by_replica.setdefault(self._open[name].replica, []).append(name)
+        for index, names in by_replica.items():
+            client = self._clients[index] if index >= 0 else None
+            if client is not None:
+                client.abort(names)
+                continue
+            self._hand_out([EngineOutput(name, [], finish_reason="abort") for name in names])
+
+    async def get_outputs_async(self) -> EngineOutputs:
+        if not self._outputs.empty():
+            return self._outputs.get_nowait()
+        waiting = asyncio.ensure_future(self._outputs.get())
+        try:
+            both: list[asyncio.Future[Any]] = [waiting, self._dead]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+        if waiting.done() and not waiting.cancelled():
+            return waiting.result()
+        raise EngineDeadError(str(self._dead.result()))
+
+    def take_received(self) -> list[EngineOutput]:
+        found: list[EngineOutput] = []
+        while not self._outputs.empty():
+            found += self._outputs.get_nowait().outputs
+        return found
+
+    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        """Of every replica; the answer is the first one's."""
+        if verb == "set_vocabulary":
+            self._vocabulary = argument
+        living = [client for client in self._clients if client is not None]
+        if not living:
+            raise EngineDeadError("no replica lives")
+        replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
+        return replies[0]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._open) or not self._outputs.empty()
+
+    def seconds_without_step(self) -> float:
+        return max((client.seconds_without_step() for client in self._clients if client is not None), default=0.0)
+
+    def seconds_without_news(self) -> float:
+        """Of the replica that was heard last: they start one after the other."""
+        return min((client.seconds_without_news() for client in self._clients if client is not None), default=0.0)
+
+    def dump_stacks(self) -> None:
+        for client in self._clients:
+            if client is not None:
+                client.dump_stacks()
+
+    async def stop_async(self) -> None:
+        self._die(EngineDeadError("the engine was shut down"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(client.stop_async() for client in self._clients if client is not None))
+
+    def shutdown(self) -> None:
+        self._die(EngineDeadError("the engine was shut down"))
+        for task in self._tasks:
+            task.cancel()
+        for client in self._clients:
+            if client is not None:
+                client.shutdown()
+
+    def get_outputs(self) -> EngineOutputs:
+        raise EngineError("these engines are driven asynchronously; use get_outputs_async")
+
+    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        raise EngineError("these engines are driven asynchronously; use call_async")
+
+    async def drain(self, index: int) -> None:
+        """Let a replica finish what it has; no new request goes there until `reopen`."""
+        self._router.close(index, is_lost=False)
+        while any(opened.replica == index for opened in self._open.values()):
+            await asyncio.sleep(0.05)
+
+    def reopen(self, index: int) -> None:
+        if self._clients[index] is not None:
+            self._router.open(index)
+            self._submit_waiting()
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Future[None]) -> None:
+        """After a bug here the whole is dead, and does not pretend to serve."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("looking after a replica failed", exc_info=error)
+            self._die(EngineDeadError(f"looking after a replica failed: {error!r}"))
+
+    def _submit(self, opened: _Open) -> None:
+        """Send a request to a replica; it waits while there is none."""
+        if not self._router.is_open:
+            return
+        request = opened.entry.resumed()
+        adapter = None if request.adapter is None else request.adapter.digest
+        names = self._router.names(request.token_ids, hash((request.cache_salt, adapter)))
+        opened.replica, opened.work = self._router.choose(names, len(request.token_ids))
+        client = self._clients[opened.replica]
+        assert client is not None, "an open replica has a client"
+        try:
+            client.add_request(request)
+        except EngineDeadError:
+            logger.debug("replica %d is dead, which will be heard of", opened.replica)
+
+    def _submit_waiting(self) -> None:
+        for opened in list(self._open.values()):
+            if opened.replica < 0:
+                self._submit(opened)
+
+    async def _read(self, index: int, client: Replica) -> None:
+        """Pass on what a replica says until it dies; then bring it back."""
+        while True:
+            try:
+                batch = await client.get_outputs_async()
+            except EngineError as error:
+                await self._replace(index, client, error)
+                return
+            self._take(index, batch.outputs, batch.stats)
+
+    def _take(self, index: int, outputs: list[EngineOutput], step: EngineStats | None) -> None:
+        known = [output for output in outputs if self._is_of(index, output)]
+        for position, output in enumerate(known):
+            known[position] = self._note(index, output)
+        stats = None
+        if step is not None:
+            stats = msgspec.structs.replace(self.stats, step_tokens=step.step_tokens, step_time=step.step_time)
+        if known or stats is not None:
+            self._outputs.put_nowait(EngineOutputs(known, stats))
+
+    def _is_of(self, index: int, output: EngineOutput) -> bool:
+        """Whether a replica speaks of a request that it still has."""
+        opened = self._open.get(output.request_id)
+        return opened is not None and opened.replica == index
+
+    def _note(self, index: int, output: EngineOutput) -> EngineOutput:
+        opened = self._open[output.request_id]
+        entry = opened.entry
+        if output.token_ids:
+            entry.token_ids.extend(output.token_ids)
+            entry.num_deaths = self._deaths[index] = 0
+        if output.prompt_logprobs:
+            said = output.prompt_logprobs
+            again = min(entry.num_to_skip, len(said))
+            entry.num_to_skip -= again
+            entry.num_prompt_logprobs += len(said) - again
+            output = msgspec.structs.replace(output, prompt_logprobs=said[again:] or None)
+        if output.finish_reason is not None or output.error is not None:
+            self._router.finish(index, opened.work)
+            del self._open[output.request_id]
+        return output
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            del self._open[output.request_id]
+        if outputs:
+            self._outputs.put_nowait(EngineOutputs(outputs))
+
+    async def _replace(self, index: int, client: Replica, error: EngineError) -> None:
+        """A replica died: its requests go on elsewhere, and another process takes its place."""
+        self._take(index, client.take_received(), None)
+        since_start = {name: getattr(client.stats, name) for name in SINCE_START}
+        self._past = sum_stats([self._past, EngineStats(**since_start)])
+        client.shutdown()
+        self._clients[index] = None
+        self._router.close(index, is_lost=True)
+        self._deaths[index] += 1
+        moved = [opened for opened in self._open.values() if opened.replica == index]
+        logger.error("replica %d died: %s; %d requests go on in others", index, error, len(moved))
+        refused = []
+        for opened in moved:
+            opened.replica, opened.entry.num_to_skip = -1, opened.entry.num_prompt_logprobs
+            opened.entry.num_deaths += 1
+            if opened.entry.num_deaths >= _MOST_DEATHS:
+                cause = (
+                    f"{_MOST_DEATHS} replicas died while they ran this request, before a token of it came: {error}"
+                )
+                name = opened.entry.request.request_id
+                refused.append(EngineOutput(name, [], finish_reason="error", error=cause))
+        self._hand_out(refused)
+        if not any(other is not None for other in self._clients):
+            self._die(EngineDeadError(f"the last replica died: {error}"))
+            return
+        self._submit_waiting()
+        await self._relaunch(index)
+
+    async def _relaunch(self, index: int) -> None:
+        while not self._dead.done():
+            await asyncio.sleep(min(_MOST_BACKOFF, _BACKOFF * 2 ** (self._deaths[index] - 1)))
+            try:
+                client = self._launch(index)
+            except OSError as error:
+                logger.error("replica %d cannot be launched: %s", index, error)
+                self._deaths[index] += 1
+                continue
+            try:
+                await client.wait_ready_async()
+                if self._vocabulary is not None:
+                    await client.call_async("set_vocabulary", self._vocabulary, limit=None)
+            except asyncio.CancelledError:
+                client.shutdown()
+                raise
+            except EngineStartError as error:
+                logger.error("replica %d is given up: %s", index, error)
+                client.shutdown()
+                return
+            except EngineError as error:
+                logger.error("replica %d died as it started: %s", index, error)
+                client.shutdown()
+                self._deaths[index] += 1
+                continue
+            self._clients[index] = client
+            self._router.open(index)
+            self._spawn(self._read(index, client))
+            self._submit_waiting()
+            logger.info("replica %d serves again, in engine process %d", index, client.pid)
+            return
+
+    def _die(self, error: EngineError) -> None:
+        if not self._dead.done():
+            self._dead.set_result(error)
+
+
+def launch_replicas(
+    config: EngineConfig, take_line: TakeLine = print_line, on_phase: OnPhase = ignore_phases
+) -> ReplicaClient:
+    """As many engine processes as the settings say, each with its own GPUs or its share of the cores."""
+    count, ranks = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    visible = visible_devices()
+    own = config.of_replica(max(1, len(os.sched_getaffinity(0)) // (count * ranks)))
+
+    def launch(index: int) -> ZmqClient:
+        wanted = range(index * ranks, (index + 1) * ranks)
+        devices = ",".join(visible[at] if at < len(visible) else str(at) for at in wanted)
+        child = EngineChild(take_line=take_line, environment={"CUDA_VISIBLE_DEVICES": devices})
+        return ZmqClient(own, child=child, on_phase=on_phase)
+
+    return ReplicaClient(count, launch)

@@ -1,0 +1,146 @@
+// Collectives of processes on one host, through memory that they share. The memory begins with a header: a word that ends
+// all waiting, then a line for each rank. After it come two slots for each rank, used in turn.
+//
+// A message is cut into pieces of at most a slot. For each piece a rank writes its slot, counts up its sequence number and
+// waits for the others'. A slot may be written again two pieces later: whoever published the piece between has read it.
+// Whoever waits spins for a moment and then sleeps, so that more ranks than cores do not take the cores from one another.
+#include "kernels.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#include <sched.h>
+#include <time.h>
+
+namespace quire {
+namespace QUIRE_NS {
+namespace {
+
+constexpr int64_t LINE = 64, MOST_RANKS = 63, HEADER = LINE * (MOST_RANKS + 1);
+constexpr int SPINS = 2000;             // some ten microseconds
+constexpr int64_t GRAIN = 16 << 10;     // elements that are worth a thread's attention
+constexpr long CHECK_EVERY = 50000000;  // nanoseconds of sleep, after which a wait looks whether it was ended
+
+struct Line {
+    uint32_t sequence, sleepers;
+};
+
+struct Group {
+    char* memory;
+    int64_t rank, size, slot_bytes;
+
+    uint32_t* ended() const { return reinterpret_cast<uint32_t*>(memory); }
+    Line* line(int64_t r) const { return reinterpret_cast<Line*>(memory + LINE * (1 + r)); }
+    float* slot(int64_t r, uint32_t sequence) const {
+        return reinterpret_cast<float*>(memory + HEADER + (2 * r + (sequence & 1)) * slot_bytes);
+    }
+    bool has_ended() const { return __atomic_load_n(ended(), __ATOMIC_ACQUIRE) != 0; }
+};
+
+void sleep_on(uint32_t* word, uint32_t seen) {
+#if defined(__linux__)
+    const timespec limit{0, CHECK_EVERY};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, nullptr, 0);
+#else
+    const timespec moment{0, 50000};
+    nanosleep(&moment, nullptr);
+#endif
+}
+
+void wake(uint32_t* word) {
+#if defined(__linux__)
+    syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+#endif
+}
+
+// The next piece: what this rank wrote to its slot is there for all. False if waiting was ended.
+bool exchange(const Group& group, uint32_t sequence) {
+    Line* mine = group.line(group.rank);
+    __atomic_store_n(&mine->sequence, sequence, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&mine->sleepers, __ATOMIC_SEQ_CST)) wake(&mine->sequence);
+    for (int64_t r = 0; r < group.size; ++r) {
+        Line* other = group.line(r);
+        for (int spin = 0;; ++spin) {
+            const uint32_t seen = __atomic_load_n(&other->sequence, __ATOMIC_SEQ_CST);
+            if ((int32_t)(seen - sequence) >= 0) break;
+            if (spin < SPINS) {
+#if defined(__x86_64__)
+                __builtin_ia32_pause();
+#endif
+                continue;
+            }
+            if (group.has_ended()) return false;
+            __atomic_fetch_add(&other->sleepers, 1, __ATOMIC_SEQ_CST);
+            sleep_on(&other->sequence, seen);
+            __atomic_fetch_sub(&other->sleepers, 1, __ATOMIC_SEQ_CST);
+        }
+    }
+    return true;
+}
+
+uint32_t next_sequence(const Group& group) { return group.line(group.rank)->sequence + 1; }
+
+// The sum over ranks [first, first + count) at an element, as a tree that halves the ranks: what a rank sums of its own parts
+// in the same way gives the same bits as more ranks with fewer parts.
+Vec tree(const Group& group, uint32_t sequence, int64_t first, int64_t count, int64_t at, int n) {
+    if (count == 1) return get(group.slot(first, sequence) + at, n);
+    const int64_t half = count / 2;
+    return add(tree(group, sequence, first, half, at, n), tree(group, sequence, first + half, count - half, at, n));
+}
+
+}  // namespace
+
+void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                    int64_t rows, int64_t width) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    const int64_t total = rows * width, most = slot_bytes / (int64_t)sizeof(float);
+    for (int64_t start = 0; start < total; start += most) {
+        const int64_t count = total - start < most ? total - start : most;
+        const uint32_t sequence = next_sequence(group);
+        std::memcpy(group.slot(rank, sequence), x + start, count * sizeof(float));
+        if (!exchange(group, sequence)) return;
+        parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
+                const int n = (int)(count - i < LANES ? count - i : LANES);
+                put(out + start + i, tree(group, sequence, 0, size, i, n), n);
+            }
+        });
+    }
+}
+
+void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, float* out,
+                       int64_t rows, int64_t width, int64_t share, int64_t total) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    const int64_t most = slot_bytes / (int64_t)sizeof(float);
+    for (int64_t start = 0; start < rows * share; start += most) {
+        const uint32_t sequence = next_sequence(group);
+        const int64_t mine = rows * width - start < most ? rows * width - start : most;
+        if (mine > 0) std::memcpy(group.slot(rank, sequence), x + start, mine * sizeof(float));
+        if (!exchange(group, sequence)) return;
+        for (int64_t r = 0; r < size; ++r) {
+            const int64_t first = r * share, wide = total - first < share ? total - first : share;
+            const float* theirs = group.slot(r, sequence);
+            const int64_t end = rows * wide < start + most ? rows * wide : start + most;
+            for (int64_t i = start; i < end;) {
+                const int64_t row = i / wide, column = i % wide;
+                const int64_t run = wide - column < end - i ? wide - column : end - i;
+                std::memcpy(out + row * total + first + column, theirs + (i - start), run * sizeof(float));
+                i += run;
+            }
+        }
+    }
+}
+
+void tokens_in_range(const int64_t* ids, int64_t* out, int64_t count, int64_t first, int64_t size) {
+    for (int64_t i = 0; i < count; ++i) out[i] = ids[i] >= first && ids[i] < first + size ? ids[i] - first : 0;
+}
+
+void clear_outside_range(const int64_t* ids, float* rows, int64_t count, int64_t width, int64_t first, int64_t size) {
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < first || ids[i] >= first + size) std::memset(rows + i * width, 0, width * sizeof(float));
+}
+
+}  // namespace QUIRE_NS
+}  // namespace quire

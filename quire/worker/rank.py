@@ -1,0 +1,216 @@
+"""One rank of several: `python -m quire.worker.rank`, launched by quire.worker.multiproc.
+
+The main thread takes orders and runs steps. A second one counts heartbeats and ends the process when its parent is
+gone; it waits for no step, so that a long step is no hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config.engine import EngineConfig
+from quire.config.env import log_level
+from quire.parallel.connect import connect
+from quire.parallel.groups import ParallelGroup
+from quire.parallel.shared_memory import CollectiveFailure, SharedMemory, collective_bytes
+from quire.platform.registry import get_platform
+from quire.types.errors import EngineError, QuireError
+from quire.types.masks import Masks
+from quire.types.step import StepPlan
+from quire.utils.collector import paused_collector
+from quire.utils.log import get_logger, setup_logging
+from quire.worker.inproc import InProcExecutor, InProcStep
+from quire.worker.rank_messages import (
+    AdapterRead,
+    Described,
+    Died,
+    Done,
+    Execute,
+    Failed,
+    ForgetAdapter,
+    FromRank,
+    Pause,
+    Paused,
+    Phase,
+    Prepare,
+    Prepared,
+    RankOrder,
+    ReadAdapter,
+    Sample,
+    ToRank,
+    decode_order,
+    frame,
+    receive_exactly,
+)
+from quire.worker.ring import NOTICE, RingReader, ring_bytes
+from quire.worker.worker import Worker
+
+logger = get_logger("quire.worker.rank")  # not __main__
+
+BEAT_EVERY = 0.2  # seconds
+
+
+def keep_beating(beat: Callable[[], None], parent: int, stopped: threading.Event) -> None:
+    """Count heartbeats; without its parent the process ends at once, even where a step waits for other ranks."""
+    while True:
+        beat()
+        if stopped.wait(BEAT_EVERY):
+            return
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class Rank:
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._socket = socket.socket(fileno=order.socket_fd)
+        self._send_lock = threading.Lock()  # adapters are read on a thread of their own
+        self._ring = RingReader(SharedMemory(ring_bytes(order.size), order.ring_fd), order.rank, order.size)
+        memory = SharedMemory(collective_bytes(order.size), order.collectives_fd)
+        self._failure = CollectiveFailure(memory)
+        self._memory = memory
+        self._running: deque[tuple[StepPlan, InProcStep]] = deque()
+        self._awaits_masks = False  # of the newest one, which has no result before
+
+    def run(self) -> int:
+        """Serve until the parent closes the socket; returns the exit status."""
+        stopped = threading.Event()
+        beat = (self._ring.words.beat, os.getppid(), stopped)
+        threading.Thread(target=keep_beating, args=beat, name="quire-heartbeat", daemon=True).start()
+        try:
+            executor = self._start()
+        except Exception as error:  # whatever it was, the parent must hear of it
+            is_permanent = isinstance(error, QuireError) and not isinstance(error, EngineError)
+            cause = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            if not is_permanent:
+                logger.error("rank %d cannot start", self._order.rank, exc_info=error)
+            self._send(Died(cause, is_permanent))
+            return 1
+        self._send(Described(executor.description))
+        try:
+            while True:
+                self._take_order(executor)
+        except EOFError:
+            stopped.set()
+            executor.shutdown()
+            return 0
+
+    def _start(self) -> InProcExecutor:
+        order = self._order
+        platform = get_platform(order.config.device.device)
+        collectives = connect(platform, self._memory, order.rank, order.size, order.meeting)
+        group = ParallelGroup(order.rank, order.size, collectives, order.config.parallel.tp_exact)
+        with paused_collector():
+            worker = Worker(self._with_threads(order.config), self._report, group)
+        return InProcExecutor(worker)
+
+    def _with_threads(self, config: EngineConfig) -> EngineConfig:
+        """Ranks share the cores, unless the user gives each its threads."""
+        if config.device.num_threads is not None:
+            return config
+        threads = max(1, len(os.sched_getaffinity(0)) // self._order.size)
+        return replace(config, device=replace(config.device, num_threads=threads))
+
+    def _report(self, name: str, progress: float | None = None) -> None:
+        if self._order.rank == 0:
+            self._send(Phase(name, progress))
+
+    def _send(self, message: FromRank) -> None:
+        with self._send_lock:
+            self._socket.sendall(frame(message))
+
+    def _take_order(self, executor: InProcExecutor) -> None:
+        """Do what comes next. While nothing comes, wait for the oldest step that runs."""
+        while len(self._running) > self._awaits_masks and not select.select([self._socket], [], [], 0)[0]:
+            self._answer(executor)
+        notice = receive_exactly(self._socket, NOTICE.size)
+        position, header, payload = NOTICE.unpack(notice)
+        if position < 0:
+            data = receive_exactly(self._socket, header + payload)
+            self._obey(executor, decode_order(data[:header]), np.frombuffer(data, np.uint8, payload, header))
+            return
+        message, rest = self._ring.read(position, header, payload)
+        self._obey(executor, decode_order(message), rest)
+        self._ring.release(position, header + payload)
+
+    def _obey(self, executor: InProcExecutor, message: ToRank, payload: NDArray[np.uint8]) -> None:
+        match message:
+            case Execute(plan):
+                step = executor.execute(plan)
+                self._running.append((plan, step))
+                self._awaits_masks = bool(plan.mask_slots)
+                if step.done() and not self._awaits_masks:
+                    self._answer_all(executor)
+            case Sample(count):
+                masks: Future[Masks] = Future()
+                masks.set_result(payload.view(np.int32).reshape(count, -1))
+                self._running[-1][1].sample(masks)
+                self._awaits_masks = False
+                if self._running[-1][1].done():
+                    self._answer_all(executor)
+            case Prepare():
+                self._send(Prepared(executor.prepare()))
+            case ReadAdapter(ref):
+                executor.read_adapter(ref).add_done_callback(lambda done: self._tell_adapter(ref.digest, done))
+            case ForgetAdapter(digest):
+                executor.forget_adapter(digest)
+            case Pause():
+                self._awaits_masks = False
+                self._answer_all(executor)
+                self._send(Paused())
+
+    def _answer_all(self, executor: InProcExecutor) -> None:
+        while self._running:
+            self._answer(executor)
+
+    def _answer(self, executor: InProcExecutor) -> None:
+        """Tell how the oldest step went: the first rank always, the others if it failed."""
+        plan, step = self._running.popleft()
+        error = step.exception()
+        if isinstance(error, Exception):
+            is_echo = self._failure.is_told  # then the error may be no more than a result of what went wrong there
+            self._failure.tell()
+            reason = f"{type(error).__name__}: {error}"
+            self._send(Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
+        elif self._failure.is_told:
+            self._send(Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
+        elif self._order.rank == 0:
+            self._send(Done(step.result()))
+
+    def _tell_adapter(self, digest: str, reading: Future[int]) -> None:
+        error = reading.exception()
+        if error is None:
+            self._send(AdapterRead(digest, reading.result()))
+        else:
+            self._send(AdapterRead(digest, 0, str(error)))
+
+
+def main() -> int:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent is gone
+        return 0
+    order = msgspec.json.decode(line, type=RankOrder)
+    level = log_level()
+    setup_logging("WARNING" if order.rank and level == "INFO" else level)  # all of them would say the same
+    return Rank(order).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

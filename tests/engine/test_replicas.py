@@ -1,0 +1,136 @@
+"""Replicas: requests go where their prefix is, and outlive the replica that they were in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.replicas import ReplicaClient
+from quire.engine.zmq_client import ZmqClient
+from quire.types.errors import EngineDeadError, EngineStartError
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from tests.engine.fake_engine import COMMAND, EXIT
+
+LIMIT = 20.0
+
+
+def ask(name: str, token_ids: list[int], max_tokens: int = 30) -> EngineRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id=name, token_ids=token_ids, params=params, seed=0, max_tokens=max_tokens)
+
+
+class Answers:
+    """All that has been handed out."""
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self._client = client
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str | None] = {}
+
+    async def read_until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not condition():
+                for output in (await self._client.get_outputs_async()).outputs:
+                    self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                    if output.finish_reason is not None:
+                        assert output.request_id not in self.ends
+                        self.ends[output.request_id] = output.error
+
+
+@asynccontextmanager
+async def replicas(count: int = 2, model: str = "long,slow") -> AsyncIterator[ReplicaClient]:
+    config = EngineConfig.from_flat(model=model)
+    client = ReplicaClient(count, lambda index: ZmqClient(config, command=COMMAND))
+    try:
+        await client.wait_ready_async()
+        yield client
+    finally:
+        await client.stop_async()
+        client.shutdown()
+
+
+def holder(client: ReplicaClient, name: str) -> int:
+    return client._open[name].replica
+
+
+def test_requests_go_to_the_replica_with_their_prefix_or_the_least_load() -> None:
+    async def run() -> None:
+        async with replicas() as client:
+            answers, talk = Answers(client), list(range(1, 129))
+            client.add_request(ask("a", talk))
+            client.add_request(ask("other", [3] * 100))
+            first = holder(client, "a")
+            assert holder(client, "other") == 1 - first
+            await answers.read_until(lambda: len(answers.ends) == 2)
+            client.add_request(ask("b", [*talk, 7, 8, 9]))
+            assert holder(client, "b") == first
+            await client.drain(first)  # finishes "b" while its outputs are read elsewhere
+            client.add_request(ask("c", [*talk, 7, 8, 9]))
+            assert holder(client, "c") == 1 - first
+            client.reopen(first)
+            await answers.read_until(lambda: len(answers.ends) == 4)
+            assert answers.ends == {"a": None, "other": None, "b": None, "c": None}
+
+    asyncio.run(run())
+
+
+def test_requests_go_on_when_their_replica_dies() -> None:
+    """With the tokens that they would have had, none of them twice; and the replica comes back."""
+
+    async def run() -> None:
+        async with replicas() as client:
+            answers, calm = Answers(client), Answers(client)
+            prompts = {f"r{index}": [5 + index] * 40 for index in range(6)}
+            for name, prompt in prompts.items():
+                client.add_request(ask(name, prompt, 400))
+            await calm.read_until(lambda: len(calm.ends) == 6)
+            for name, prompt in prompts.items():
+                client.add_request(ask(name, prompt, 400))
+            await answers.read_until(lambda: len(answers.tokens) == 6)
+            victim = client.pids[0]
+            os.kill(victim, signal.SIGKILL)
+            await answers.read_until(lambda: len(answers.ends) == 6)
+            assert answers.ends == dict.fromkeys(prompts)
+            assert answers.tokens == calm.tokens
+            async with asyncio.timeout(LIMIT):
+                while len(client.pids) < 2:
+                    await asyncio.sleep(0.02)
+            assert victim not in client.pids
+            assert client.stats.prompt_tokens >= 6 * 40 + 6 * 8  # those of the dead replica count on
+
+    asyncio.run(run())
+
+
+def test_a_request_that_kills_replicas_is_refused_at_last() -> None:
+    async def run() -> None:
+        async with replicas(3) as client:
+            answers = Answers(client)
+            client.add_request(ask("deadly", [EXIT]))
+            client.add_request(ask("calm", [9] * 40, 200))
+            await answers.read_until(lambda: "deadly" in answers.ends or client._dead.done())
+            assert "replicas died while they ran this request" in (answers.ends["deadly"] or "")
+
+    asyncio.run(run())
+
+
+def test_a_wrong_model_is_told_and_the_last_death_ends_all() -> None:
+    async def run() -> None:
+        with pytest.raises(EngineStartError, match="no model"):
+            async with replicas(2, "fail-at-start"):
+                pass
+        async with replicas(2) as client:
+            client.add_request(ask("a", [5] * 20, 3000))
+            for pid in client.pids:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="the last replica died"):
+                await Answers(client).read_until(lambda: False)
+            assert "the last replica died" in str(await client.wait_dead())
+
+    asyncio.run(run())

@@ -1,0 +1,77 @@
+"""NCCL as a group of one: the engine's steps with collectives in them are captured, and give the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.engine.build import build_engine
+from quire.parallel.groups import ParallelGroup
+from quire.worker.inproc import InProcExecutor
+from quire.worker.registry import EXECUTORS
+from quire.worker.worker import Worker
+from tests.gpu.helpers import engine, make_jobs, needs_gpu, run_jobs, tiny_model
+
+pytestmark = needs_gpu
+
+
+@pytest.fixture(scope="module")
+def collectives(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from quire.parallel.nccl import NcclCollectives
+
+    return NcclCollectives(torch.device("cuda"), 0, 1, str(tmp_path_factory.mktemp("nccl") / "store"))
+
+
+def test_a_group_of_one_exchanges_with_itself(collectives: Any) -> None:
+    x = torch.randn(5, 7, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(collectives.all_reduce(x), x)
+    assert torch.equal(collectives.all_gather(x, 7), x)
+    assert collectives.minimum([3, 1 << 40]) == [3, 1 << 40]
+
+
+def test_collectives_are_captured(collectives: Any) -> None:
+    x, out = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        collectives.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(collectives.all_reduce(x) + 1)
+    x.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, torch.full_like(out, 4.0))
+
+
+def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    model, jobs = tiny_model(tmp_path / "model"), make_jobs(24, longest=100)
+    plain = engine(model)
+    expected = run_jobs(plain, jobs, seed=1)
+    plain.shutdown()
+    group = ParallelGroup(0, 1, collectives)
+    calls = 0
+    counted = collectives.all_reduce
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        result: torch.Tensor = counted(x)
+        return result
+
+    monkeypatch.setattr(collectives, "all_reduce", count)
+    EXECUTORS.register("nccl-of-one", lambda config, report: InProcExecutor(Worker(config, report, group)))
+    config = EngineConfig.from_flat(model=str(model), device="cuda", max_model_len=1024)
+    core, _, _ = build_engine(config, executor_name="nccl-of-one")
+    found = run_jobs(core, jobs, seed=2)
+    steps_called = calls
+    again = run_jobs(core, jobs, seed=2)
+    core.shutdown()
+    assert steps_called  # row-parallel layers do sum over the group
+    for name, answer in expected.items():
+        assert found[name].token_ids == answer.token_ids, name
+        assert again[name].token_ids == answer.token_ids, name
