@@ -50,12 +50,19 @@ class Router(Linear):
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, hidden] -> (expert ids [n, k] int32, weights [n, k] float32)."""
+        return self._route(self._scored(x), self.choice_bias, self.routing)
+
+    def choose_one(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for one expert a token, and a weight of 1 for each; ids, weights and ones [n, 1]."""
+        logits = self._scored(x)
+        _, ones = self._route(logits, None, Routing(1, score="logits", weighting="softmax"))
+        return *self._route(logits, self.choice_bias, self.routing), ones
+
+    def _scored(self, x: Tensor) -> Tensor:
         method = self.method
         if self._logits is ROUTER_LOGITS.reference or not isinstance(method, PlainLinear):
-            logits = whole(self(x.float()))
-        else:
-            logits = self._logits(x, method.weight, method.bias)
-        return self._route(logits, self.choice_bias, self.routing)
+            return whole(self(x.float()))
+        return self._logits(x, method.weight, method.bias)
 
     def weight_names(self) -> tuple[str, ...]:
         return super().weight_names() + (() if self.choice_bias is None else ("choice_bias",))
