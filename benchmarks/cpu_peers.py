@@ -41,7 +41,7 @@ from server_peers import best_of, measure_server
 from quire.bench.report import write_report
 from quire.loader.hub import resolve_model
 
-ENGINES = ("quire", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
+ENGINES = ("quire", "quire-int8", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
 HTTP_PROMPTS = 64
 SLOW_START_S = 30.0  # an engine that takes longer is started once
 

@@ -181,7 +181,7 @@ class Quantization(ABC):
     any_dtype: bool = False
     """Whether "auto" means it, too, where the user names the type of activations."""
     rounds_activations: bool = False
-    """Whether it can round what it multiplies to 16-bit integers, as `Target.activations` may ask."""
+    """Whether it can round what it multiplies to integers, as `Target.activations` may ask."""
 
     @abstractmethod
     def refuses(self, target: Target) -> str | None:

@@ -40,7 +40,10 @@ class PackedLinear(LinearMethod):
         self._matrices[piece] = _packed(self.spec, self._storage, rows)
 
     def finish(self) -> None:
-        self._product = Product(self.matrices, self.bias, self.spec.target.activations)
+        activations = self.spec.target.activations
+        if activations == "int8" and self.spec.role in ("table", "head"):
+            activations = "int16"  # logits suffer most, and few rows have any
+        self._product = Product(self.matrices, self.bias, activations)
 
     @property
     def matrices(self) -> list[PackedMatrix]:

@@ -30,6 +30,7 @@ METHODS: Registry[type[Quantization]] = Registry(
         "unpacked": "unpacked:Unpacked",
     },
 )
+ROUNDED = ("int16", "int8")  # what activations are rounded to if they are
 # What "auto" means: the first of these that does not refuse. "none" never does.
 AUTOMATIC = ("stored", "four_bit", "none")
 
@@ -47,9 +48,9 @@ def choose_grouped(spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod
 def choose_quantization(target: Target) -> Quantization:
     """The quantization that the target names; ConfigError if it cannot serve."""
     method = _named(target)
-    if target.activations == "int16" and not method.rounds_activations:
+    if target.activations in ROUNDED and not method.rounds_activations:
         raise ConfigError(
-            f"activations is 'int16' but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
+            f"activations is {target.activations!r} but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
             " leave --activations out, or use a CPU with --quantization stored, int8 or int4"
         )
     return method

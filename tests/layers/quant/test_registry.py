@@ -49,7 +49,7 @@ def test_what_a_method_cannot_serve_is_refused_with_the_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [Target("elsewhere", activations="int16"), Target(quantization="none", activations="int16")]
+    "target", [Target("elsewhere", activations="int16"), Target(quantization="none", activations="int8")]
 )
 def test_integers_are_refused_where_weights_are_floats(target: Target) -> None:
     with pytest.raises(
