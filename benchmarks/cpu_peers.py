@@ -68,7 +68,7 @@ def model_for(name: str, folder: Path) -> str:
         if not (target / "converted").is_file():
             convert_to_hf(gguf, target)
         return str(target)
-    return prepare_model(name, folder)
+    return prepare_model("quire" if name.startswith("quire") else name, folder)
 
 
 def write_float_gguf(source: Path, target: Path) -> None:

@@ -119,7 +119,7 @@ class TorchAttention(AttentionBackend):
 
 def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> list[Unit]:
     """Those of a layer; made by the first layer that asks like this."""
-    plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads, spec.causal)
+    plan_key = (spec.kernel_window, spec.num_kv_heads * spec.head_dim, spec.num_heads, spec.causal)
     units = metadata.units.get(plan_key)
     if units is None:
         units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, itemsize))
@@ -139,9 +139,7 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
             last_tile = (_end_seen(spec, position + queries - 1, context) - 1) // KEY_TILE + 1
             first_tile = int(spec.first_seen(torch.tensor(position))) // KEY_TILE
             width = _padded_tiles(last_tile - first_tile)
-            buckets.setdefault((queries, first_tile, width), []).append(
-                (row, token + start, position, context)
-            )
+            buckets.setdefault((queries, first_tile, width), []).append((row, token + start, position, context))
         token += num_queries
     for (queries, first_tile, width), members in buckets.items():
         keys = width * KEY_TILE

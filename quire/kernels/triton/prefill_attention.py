@@ -118,9 +118,7 @@ def _prefill_kernel(
         keys = start + tl.arange(0, KEYS)
         exists = keys < end
         if WINDOW != 0:
-            exists = exists & (
-                keys >= first_seen(first_position, WINDOW)
-            )  # blocks that no query sees may hold anything
+            exists = exists & (keys >= first_seen(first_position, WINDOW))  # others' blocks may hold anything
         block = tl.load(tables_ptr + row * table_stride + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         k_at = cell[:, None] + dims[None, :]

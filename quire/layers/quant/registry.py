@@ -50,8 +50,8 @@ def choose_quantization(target: Target) -> Quantization:
     method = _named(target)
     if target.activations in ROUNDED and not method.rounds_activations:
         raise ConfigError(
-            f"activations is {target.activations!r} but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
-            " leave --activations out, or use a CPU with --quantization stored, int8 or int4"
+            f"activations is {target.activations!r} but weights are kept by {method.name!r}, which multiplies in"
+            f" {target.dtype}; leave --activations out, or use a CPU with --quantization stored, int8 or int4"
         )
     return method
 

@@ -63,7 +63,7 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
 
 
 class TemperatureTable(nn.Module):
-    """The factors of queries, by position, in place of cosines: the first number of each token's line is its factor."""
+    """Factors of queries, by position, in place of cosines: the first number of each token's line is its factor."""
 
     note = None
     factors: Tensor  # [max_model_len, 2] float32, each with a 0 beside it

@@ -53,7 +53,7 @@ def test_what_a_method_cannot_serve_is_refused_with_the_fix(name: str) -> None:
 )
 def test_integers_are_refused_where_weights_are_floats(target: Target) -> None:
     with pytest.raises(
-        ConfigError, match=r"activations is 'int16' but weights are kept by 'none'.*leave --activations"
+        ConfigError, match=r"activations is 'int(16|8)' but weights are kept by 'none'.*leave --activations"
     ):
         choose_quantization(target)
 
