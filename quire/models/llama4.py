@@ -40,16 +40,16 @@ class Llama4(DecoderLM):
         num_layers, width = read["num_hidden_layers"], read["intermediate_size"]
         if read["num_experts_per_tok"] != 1:
             raise ModelError(
-                f"num_experts_per_tok is {read['num_experts_per_tok']}; Llama-4 with one expert for each token, as all "
-                "published models have, is what is supported"
+                f"num_experts_per_tok is {read['num_experts_per_tok']}, and Llama-4 is supported with one expert for"
+                " each token, as all published models have it"
             )
         interval, step = read["no_rope_layer_interval"], read["interleave_moe_layer_step"]
         rotates = read.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
         types = read.get("layer_types") or [_KINDS[bool(rotated)] for rotated in rotates]
         if len(rotates) != num_layers or len(types) != num_layers or set(types) - set(_KINDS):
             raise ModelError(
-                f"no_rope_layers and layer_types ({', '.join(_KINDS)}) need an entry for each of {num_layers} layers; "
-                f"they have {len(rotates)} and {len(types)}, with {', '.join(sorted(set(types)))}"
+                f"no_rope_layers and layer_types ({', '.join(_KINDS)}) need an entry for each of {num_layers} layers;"
+                f" they have {len(rotates)} and {len(types)}, with {', '.join(sorted(set(types)))}"
             )
         sparse = set(read.get("moe_layers", range(step - 1, num_layers, step)))
         chunk = read["attention_chunk_size"]

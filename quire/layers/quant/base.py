@@ -20,6 +20,7 @@ from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
 from quire.types.errors import ConfigError
+from quire.utils.units import format_bytes
 
 MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
 
@@ -104,6 +105,11 @@ class LinearMethod(nn.Module, ABC):
         return not scheme.is_float
 
     @property
+    def kept(self) -> str:
+        """What its weights are in memory, for people."""
+        return str(self.spec.target.dtype).removeprefix("torch.")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
@@ -169,9 +175,24 @@ class GroupedMethod(nn.Module, ABC):
         return num_tokens * top_k * features * self.spec.target.dtype.itemsize
 
     @property
+    def kept(self) -> str:
+        """What its weights are in memory, for people."""
+        return str(self.spec.target.dtype).removeprefix("torch.")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held now, biases included."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+
+def kept_weights(model: nn.Module) -> str:
+    """How much of a model's weights is kept as what, for people; the largest part first."""
+    sizes: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, (LinearMethod, GroupedMethod)):
+            sizes[module.kept] = sizes.get(module.kept, 0) + module.num_bytes
+    parts = sorted(sizes.items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_bytes(size)} as {name}" for name, size in parts)
 
 
 class Quantization(ABC):

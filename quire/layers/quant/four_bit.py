@@ -110,6 +110,10 @@ class FourBitLinear(LinearMethod):
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         return lambda x: self._product(x, self._store.weight, self.bias, activation)
 
+    @property
+    def kept(self) -> str:
+        return "4 bits"
+
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(1, self.spec.out_features, self.spec.in_features)
 
@@ -151,6 +155,10 @@ class FourBitGrouped(GroupedMethod):
             return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
 
         return multiply
+
+    @property
+    def kept(self) -> str:
+        return "4 bits"
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)

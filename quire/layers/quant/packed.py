@@ -59,6 +59,10 @@ class PackedLinear(LinearMethod):
             for size, scheme in zip(self.spec.pieces, schemes, strict=True)
         )
 
+    @property
+    def kept(self) -> str:
+        return " and ".join(sorted({matrix.format for matrix in self.matrices}))
+
     def decodes(self, scheme: Scheme) -> bool:
         return not scheme.is_float and _kept_as(self.spec, self._storage, scheme) == "float32"
 
@@ -97,6 +101,10 @@ class PackedGrouped(GroupedMethod):
 
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._product.down(a, expert_ids, weights)
+
+    @property
+    def kept(self) -> str:
+        return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)
