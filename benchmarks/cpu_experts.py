@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_experts.py [--repeats 3] [--threads 2]
 
-No real file is at hand: this one has the shape of granite-3.0-1b-a400m (24 layers, 32 experts of width 512, 8 for each
+No real file is at hand: this one has the shape of granite-3.0-1b-a400m (24 layers, 32 experts of width 512, 8 a
 token) with random Q4_K blocks, routers in float32, and the tokenizer of the default model. Routing is what random
 weights make of it, alike for both engines. Writes results/cpu/experts.json.
 """
