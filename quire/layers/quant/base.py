@@ -135,6 +135,11 @@ class GroupedMethod(nn.Module, ABC):
         shape = (spec.count, spec.out_features)
         self.bias = empty_parameter(*shape, dtype=spec.target.dtype) if spec.bias else None
 
+    @property
+    def backend(self) -> str:
+        """Whose kernels it takes."""
+        return "torch"
+
     @abstractmethod
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         """Take one piece of one expert, [spec.pieces[piece], in_features]; as LinearMethod's."""

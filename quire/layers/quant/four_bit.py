@@ -134,6 +134,10 @@ class FourBitGrouped(GroupedMethod):
         self.codes, self.scales, self.zeros = self._store.codes, self._store.scales, self._store.zeros
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
 
+    @property
+    def backend(self) -> str:
+        return "torch" if PACKED_SPARSE_MLP.bind(self.spec.target) is PACKED_SPARSE_MLP.reference else "triton"
+
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         self._store.load(expert, piece, rows)
 

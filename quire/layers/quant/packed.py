@@ -88,6 +88,10 @@ class PackedGrouped(GroupedMethod):
         self._storage = storage
         self._matrices: dict[tuple[int, int], PackedMatrix] = {}
 
+    @property
+    def backend(self) -> str:
+        return "native"
+
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         self._matrices[expert, piece] = _packed(self.spec, self._storage, rows)
 
