@@ -5,14 +5,14 @@ The package has what was measured by its authors; `quire bench moe` adds lines o
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import torch
 
 from quire.config import env
@@ -54,8 +54,12 @@ def shapes_for(experts: int, width: int, dtype: torch.dtype) -> GroupedConfig:
     """The line of this device, or the nearest there is, which is said once."""
     if _forced:
         return _forced[-1]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
-    return _chosen(experts, width, str(dtype).removeprefix("torch."), name)
+    return _chosen(experts, width, str(dtype).removeprefix("torch."), device_name())
+
+
+@cache
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
 
 
 @contextmanager
@@ -97,11 +101,7 @@ def path_of_machine() -> Path:
 def read(path: Path) -> list[GroupedConfig]:
     if not path.is_file():
         return []
-    shapes = ("few", "some", "many", "sorted", "sorted_gated")
-    return [
-        GroupedConfig(**{key: GroupedShape(**value) if key in shapes else value for key, value in line.items()})
-        for line in json.loads(path.read_text())
-    ]
+    return msgspec.json.decode(path.read_bytes(), type=list[GroupedConfig])
 
 
 def add(path: Path, line: GroupedConfig) -> None:
@@ -109,4 +109,4 @@ def add(path: Path, line: GroupedConfig) -> None:
     key = (line.experts, line.width, line.dtype, line.device)
     others = [old for old in read(path) if (old.experts, old.width, old.dtype, old.device) != key]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(kept) for kept in [*others, line]], indent=1))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode([*others, line])))
