@@ -84,7 +84,8 @@ class ModelConfig:
         "auto",
         "What activations are rounded to for products with quantized weights on a CPU. int16 has a scale for each 32"
         " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
-        " int8, off by 1 / 254, is faster still where many tokens are computed at once (the LM head keeps int16)."
+        " int8, off by 1 / 254, is faster still where many tokens are computed at once; the LM head and"
+        " o_proj keep int16."
         " float32 is not rounded. auto: int16 on these processors.",
     )
     moe_backend: MoeBackend = setting(
