@@ -41,7 +41,7 @@ from server_peers import best_of, measure_server
 from quire.bench.report import write_report
 from quire.loader.hub import resolve_model
 
-ENGINES = ("quire", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
+ENGINES = ("quire", "quire-int8", "llama.cpp", "llama.cpp-f32", "openvino", "vllm", "transformers")
 HTTP_PROMPTS = 64
 SLOW_START_S = 30.0  # an engine that takes longer is started once
 
@@ -68,7 +68,7 @@ def model_for(name: str, folder: Path) -> str:
         if not (target / "converted").is_file():
             convert_to_hf(gguf, target)
         return str(target)
-    return prepare_model(name, folder)
+    return prepare_model("quire" if name.startswith("quire") else name, folder)
 
 
 def write_float_gguf(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 STARTED = time.perf_counter()
@@ -25,10 +26,10 @@ MAX_LENGTH = 2048
 STREAMS = 32
 
 
-def quire(model: str, threads: int) -> Generate:
+def quire(model: str, threads: int, activations: str = "auto") -> Generate:
     from quire import LLM, SamplingParams
 
-    llm = LLM(model, enable_prefix_caching=False, max_model_len=MAX_LENGTH)
+    llm = LLM(model, enable_prefix_caching=False, max_model_len=MAX_LENGTH, activations=activations)
 
     def generate(prompts: list[list[int]], outputs: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
@@ -125,6 +126,7 @@ def transformers(model: str, threads: int) -> Generate:
 
 ENGINES = {
     "quire": quire,
+    "quire-int8": partial(quire, activations="int8"),
     "llama.cpp": llama_cpp,
     "vllm": vllm,
     "openvino": openvino,

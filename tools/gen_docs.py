@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from quire.config import args  # noqa: E402  (this tree's quire, not an installed one)
 from quire.loader.quantized import catalog as quantization  # noqa: E402
 from quire.metrics import catalog  # noqa: E402
-from tools import api_reference, architecture_picture, command_reference  # noqa: E402
+from tools import api_reference, architecture_picture, command_reference, model_reference  # noqa: E402
 
 PAGES = {
     "docs/reference/settings.md": args.reference_markdown,
@@ -23,6 +23,7 @@ PAGES = {
     "docs/reference/commands.md": command_reference.reference_markdown,
     "docs/reference/api.md": api_reference.reference_markdown,
     "docs/images/architecture.svg": architecture_picture.draw,
+    "docs/reference/supported-models.md": model_reference.reference_markdown,
     "docs/reference/supported-quantization.md": quantization.reference_markdown,
 }
 

@@ -35,10 +35,25 @@ class AttentionSpec:
     value_dim: int | None = None  # latent: a value is the first dimensions of its key; None: it is kept apart
     index_dim: int = 0  # latent: of the key of a sparse indexer, which is kept after the latent
     top_k: int | None = None  # keys that a query attends to, as the indexer chooses; None: all
+    chunked: bool = False  # a query sees the tokens of its own chunk of `sliding_window` tokens, up to itself
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kernel_window(self) -> int:
+        """The window as kernels take it: 0 for none, and the size of chunks with a minus."""
+        window = self.sliding_window or 0
+        return -window if self.chunked else window
+
+    def first_seen(self, positions: Tensor) -> Tensor:
+        """The first key that queries at these positions see."""
+        if self.sliding_window is None:
+            return torch.zeros_like(positions)
+        if self.chunked:
+            return positions // self.sliding_window * self.sliding_window
+        return (positions - self.sliding_window + 1).clamp_min(0)
 
 
 class HeadNorm(NamedTuple):

@@ -168,7 +168,7 @@ class NativeAttention(AttentionBackend):
             spec.num_kv_heads,
             spec.head_dim,
             batch.block_size,
-            spec.sliding_window or 0,
+            spec.kernel_window,
             int(spec.causal),
             KV_TYPES[cache.dtype],
             spec.scale,

@@ -50,7 +50,7 @@ class TorchMetadata(AttentionMetadata):
     batch: AttentionBatch
     slots: Tensor  # [num_tokens] int64, without padding
     # Layers of one group ask for the same units; built by the first of them.
-    units: dict[tuple[int | None, int, int, bool], list[Unit]] = field(default_factory=dict)
+    units: dict[tuple[int, int, int, bool], list[Unit]] = field(default_factory=dict)
 
 
 class TorchAttention(AttentionBackend):
@@ -119,7 +119,7 @@ class TorchAttention(AttentionBackend):
 
 def plan_units(metadata: TorchMetadata, spec: AttentionSpec, itemsize: int) -> list[Unit]:
     """Those of a layer; made by the first layer that asks like this."""
-    plan_key = (spec.sliding_window, spec.num_kv_heads * spec.head_dim, spec.num_heads, spec.causal)
+    plan_key = (spec.kernel_window, spec.num_kv_heads * spec.head_dim, spec.num_heads, spec.causal)
     units = metadata.units.get(plan_key)
     if units is None:
         units = metadata.units[plan_key] = list(_plan_units(metadata.batch, spec, itemsize))
@@ -137,11 +137,9 @@ def _plan_units(batch: AttentionBatch, spec: AttentionSpec, itemsize: int) -> It
             queries = min(tile, num_queries - start)
             position = context - num_queries + start
             last_tile = (_end_seen(spec, position + queries - 1, context) - 1) // KEY_TILE + 1
-            first_tile = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1) // KEY_TILE
+            first_tile = int(spec.first_seen(torch.tensor(position))) // KEY_TILE
             width = _padded_tiles(last_tile - first_tile)
-            buckets.setdefault((queries, first_tile if spec.sliding_window else 0, width), []).append(
-                (row, token + start, position, context)
-            )
+            buckets.setdefault((queries, first_tile, width), []).append((row, token + start, position, context))
         token += num_queries
     for (queries, first_tile, width), members in buckets.items():
         keys = width * KEY_TILE
@@ -201,7 +199,7 @@ def _make_unit(
     ends = _ends_seen(spec, query_positions, contexts[:, None])
     mask = key_positions >= ends[:, :, None]
     if spec.sliding_window is not None:
-        mask |= key_positions <= query_positions[:, :, None] - spec.sliding_window
+        mask |= key_positions < spec.first_seen(query_positions)[:, :, None]
     first_block, num_blocks = first_key // batch.block_size, num_keys // batch.block_size
     tables = batch.tables.index_select(0, batch.rows[rows])[:, first_block : first_block + num_blocks]
     tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
@@ -209,7 +207,7 @@ def _make_unit(
     blocks = torch.arange(first_block, first_block + num_blocks, device=device)
     unseen = blocks > (ends[:, -1:] - 1) // batch.block_size
     if spec.sliding_window is not None:
-        unseen |= blocks < (positions[:, None] - spec.sliding_window + 1).clamp_min(0) // batch.block_size
+        unseen |= blocks < spec.first_seen(positions)[:, None] // batch.block_size
     tables = tables.masked_fill(unseen, 0)
     return Unit(
         tokens=(tokens[:, None] + offsets).flatten(),

@@ -287,12 +287,12 @@ class TritonAttention(AttentionBackend):
         if plain and metadata.whole == ((0, query.shape[0]),):
             return _whole_prompt(spec, written, slice(0, query.shape[0]))
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
-        scale, soft_cap, window = spec.scale, spec.soft_cap, spec.sliding_window
+        scale, soft_cap, window = spec.scale, spec.soft_cap, spec.kernel_window
         shared = (batch.rows, batch.contexts, batch.query_starts)
         singles, few = metadata.singles, metadata.few
         programs, fit = singles[0].shape[0] * spec.num_kv_heads, heads_fit(spec.head_dim, query.element_size())
         one_each = metadata.alike and self.fills(programs)
-        if metadata.line is not None and window is None and fit and not one_each:
+        if metadata.line is not None and not window and fit and not one_each:
             programs = 2 * self.multiprocessors()
             even_attention(query, cache, metadata.line, out, scale, soft_cap, programs, sinks=spec.sinks)
             return out
@@ -312,7 +312,7 @@ class TritonAttention(AttentionBackend):
         tiles = metadata.partial_tiles if plain else metadata.tiles
         if tiles[0].shape[0]:
             split = None
-            if metadata.long_context and window is None and query.shape[0] <= _MAX_SPLIT_TOKENS:
+            if metadata.long_context and not window and query.shape[0] <= _MAX_SPLIT_TOKENS:
                 split = _split_tiles(spec, query.shape[0])
             given_tiles = (query, cache, batch.tables, *shared, *tiles, out, scale, soft_cap, window)
             prefill_attention(*given_tiles, split=split, sinks=spec.sinks)

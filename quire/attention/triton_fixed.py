@@ -49,7 +49,7 @@ class FixedTritonAttention(TritonAttention):
         batch, query = metadata.batch, written.query
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
-        scale, cap, window = spec.scale, spec.soft_cap, spec.sliding_window
+        scale, cap, window = spec.scale, spec.soft_cap, spec.kernel_window
         max_len = batch.tables.shape[1] * batch.block_size
         segment, keys = self.segment_size(max_len - batch.block_size), self.keys_at_a_time  # without the spare block
         whole = metadata.whole if written.keys is not None else ()

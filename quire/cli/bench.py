@@ -1,4 +1,4 @@
-"""`quire bench serve | sweep | latency | embed | throughput | steps | spec | startup`: measure server and engine."""
+"""`quire bench serve | sweep | latency | embed | throughput | steps | spec | moe | startup`: measurements."""
 
 from __future__ import annotations
 
@@ -199,6 +199,27 @@ def _run_startup(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_moe(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--experts", type=int, default=32, metavar="N", help="of the layer; default %(default)s")
+    add("--width", type=int, default=512, metavar="N", help="of an expert; default %(default)s")
+    add("--hidden-size", dest="hidden", type=int, default=1024, metavar="N", help="default %(default)s")
+    add("--top-k", type=int, default=8, metavar="N", help="experts of a token; default %(default)s")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="on a GPU; default %(default)s")
+    add("--repeats", type=int, default=20, metavar="N", help="of each point; default %(default)s")
+    flags.add_output_flags(parser, "moe")
+
+
+def _run_moe(args: argparse.Namespace) -> int:
+    from quire.bench.moe import MoeOptions, bench_moe
+
+    shape = {field.name: getattr(args, field.name) for field in fields(MoeOptions)}
+    grids, results = bench_moe(MoeOptions(**shape))
+    title = f"ms of {args.experts} experts of width {args.width}, {args.top_k} a token, hidden size {args.hidden}"
+    _finish(args, "moe", title, grids, shape, results)
+    return 0
+
+
 def _add_spec(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], metavar="N", help="default 1 4 16")
@@ -324,5 +345,6 @@ KINDS: dict[str, Kind] = {
         _run_steps,
     ),
     "spec": ("how much faster draft tokens make the engine, by batch size and acceptance", _add_spec, _run_spec),
+    "moe": ("how long the experts of one layer take; on a GPU, finds the fastest tiles", _add_moe, _run_moe),
     "startup": ("how long a fresh process takes until its first token", _add_startup, _run_startup),
 }

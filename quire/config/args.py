@@ -36,6 +36,7 @@ NOT_ON_THE_COMMAND_LINE = frozenset(
         "bad_words_token_ids",
         "thinking_marks",
         "extra_args",
+        "return_routed_experts",
     }
 )
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Activations = Literal["auto", "float32", "int16"]
+MoeBackend = Literal["auto", "native", "triton", "torch"]
+Activations = Literal["auto", "float32", "int16", "int8"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -89,7 +90,15 @@ class ModelConfig:
         "auto",
         "What activations are rounded to for products with quantized weights on a CPU. int16 has a scale for each 32"
         " of them and is off by 1 / 65534 of the largest at most; processors with AVX512-VNNI multiply it faster."
+        " int8, off by 1 / 254, is faster still where many tokens are computed at once; the LM head and"
+        " o_proj keep int16."
         " float32 is not rounded. auto: int16 on these processors.",
+    )
+    moe_backend: MoeBackend = setting(
+        "auto",
+        "Whose kernels multiply experts: native (a CPU, with --quantization stored, int8 or int4), triton (an NVIDIA"
+        " GPU), or torch (plain, slow, with --quantization none). One that cannot serve is refused with the reason."
+        " auto: the one that can.",
     )
     logits_processors: tuple[str, ...] = setting(
         (),

@@ -39,6 +39,7 @@ class ResolvedConfig:
     dtype: str
     quantization: str
     activations: str
+    moe_backend: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_drafts: int  # of all requests in a step
@@ -76,6 +77,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
             "what the processor multiplies fastest" if method == defaults.quantization else "as quantization needs",
         )
     )
+    moe_backend = str(pick("moe_backend", config.model.moe_backend, "auto", "as weights are kept"))
     budget = int(
         pick(
             "max_num_batched_tokens",
@@ -122,6 +124,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
         dtype=dtype,
         quantization=method,
         activations=activations,
+        moe_backend=moe_backend,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         max_num_drafts=most_drafts,

@@ -65,6 +65,7 @@ def build_engine(
         grammar_limits=limits,
         architecture=worker.architecture,
         pooler=worker.pooler,
+        routes=worker.routes,
         takes_adapters=config.lora.enable_lora,
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
     )

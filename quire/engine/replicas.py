@@ -62,6 +62,8 @@ class Replica(Protocol):
 
     def seconds_without_step(self) -> float: ...
 
+    def forgive_stall(self) -> None: ...
+
     def seconds_without_news(self) -> float: ...
 
     def take_received(self) -> list[EngineOutput]: ...
@@ -212,6 +214,11 @@ class ReplicaClient(EngineClient):
     def seconds_without_news(self) -> float:
         """Of the replica that was heard last: they start one after the other."""
         return min((client.seconds_without_news() for client in self._clients if client is not None), default=0.0)
+
+    def forgive_stall(self) -> None:
+        for client in self._clients:
+            if client is not None:
+                client.forgive_stall()
 
     def dump_stacks(self) -> None:
         for client in self._clients:

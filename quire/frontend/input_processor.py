@@ -297,6 +297,10 @@ class InputProcessor:
         arrival_time: float,
         eos_token_ids: tuple[int, ...],
     ) -> tuple[EngineRequest, ...]:
+        if params.return_routed_experts and not self._info.routes:
+            raise RequestError(
+                "return_routed_experts is set but the model has no experts; leave it out", "return_routed_experts"
+            )
         max_tokens = self._info.max_model_len - len(token_ids)
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, params.max_tokens)

@@ -112,4 +112,5 @@ def _merge_completions(parts: list[CompletionOutput]) -> CompletionOutput:
         last.num_reasoning_tokens,
         last.num_accepted_predictions,
         last.num_rejected_predictions,
+        last.routed_experts,
     )

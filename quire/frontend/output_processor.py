@@ -26,9 +26,12 @@ from quire.types.outputs import (
     RequestOutput,
 )
 from quire.types.request import FinishReason
-from quire.types.step import Pooled
+from quire.types.step import Pooled, RoutedExperts
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from quire.frontend.tokenizer import Tokenizer
 
 REPETITION_DETECTED = "repetition_detected"  # vLLM's stop_reason for it
@@ -53,6 +56,7 @@ class CompletionState:
         "_interval",
         "_logprobs",
         "_matcher",
+        "_num_prompt_tokens",
         "_num_taken",
         "_pieces",
         "_reader",
@@ -69,6 +73,7 @@ class CompletionState:
         "num_accepted_predictions",
         "num_rejected_predictions",
         "num_tokens",
+        "routed_experts",
         "stop_reason",
     )
 
@@ -88,10 +93,12 @@ class CompletionState:
         self.num_tokens = 0
         self.num_accepted_predictions = 0
         self.num_rejected_predictions = 0
+        self.routed_experts: list[RoutedExperts] = []
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.changed = False  # there is something to hand out
         self._interval = params.stream_interval
+        self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_taken = 0
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._logprobs: list[LogprobsAtPosition] | None = None if params.logprobs is None else []
@@ -130,6 +137,8 @@ class CompletionState:
             self._count_predictions(output, len(token_ids))
         if token_ids and (not self._num_taken or self.num_tokens >= self._num_taken + self._interval):
             self.changed = True
+        if output.routed_experts is not None:
+            self.routed_experts.append(output.routed_experts)
         if self._logprobs is not None and output.logprobs is not None:
             self._add_logprobs(self._logprobs, output, len(token_ids))
         if self.finish_reason is not None:
@@ -176,6 +185,8 @@ class CompletionState:
             output.num_reasoning_tokens = self._reader.num_reasoning_tokens
         output.num_accepted_predictions = self.num_accepted_predictions
         output.num_rejected_predictions = self.num_rejected_predictions
+        if self.routed_experts and self.finish_reason is not None:
+            output.routed_experts = join_routed(self.routed_experts, self._num_prompt_tokens + self.num_tokens - 1)
         return output
 
     def _count_predictions(self, output: EngineOutput, num_tokens: int) -> None:
@@ -226,6 +237,17 @@ class CompletionState:
             logprobs.append(self._decoder.decode(position))
             total += position.logprobs[0]
         self.cumulative_logprob = total
+
+
+def join_routed(parts: list[RoutedExperts], num_tokens: int) -> NDArray[np.int16]:
+    """[num_tokens, layers, k]; a part that was computed again, after a preemption or a crash, replaces the first."""
+    import numpy as np
+
+    joined = np.zeros((num_tokens, *parts[0].shape[1:]), np.int16)
+    for part in parts:
+        rows = np.frombuffer(part.data, np.int16).reshape(part.shape)[: max(0, num_tokens - part.position)]
+        joined[part.position : part.position + len(rows)] = rows
+    return joined
 
 
 class RequestState:

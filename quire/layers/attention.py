@@ -61,9 +61,9 @@ class AttentionSinks(WeightedLayer):
         self.weight.data.copy_(as_tensor(weight).narrow(0, *self._slice))
 
 
-def keeps_heads(num_kv_heads: int, head_dim: int, sliding_window: int | None) -> LayerKV:
+def keeps_heads(num_kv_heads: int, head_dim: int, sliding_window: int | None, chunked: bool = False) -> LayerKV:
     """What attention over heads keeps."""
-    kind = "full" if sliding_window is None else "sliding"
+    kind = "full" if sliding_window is None else "chunked" if chunked else "sliding"
     return LayerKV(kind, sliding_window, form=KVForm(num_kv_heads, head_dim))
 
 
@@ -128,7 +128,8 @@ class Attention(AttentionLayer):
 
     @property
     def keeps(self) -> LayerKV:
-        return keeps_heads(self.spec.num_kv_heads, self.spec.head_dim, self.spec.sliding_window)
+        spec = self.spec
+        return keeps_heads(spec.num_kv_heads, spec.head_dim, spec.sliding_window, spec.chunked)
 
     def cache_shape(
         self, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype

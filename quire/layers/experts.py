@@ -26,13 +26,46 @@ from quire.layers.scheme import (
 )
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
-from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
+from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing, weigh
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
 Layout = Literal["rows", "columns", "interleaved_columns"]
 """How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its
 two pieces one after the other or taking turns."""
+
+
+class RoutingTape:
+    """Sees what a router chooses and says what is done instead: nothing else, unless it is a tape that replays."""
+
+    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, weights
+
+
+class Recording(RoutingTape):
+    """Keeps the choices of one forward pass."""
+
+    def __init__(self) -> None:
+        self.ids: list[Tensor] = []  # [n, k] int32 each
+
+    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        self.ids.append(ids)
+        return ids, weights
+
+
+class Replay(RoutingTape):
+    """Sends the tokens of each forward pass where the next of a recording went, weighted by the router's logits."""
+
+    def __init__(self, ids: Tensor, routing: Routing) -> None:
+        self._ids, self._routing, self._start = ids, routing, 0  # ids: [tokens, k], in the order of computation
+
+    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        given = self._ids[self._start : self._start + ids.shape[0]].to(ids.device)
+        self._start += ids.shape[0]
+        return given.to(torch.int32), weigh(logits, given.long(), self._routing)
+
+
+NO_TAPE = RoutingTape()
 
 
 class Router(Linear):
@@ -45,18 +78,26 @@ class Router(Linear):
     ) -> None:
         target = replace(target, dtype=torch.float32)
         super().__init__(hidden_size, (Piece(None, num_experts, 0, num_experts),), bias=bias, target=target)
-        self.routing = routing
+        self.routing, self.tape = routing, NO_TAPE
         self.choice_bias = empty_parameter(num_experts, dtype=torch.float32) if choice_bias else None
         self._route, self._logits = ROUTE.bind(target), ROUTER_LOGITS.bind(target)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, hidden] -> (expert ids [n, k] int32, weights [n, k] float32)."""
+        logits = self._scored(x)
+        return self.tape(logits, *self._route(logits, self.choice_bias, self.routing))
+
+    def choose_one(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for one expert a token, and a weight of 1 for each; ids, weights and ones [n, 1]."""
+        logits = self._scored(x)
+        _, ones = self._route(logits, None, Routing(1, score="logits", weighting="softmax"))
+        return *self.tape(logits, *self._route(logits, self.choice_bias, self.routing)), ones
+
+    def _scored(self, x: Tensor) -> Tensor:
         method = self.method
         if self._logits is ROUTER_LOGITS.reference or not isinstance(method, PlainLinear):
-            logits = whole(self(x.float()))
-        else:
-            logits = self._logits(x, method.weight, method.bias)
-        return self._route(logits, self.choice_bias, self.routing)
+            return whole(self(x.float()))
+        return self._logits(x, method.weight, method.bias)
 
     def weight_names(self) -> tuple[str, ...]:
         return super().weight_names() + (() if self.choice_bias is None else ("choice_bias",))

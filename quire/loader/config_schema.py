@@ -79,6 +79,13 @@ class ConfigSchema(msgspec.Struct):
     max_window_layers: Whole | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count | None = None
+    attention_chunk_size: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    attn_temperature_tuning: bool | None = None
+    floor_scale: Count | None = None
+    attn_scale: Positive | None = None
+    intermediate_size_mlp: Count | None = None
+    interleave_moe_layer_step: Count | None = None
+    moe_layers: list[int] | None = None
     query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None

@@ -36,12 +36,15 @@ class BuildContext:
     quantization: str = "auto"  # how weights are kept, see Target
     deterministic: bool = False
     activations: str = "auto"
+    moe_backend: str = "auto"
     head: bool = True  # whether its logits are read; without, a causal LM is built without its LM head
     heads: Heads = field(default_factory=dict)  # of one that pools: what is on top of it instead
 
     @property
     def target(self) -> Target:
-        return Target(self.platform, self.dtype, self.quantization, self.deterministic, self.activations)
+        return Target(
+            *(self.platform, self.dtype, self.quantization, self.deterministic, self.activations, self.moe_backend)
+        )
 
 
 Capability = Literal["generates", "pools", "encodes", "takes_media"]

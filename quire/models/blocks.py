@@ -16,10 +16,11 @@ from quire.layers.attention import Attention, AttentionSinks, ForwardBatch, Want
 from quire.layers.fusion import Forms, Passed, Stage, whole
 from quire.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm, ParallelRMSNorm, ResidualMerge, RMSNorm, merge_residual
+from quire.layers.rope.parameters import QueryTemperature, RopeParameters
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
 from quire.models.kinds import MIXERS, MLP, MLPS, NONE, Mixer
-from quire.ops.scale import SCALE
+from quire.ops.scale import SCALE, SCALE_ROWS
 from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
@@ -50,7 +51,12 @@ class AttentionBlock(Mixer):
         )
         num_heads, num_kv_heads = qkv_proj.num_heads, qkv_proj.num_kv_heads
         self.sinks = AttentionSinks(config.num_heads, ctx.group) if config.attention_sinks else None
-        self.qk_norm = QK_NORMS[config.qk_norm](config, ctx, num_heads, num_kv_heads)
+        rotates = isinstance(config.rope[layer], RopeParameters)
+        # A norm of what is rotated is left out where nothing is.
+        kind = config.qk_norm if rotates or config.qk_norm != "unit_rotated" else "none"
+        self.qk_norm = QK_NORMS[kind](config, ctx, num_heads, num_kv_heads)
+        self._tempered = num_heads * config.head_dim if isinstance(config.rope[layer], QueryTemperature) else None
+        self._scale_rows = SCALE_ROWS.bind(ctx.target)
         self.attention = Attention(
             AttentionSpec(
                 num_heads=num_heads,
@@ -58,9 +64,10 @@ class AttentionBlock(Mixer):
                 head_dim=config.head_dim,
                 scale=config.attention_scale,
                 sliding_window=config.sliding_windows[layer],
+                chunked=config.chunked,
                 soft_cap=config.attention_soft_cap,
                 sinks=None if self.sinks is None else self.sinks.weight,
-                norms_rotated=config.qk_norm == "head_rotated",
+                norms_rotated=kind.endswith("rotated"),
                 causal=config.causal,
             ),
             layer,
@@ -69,7 +76,7 @@ class AttentionBlock(Mixer):
 
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
-        return keeps_heads(config.num_kv_heads, config.head_dim, config.sliding_windows[layer])
+        return keeps_heads(config.num_kv_heads, config.head_dim, config.sliding_windows[layer], config.chunked)
 
     @property
     def accepts(self) -> Forms:
@@ -79,13 +86,16 @@ class AttentionBlock(Mixer):
         self.o_proj.feed(accepted)
 
     def settle(self) -> None:
-        if self.qk_norm.hands_on:
+        if self.qk_norm.hands_on and self._tempered is None:
             self.qkv_proj.feed(self.attention.accepts)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Passed:
         qkv, head_norm = self.qk_norm(self.qkv_proj(hidden))
+        if self._tempered is not None:
+            assert rotation is not None
+            qkv, rotation = self._scale_rows(whole(qkv), rotation[0], self._tempered), None
         out: Passed = self.o_proj(self.attention(qkv, head_norm, rotation, batch, wanted))
         return out
 
@@ -117,6 +127,20 @@ class PerHeadQKNorm(NoQKNorm):
         return qkv, self._norm
 
 
+class UnitQKNorm(NoQKNorm):
+    """Each head is normalized by itself, without a weight."""
+
+    ones: Tensor  # [head_dim]
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__(config, ctx, num_heads, num_kv_heads)
+        self.register_buffer("ones", torch.ones(config.head_dim, dtype=ctx.dtype), persistent=False)
+        self._norm = HeadNorm(self.ones, self.ones, config.norm_eps, 0.0)
+
+    def forward(self, qkv: Any) -> tuple[Passed, HeadNorm | None]:
+        return qkv, self._norm
+
+
 class FullWidthQKNorm(NoQKNorm):
     """All query heads are normalized together, and so are all key heads."""
 
@@ -143,6 +167,7 @@ QK_NORMS: dict[str, type[NoQKNorm]] = {
     "none": NoQKNorm,
     "head": PerHeadQKNorm,
     "head_rotated": PerHeadQKNorm,
+    "unit_rotated": UnitQKNorm,
     "full": FullWidthQKNorm,
 }
 

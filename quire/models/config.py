@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.layers.experts import Layout
-from quire.layers.rope.parameters import RopeParameters, context_length, rope_parameters
+from quire.layers.rope.parameters import QueryTemperature, RopeParameters, context_length, rope_parameters
 from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 
@@ -29,6 +29,7 @@ class ExpertsConfig:
     activation: str | None = None  # a name in quire/layers/activation.py; None: that of dense MLPs
     shared_width: int | None = None  # of an expert that all tokens go to, beside their own
     shared_gate: bool = False  # whether each token weighs what that one gives
+    scales_input: bool = False  # what a token's expert reads is weighted, not what it gives; of one expert only
     layout: Layout = "rows"  # of checkpoint tensors that hold all experts
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class DecoderConfig:
     norm_eps: float
     tied_embeddings: bool
     max_position_embeddings: int  # tokens the model is meant for, RoPE scaling included
-    rope: tuple[RopeParameters | None, ...]  # per layer; None: the layer rotates nothing
+    rope: tuple[RopeParameters | QueryTemperature | None, ...]  # per layer; None: the layer rotates nothing
     sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
     mixers: tuple[str, ...]  # per layer; names in quire/models/kinds.py
     mlps: tuple[str, ...]
@@ -124,8 +125,9 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    qk_norm: Literal["none", "head", "head_rotated", "full"] = "none"
-    """Over each head, the same after the rotation, or over all heads together."""
+    chunked: bool = False  # windows are chunks: a token sees those of its own, not those that many before it
+    qk_norm: Literal["none", "head", "head_rotated", "unit_rotated", "full"] = "none"
+    """Over each head, the same after the rotation, that without weights, or over all heads together."""
     interleaved_rope: bool = False  # pairs that are rotated together lie side by side, not half a head apart
     layer_norms: bool = False  # norms of the residual stream subtract the mean and have a bias
     norms: Literal["pre", "pre_post", "post"] = "pre"  # where attention and MLP are normalized

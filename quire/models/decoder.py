@@ -15,7 +15,7 @@ from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, Vocab
 from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import rotary_embedding
-from quire.layers.rope.parameters import RopeParameters
+from quire.layers.rope.parameters import QueryTemperature, RopeParameters
 from quire.layers.weights import WeightMap
 from quire.models.base import BuildContext, CausalLM, ModelDescription
 from quire.models.blocks import DecoderLayer, make_norm
@@ -66,7 +66,7 @@ class Decoder(Stage):
         self._scale = SCALE.bind(ctx.target)
         self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config, ctx)
-        tables: dict[RopeParameters | None, int] = {None: -1}
+        tables: dict[RopeParameters | QueryTemperature | None, int] = {None: -1}
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
         self.rotary = nn.ModuleList(

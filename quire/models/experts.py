@@ -15,6 +15,7 @@ from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
+from quire.ops.scale import SCALE_ROWS
 from quire.ops.split_k import PartialSums
 from quire.types.ledger import EngineSizes, LedgerLine
 
@@ -38,6 +39,8 @@ class ExpertsMLP(MLP):
             self.shared = GatedMLP(replace(config, intermediate_size=experts.shared_width), ctx, layer)
         if experts.shared_gate:
             self.shared_gate = TokenGate(config.hidden_size, target=ctx.target)
+        self._scales_input = experts.scales_input
+        self._scale_rows = SCALE_ROWS.bind(ctx.target)
         self._add_shared = ADD_SHARED.bind(ctx.target)
 
     def feed(self, accepted: Forms) -> None:
@@ -46,11 +49,19 @@ class ExpertsMLP(MLP):
 
     def forward(self, hidden: Passed) -> Passed:
         x = whole(hidden)
-        routed: Passed = self.experts(x, *self.router.choose(x))
+        routed: Passed = self._routed(x)
         if self.shared is None:
             return routed
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
         return self._add_shared(whole(routed), whole(self.shared(x)), gate)
+
+    def _routed(self, x: Tensor) -> Passed:
+        if not self._scales_input:
+            routed: Passed = self.experts(x, *self.router.choose(x))
+            return routed
+        expert_ids, factors, ones = self.router.choose_one(x)
+        routed = self.experts(self._scale_rows(x, factors, x.shape[1]), expert_ids, ones)
+        return routed
 
     def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
         count = sizes.max_num_batched_tokens

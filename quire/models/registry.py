@@ -41,6 +41,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "JambaForCausalLM": "jamba:Jamba",
         "Lfm2ForCausalLM": "lfm2:Lfm2",
         "Lfm2MoeForCausalLM": "lfm2_moe:Lfm2Moe",
+        "Llama4ForCausalLM": "llama4:Llama4",
         "LlamaForCausalLM": "llama:Llama",
         "Mamba2ForCausalLM": "mamba2:Mamba2",
         "MambaForCausalLM": "mamba:Mamba",

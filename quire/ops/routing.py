@@ -49,12 +49,18 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     if routing.top_groups < routing.num_groups:
         choice = _within_groups(choice, routing)
     ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : routing.top_k]
+    return ids.to(torch.int32), weigh(logits, ids, routing)
+
+
+def weigh(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    """The weights [n, k] float32 of experts ids [n, k] int64, however they were chosen."""
+    scores = _SCORES[routing.score](logits)
     weights = _WEIGHTS[routing.weighting](logits, scores, ids, routing)
     if routing.renormalize:
         weights = weights / _slot_sum(weights).clamp(min=routing.least_sum)
     if routing.scale != 1.0:
         weights = weights * routing.scale
-    return ids.to(torch.int32), weights
+    return weights
 
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:

@@ -13,6 +13,7 @@ from quire.runner.containment import MESSAGE, Containment
 from quire.runner.pooling import NoPooling
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
+from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.step import Step, StepShape, planned_tokens
 from quire.runner.ways import Way
@@ -43,6 +44,7 @@ class Runner:
         tables: BlockTables,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
+        routed_experts: RoutedExpertsRecorder,
         containment: Containment,
         ways: Sequence[Way],
         inputs: TokenInputs = PLAIN_INPUTS,
@@ -55,13 +57,19 @@ class Runner:
         self.pooler = pooler or NoPooling()
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
+        self.routed_experts = routed_experts
 
     def execute(self, plan: StepPlan) -> RunningStep:
         """Start a step. One with mask_slots stops before sampling: its `sample` comes next, with the masks."""
         if plan.starts or plan.freed_rows or plan.block_ids:
             self._apply(plan)
         step = self._describe(plan)
+        routed = self.routed_experts.wants(plan.rows)
+        if routed:
+            self.routed_experts.begin()
         way = next(way for way in self.ways if way.forward(step))
+        if routed:
+            step.routed = self.routed_experts.end(plan, self.rows.host_num_computed)
         step.way = way.name
         self.rows.note_computed(plan.rows, plan.num_tokens)
         if plan.draft_token_ids:
@@ -107,6 +115,7 @@ class Runner:
             is_decode=is_decode,
             every_token=needs_eager
             or self.prompt_logprobs.wants(plan.rows)
+            or self.routed_experts.wants(plan.rows)
             or self.pooler.wants_every_token(plan.rows),
             sampling=sampling._replace(drafted=True) if drafts else sampling,
             adapted=self.adapters.are_in(plan.rows),
@@ -126,6 +135,7 @@ class Runner:
             self.rows.free(row)
             self.sampler.remove_request(row)
             self.prompt_logprobs.remove_request(row)
+            self.routed_experts.remove_request(row)
             self.inputs.remove_request(row)
             self.pooler.remove_request(row)
             self.adapters.remove_request(row)
@@ -135,6 +145,7 @@ class Runner:
             self.rows.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
+            self.routed_experts.add_request(start.row, start)
             self.inputs.add_request(start)
             self.pooler.add_request(start)
             self.adapters.add_request(start)

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.platform.transfer import Download
 from quire.runner.containment import MESSAGE
 from quire.runner.request_rows import RequestRows
+from quire.runner.routed_experts import RoutedRows
 from quire.runner.sampling.asked_logprobs import add_asked
 from quire.runner.sampling.logprobs import unpack_logprobs
 from quire.runner.sampling.sampler import SamplingKind
@@ -159,6 +160,7 @@ class Step:
     every_hidden: Tensor | None = None  # [num_tokens or more, hidden], where shape.every_token
     finite: Download | None = None  # [num_tokens] bool: whether each token's values are finite; None: all that matter
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    routed: RoutedRows | None = None  # of rows that ask for their experts
     sampled: Sampled | None = None  # None: not sampled yet, or no row samples
     pooled: list[PooledRows] = field(default_factory=list)  # instead of samples, in an engine that pools
 
@@ -185,7 +187,11 @@ class Step:
         """What was sampled, as far as it holds. Waits for the step."""
         indices = self.sample_indices
         result = StepResult(
-            self.plan.step_id, [[] for _ in self.plan.rows], prompt_logprobs=self.prompt_logprobs, way=self.way
+            self.plan.step_id,
+            [[] for _ in self.plan.rows],
+            prompt_logprobs=self.prompt_logprobs,
+            routed_experts={} if self.routed is None else self.routed.get(),
+            way=self.way,
         )
         if self.pooled:
             for part in self.pooled:

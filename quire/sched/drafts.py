@@ -66,7 +66,7 @@ class Drafts:
 
     def open(self, request: Request) -> None:
         params = request.engine_request.params
-        if not isinstance(params, SamplingParams) or not params.speculate:
+        if not isinstance(params, SamplingParams) or not params.speculate or params.return_routed_experts:
             return
         drafters = [drafter for drafter in self._drafters if drafter.open(request)]
         if drafters:

@@ -60,6 +60,7 @@ class Request:
         "store_above",
         "token_ids",
         "wants_prompt_logprobs",
+        "wants_routed_experts",
     )
 
     def __init__(self, engine_request: EngineRequest, kv: KVSequence, key: OrderKey, max_model_len: int) -> None:
@@ -89,7 +90,7 @@ class Request:
             self.min_tokens_total = 0
             self.stop_token_ids: tuple[int, ...] = ()
             self.stop_tokens: frozenset[int] = frozenset()
-            self.wants_prompt_logprobs = False
+            self.wants_prompt_logprobs = self.wants_routed_experts = False
         else:
             self.max_tokens_total = min(num_prompt_tokens + engine_request.max_tokens, max_model_len)
             self.min_tokens_total = num_prompt_tokens + params.min_tokens
@@ -97,6 +98,7 @@ class Request:
             self.stop_token_ids = params.stop_token_ids
             self.stop_tokens = frozenset(params.stop_token_ids).union(eos)  # whatever ends it
             self.wants_prompt_logprobs = params.prompt_logprobs is not None
+            self.wants_routed_experts = params.return_routed_experts
             detection = params.repetition_detection
             if detection is not None and detection.max_pattern_size > 0:
                 self.repetition = RepetitionDetector(detection)
@@ -126,9 +128,11 @@ class Request:
 
     @property
     def may_reuse_prefix(self) -> bool:
-        """Logprobs and most pooling need the hidden states of tokens that a prefix hit would not compute."""
+        """Logprobs, routed experts and most pooling are of tokens that a prefix hit would not compute."""
         if self.pools:
             return self.pools_last
+        if self.wants_routed_experts:
+            return False
         return not self.wants_prompt_logprobs or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
     @property

@@ -10,7 +10,7 @@ from quire.sched.state import InFlight, SchedulerState
 from quire.types.errors import EngineError
 from quire.types.outputs import EngineOutput
 from quire.types.request import FinishReason
-from quire.types.step import Pooled, StepResult, TokenLogprobs
+from quire.types.step import Pooled, RoutedExperts, StepResult, TokenLogprobs
 
 
 def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> list[EngineOutput]:
@@ -21,9 +21,8 @@ def apply_result(state: SchedulerState, step: InFlight, result: StepResult) -> l
         )
     outputs: list[EngineOutput] = []
     finished: set[Request] = set()
-    special = set(
-        chain(step.chunks, step.drafts, result.logprobs, result.prompt_logprobs, result.errors, result.pooled)
-    )  # row indices that need more than the common case
+    columns = (result.logprobs, result.prompt_logprobs, result.routed_experts, result.errors, result.pooled)
+    special = set(chain(step.chunks, step.drafts, *columns))  # row indices that need more than the common case
     emit = outputs.append
     store = state.kv.store
     index = -1
@@ -69,12 +68,15 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
     start = end + num_drafts - step.plan.num_tokens[index]
     state.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
     prompt_logprobs = _new_prompt_logprobs(request, start, result.prompt_logprobs.get(index))
+    routed = result.routed_experts.get(index)
     if chunk is not None:
         if request.status is Status.RUNNING and chunk.num_preemptions == request.num_preemptions:
             request.num_confirmed_tokens = end
             state.kv.store(request.kv, request.token_ids, end)
             _end_retry(state, request, end)
-        return first_output(request, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        if not prompt_logprobs and routed is None:
+            return None
+        return first_output(request, [], prompt_logprobs=prompt_logprobs, routed=routed)
     if request.pools:
         if index not in result.pooled:
             return first_output(request, [], "error", error="the step returned no pooled output for it")
@@ -109,6 +111,7 @@ def _apply_row(state: SchedulerState, step: InFlight, result: StepResult, index:
         prompt_logprobs=prompt_logprobs,
         num_accepted=num_held,
         num_rejected=num_predicted - num_held,
+        routed=routed,
     )
 
 
@@ -124,6 +127,7 @@ def first_output(
     pooled: Pooled | None = None,
     num_accepted: int = 0,
     num_rejected: int = 0,
+    routed: RoutedExperts | None = None,
 ) -> EngineOutput:
     """An output that tells the number of cached tokens and the queue time if none before it has."""
     first = not request.reported
@@ -141,6 +145,7 @@ def first_output(
         request.queue_time if first else None,
         num_accepted_predictions=num_accepted,
         num_rejected_predictions=num_rejected,
+        routed_experts=routed,
     )
 
 

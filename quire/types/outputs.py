@@ -9,7 +9,7 @@ import msgspec
 
 from quire.types.events import Event
 from quire.types.request import FinishReason
-from quire.types.step import Pooled, TokenLogprobs
+from quire.types.step import Pooled, RoutedExperts, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +35,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     error_field: str | None = None  # the part of the request that is wrong, if the error is the caller's
     num_accepted_predictions: int = 0  # tokens of the request's prediction that were verified and held
     num_rejected_predictions: int = 0  # those that did not
+    routed_experts: RoutedExperts | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +95,8 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0  # of all tokens so far, those of thinking
     num_accepted_predictions: int = 0  # tokens of the request's prediction so far that were drafts and held
     num_rejected_predictions: int = 0  # those that did not hold
+    routed_experts: NDArray[np.int16] | None = None
+    """[tokens, layers, k], if it was asked for and the completion is finished: where all tokens but the last went."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

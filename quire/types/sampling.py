@@ -158,6 +158,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The marks of thinking as token ids. The frontend fills this in: the engine knows no text."""
     speculate: bool = True
     """Let steps verify draft tokens, where speculation is on. Off: one token a step; the tokens are the same."""
+    return_routed_experts: bool = False
+    """Return which experts every token was routed to. No cached prefix is used, and steps run eagerly."""
     extra_args: dict[str, Any] | None = None
     """Values for plug-ins; Quire itself reads none."""
 

@@ -87,6 +87,14 @@ class Pooled(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]  # [size] of one vector, [num_tokens, size] of one for each token
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """Which experts some consecutive tokens of a request went to, in each layer that has experts."""
+
+    position: int  # of the first token in its sequence
+    data: bytes  # int16 in the machine's byte order
+    shape: tuple[int, ...]  # [num_tokens, layers, experts of a token]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled.
 
@@ -101,4 +109,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
     pooled: dict[int, Pooled] = {}  # of rows whose prompts are computed
+    routed_experts: dict[int, RoutedExperts] = {}
     way: str = ""  # how it ran, by the name of its way

@@ -20,4 +20,5 @@ class WorkerDescription:
     pooler: PoolerConfig | None  # None: it generates
     is_bidirectional: bool  # every prompt has to be computed in one step
     kernel_path: dict[str, str]  # what decides the bits of a result, besides the model: device, instructions, types
+    routes: bool  # its layers have experts
     step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them

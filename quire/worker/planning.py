@@ -469,6 +469,7 @@ def _build_context(
         quantization=settings.quantization,
         deterministic=deterministic,
         activations=settings.activations,
+        moe_backend=settings.moe_backend,
         head=pooler is None or bool(pooler.label_tokens),
         heads={} if pooler is None else pooler.heads,
     )

@@ -12,6 +12,7 @@ from quire.attention.groups import GroupBackends
 from quire.config.engine import EngineConfig
 from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import CachedLayer
+from quire.layers.quant.base import kept_weights
 from quire.layers.rope.embedding import RotaryEmbedding
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.digest import model_digest
@@ -34,6 +35,7 @@ from quire.runner.pooling import PooledHeads, Pooler
 from quire.runner.prompt_embeds import PromptEmbedInputs
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.request_rows import RequestRows
+from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.runner import Runner, RunningStep
 from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
@@ -93,6 +95,7 @@ class Worker:
         model = load_model(plan, config, lambda done, total: report("weights", done / total))
         self.plan = plan = measure_workspace(plan.without_checkpoint(), config, model)
         loaded = time.perf_counter()
+        logger.info("weights: %s", kept_weights(model))
         report("self-check")
         settings = plan.settings
         self._ladders = find_ladders(plan, model)
@@ -113,6 +116,7 @@ class Worker:
             step_times=self.platform.step_times,
             pooler=plan.pooler,
             is_bidirectional=model.is_bidirectional,
+            routes=self.runner.routed_experts.can_record,
             kernel_path=plan.kernel_path,
             step_sizes=self.runner.step_sizes,
         )
@@ -273,6 +277,7 @@ def build_runner(
         tables=tables,
         sampler=sampler,
         prompt_logprobs=prompt_logprobs,
+        routed_experts=RoutedExpertsRecorder(model),
         containment=Containment(model.cached_layers(), tables),
         ways=list(make_ways(plan.way_context(model), program, eager, room)) if plan.pooler is None else [eager],
         inputs=inputs,

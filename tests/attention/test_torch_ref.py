@@ -24,7 +24,10 @@ def dense(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
     hidden = distance < 0
-    if spec.sliding_window is not None:
+    if spec.sliding_window is not None and spec.chunked:
+        chunk = torch.arange(n) // spec.sliding_window
+        hidden |= chunk[:, None] != chunk[None, :]
+    elif spec.sliding_window is not None:
         hidden |= distance >= spec.sliding_window
     scores = scores.masked_fill(hidden, -torch.inf)
     if spec.sinks is not None:  # one more key for all queries, without a value
@@ -98,6 +101,7 @@ SPECS = [
     AttentionSpec(2, 2, 80, 0.1),
     AttentionSpec(4, 1, 32, 0.2, sliding_window=24),
     AttentionSpec(4, 4, 128, 0.1, soft_cap=5.0),
+    AttentionSpec(4, 2, 32, 0.2, sliding_window=50, chunked=True),
     AttentionSpec(8, 2, 256, 0.05, sliding_window=7, soft_cap=20.0),
 ]
 

@@ -32,6 +32,10 @@ MODELS = {
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [0],
     },
+    "chunked": {  # beside layers that see everything, rotate nothing and scale queries by position; experts
+        "model_type": "llama4_text",
+        **{"attention_chunk_size": 24, "floor_scale": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
+    },
     "latent": {"model_type": "deepseek_v3", **LATENT},  # one compressed vector a token, beside experts in groups
     "recurrent": {  # beside gated attention; states and KV blocks
         "model_type": "qwen3_5_text",

@@ -158,7 +158,11 @@ def test_pages_of_the_file_leave_memory_as_weights_are_packed(tmp_path: Path, ki
     assert taken(model) > 1 << 20
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"quantization": "int8", "activations": "int8"}],
+    ids=str,
+)
 def test_answers_do_not_depend_on_the_batch(folder: Path, settings: dict[str, str]) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=6, logprobs=2, ignore_eos=True)
     prompts = [[1 + (7 * index + position) % 190 for position in range(3 + 5 * index)] for index in range(9)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -15,24 +16,47 @@ from quire.config.engine import EngineConfig
 from quire.loader.hub import resolve_model
 from tests.e2e.serving import start
 from tests.e2e.tiny_tokenizer import write_tokenizer
+from tests.loader.gguf_experts import write_expert_gguf
 from tests.loader.quantized.test_checkpoints import ROOT
+from tests.models.zoo import MIXTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 # Most that the perplexity of the default model may rise, in percent; see docs/quantization.md.
 RISES = {"w8a8-int8": 1.0, "w8a16": 1.0, "w4a16-asym": 35.0}
 
 
-def test_a_served_gptq_checkpoint_answers_the_openai_client(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(shutil.copytree(ROOT / "gptq", tmp_path / "gptq"))
+def gptq(folder: Path) -> Path:
+    folder = Path(shutil.copytree(ROOT / "gptq", folder / "gptq"))
     write_tokenizer(folder)
     words = json.loads((folder / "tokenizer.json").read_text())
     words["model"]["vocab"] = {token: index for token, index in words["model"]["vocab"].items() if index < 32}
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    assert main(["fit", str(folder)]) == 0
+    return folder
+
+
+def gpt_oss(folder: Path) -> Path:
+    next(tiny for tiny in MIXTURES if tiny.name == "gpt-oss").make(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def mixtral_gguf(folder: Path) -> Path:
+    write_expert_gguf("mixtral", folder / "mixtral.gguf", "Q8_0")
+    return folder / "mixtral.gguf"
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [(gptq, "code4"), (gpt_oss, "float32"), (mixtral_gguf, "code8")],
+    ids=["gptq", "gpt-oss", "mixtral-gguf"],
+)
+def test_served_checkpoints_answer_the_openai_client(
+    make: Callable[[Path], Path], kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make(tmp_path))
+    assert main(["fit", model]) == 0
     assert "M parameters of" in capsys.readouterr().out
-    running = start(str(folder), "--served-model-name", "tiny")
+    running = start(model, "--served-model-name", "tiny")
     try:
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             answers = [
@@ -42,8 +66,19 @@ def test_a_served_gptq_checkpoint_answers_the_openai_client(
         assert answers[0].choices[0].text == answers[1].choices[0].text
         assert answers[0].usage is not None
         assert answers[0].usage.prompt_tokens == 3
+        assert kept in running.wait_line("weights: (.*)")[1]
     finally:
         assert running.stop() == 0
+
+
+@pytest.mark.nightly
+def test_activations_of_8_bits_keep_the_perplexity_of_the_default_model() -> None:
+    text, settings = PAGE.read_text()[:6000], {"max_model_len": 1024, "kv_cache_dtype": "float32"}
+    of = {
+        name: perplexity(EngineConfig.from_flat(model="smollm2", activations=name, **settings), text)
+        for name in ("float32", "int8")
+    }
+    assert abs(of["int8"] / of["float32"] - 1) < 0.005, of
 
 
 @pytest.mark.nightly

@@ -151,6 +151,10 @@ ROUTED_EXPERTS = {
 }
 ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "tie_word_embeddings": False}
 PHI_MOE = {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}
+LLAMA4 = {
+    **{"num_local_experts": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "head_dim": 16},
+    **{"attention_chunk_size": 12, "floor_scale": 8, "attn_scale": 0.5, "no_rope_layer_interval": 3},
+}
 MIXTURES = [
     Tiny("qwen3-moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     Tiny("qwen3-moe-dense", "Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
@@ -171,6 +175,8 @@ MIXTURES = [
     ),
     Tiny("gpt-oss", "GptOssConfig", {**LOCAL_EXPERTS, **WINDOW, "head_dim": 16}),
     Tiny("minimax-m2", "MiniMaxM2Config", {**LOCAL_EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    Tiny("llama4", "Llama4TextConfig", LLAMA4),
+    Tiny("llama4-dense", "Llama4TextConfig", {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False}),
     Tiny("phi-moe", "PhimoeConfig", {**LOCAL_EXPERTS, "num_experts_per_tok": 2, **PHI_MOE}),
     Tiny("ernie-moe", "Ernie4_5_MoeConfig", {**ERNIE, "use_bias": True}),
     Tiny("ernie-moe-tied", "Ernie4_5_MoeConfig", {**ERNIE, "tie_word_embeddings": True, "moe_layer_interval": 2}),

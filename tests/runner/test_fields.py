@@ -66,6 +66,7 @@ ELSEWHERE = {
     "structured_outputs",
     "extra_args",
     "speculate",
+    "return_routed_experts",  # tests/e2e/test_routed_experts.py
 }
 
 

@@ -22,7 +22,7 @@ FORMAT = 1
 
 # The parts of a plan that are told apart when two runs differ.
 PLAN_PARTS = ("rows and num_tokens", "freed_rows and starts", "block tables", "drafts, masks and adapters")
-RESULT_PARTS = ("logprobs", "prompt_logprobs", "errors", "pooled")
+RESULT_PARTS = ("logprobs", "prompt_logprobs", "errors", "pooled", "routed_experts")
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -113,7 +113,9 @@ def plan_digests(plan: StepPlan) -> tuple[int, int, int, int]:
 
 def result_digests(result: StepResult) -> dict[int, tuple[int, ...]]:
     """For rows that have more than tokens, a digest of each of RESULT_PARTS; 0 where there is none."""
-    parts: tuple[dict[int, Any], ...] = (result.logprobs, result.prompt_logprobs, result.errors, result.pooled)
+    parts: tuple[dict[int, Any], ...] = (
+        *(result.logprobs, result.prompt_logprobs, result.errors, result.pooled, result.routed_experts),
+    )
     if not any(parts):
         return {}
     rows = sorted(set().union(*parts))

@@ -42,7 +42,8 @@ int64_t first_position(const Shape& shape, const Unit& unit) {
 
 // The first key that a token at this position sees.
 int64_t first_seen(const Shape& shape, int64_t position) {
-    return shape.window > 0 && position - shape.window + 1 > 0 ? position - shape.window + 1 : 0;
+    const int64_t first = first_in_window(shape.window, position);
+    return first > 0 ? first : 0;
 }
 
 // The end of the keys that a token of this row sees.

@@ -57,6 +57,11 @@ struct TileWork {
     float soft_cap;
 };
 
+// Where what a token at this position sees begins: with its window, below 0 too; a negative window is the size of chunks.
+inline int64_t first_in_window(int64_t window, int64_t position) {
+    return window > 0 ? position - window + 1 : window < 0 ? position / -window * -window : 0;
+}
+
 // Of the tile's keys, row i sees those in [low[i], high[i]); both grow with i.
 struct Reach {
     int low[BATCH], high[BATCH];
@@ -64,7 +69,8 @@ struct Reach {
     Reach(const TileWork<Format>& work, int64_t first, int64_t count) {
         int64_t token = first / work.group, head = first % work.group;
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t own = work.position + token - work.start, begin = work.window > 0 ? own + 1 - work.window : 0;
+            const int64_t own = work.position + token - work.start;
+            const int64_t begin = first_in_window(work.window, work.position + token) - work.start;
             int64_t end = own + 1;
             if (work.length > 0) {
                 const int64_t all = work.length - work.start;

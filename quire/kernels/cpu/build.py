@@ -42,7 +42,7 @@ X86 = {
 }
 # dispatch.cpp fills the gaps: VNNI differs from AVX-512 in products of integers alone, and without it AVX2's serve.
 COMPLETE = ("portable", "avx2", "avx512")
-SETS_OF = {"integer_products.cpp": ("portable", "avx2", "avx512vnni")}
+SETS_OF = dict.fromkeys(("integer_products.cpp", "byte_products.cpp"), ("portable", "avx2", "avx512vnni"))
 # Checks are calls, not inlined: else they take minutes to compile, as would those left out; address finds the same.
 # Not optimized: half the time to compile, and the tests, which are mostly Python and checks, run no longer.
 SANITIZE = (

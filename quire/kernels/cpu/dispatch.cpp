@@ -18,27 +18,33 @@ namespace avx2 {
 namespace avx512 {
 #include "kernels.def"
 }
-namespace avx512 {  // without VNNI there is nothing to gain from wider vectors
-void integer_product(const void* plan, const float* x, float* out, int64_t rows) {
-    avx2::integer_product(plan, x, out, rows);
-}
-void integer_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens, int64_t k,
-                             int64_t experts, int activation) {
-    avx2::integer_grouped_gate_up(plans, x, ids, out, tokens, k, experts, activation);
-}
-void integer_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
-                          int64_t tokens, int64_t k, int64_t experts) {
-    avx2::integer_grouped_down(plans, a, ids, weights, out, tokens, k, experts);
-}
-}  // namespace avx512
-namespace avx512vnni {  // AVX-512 but for products of integers
+// Products of integers: without VNNI there is nothing to gain from vectors wider than AVX2's, with it they differ.
+#define INTEGER_KERNELS(prefix)                                                                                            \
+    namespace avx512 {                                                                                                     \
+    void prefix##_product(const void* plan, const float* x, float* out, int64_t rows) {                                    \
+        avx2::prefix##_product(plan, x, out, rows);                                                                        \
+    }                                                                                                                      \
+    void prefix##_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens,       \
+                                  int64_t k, int64_t experts, int activation) {                                            \
+        avx2::prefix##_grouped_gate_up(plans, x, ids, out, tokens, k, experts, activation);                                \
+    }                                                                                                                      \
+    void prefix##_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,    \
+                               int64_t tokens, int64_t k, int64_t experts) {                                               \
+        avx2::prefix##_grouped_down(plans, a, ids, weights, out, tokens, k, experts);                                      \
+    }                                                                                                                      \
+    }                                                                                                                      \
+    namespace avx512vnni {                                                                                                 \
+    void prefix##_product(const void* plan, const float* x, float* out, int64_t rows);                                     \
+    void prefix##_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens,       \
+                                  int64_t k, int64_t experts, int activation);                                             \
+    void prefix##_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,    \
+                               int64_t tokens, int64_t k, int64_t experts);                                                \
+    }
+namespace avx512vnni {
 using namespace avx512;
-void integer_product(const void* plan, const float* x, float* out, int64_t rows);
-void integer_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens, int64_t k,
-                             int64_t experts, int activation);
-void integer_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
-                          int64_t tokens, int64_t k, int64_t experts);
-}  // namespace avx512vnni
+}
+INTEGER_KERNELS(integer)
+INTEGER_KERNELS(byte)
 #endif
 }  // namespace quire
 #undef KERNEL

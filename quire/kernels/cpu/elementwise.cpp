@@ -82,6 +82,18 @@ void scale(const float* x, float* out, int64_t rows, int64_t width, float factor
     each_vector(x, out, rows, width, [v = set(factor)](Vec value) { return mul(value, v); });
 }
 
+void scale_rows(const float* x, const float* factors, float* out, int64_t rows, int64_t width, int64_t stride,
+                int64_t count) {
+    parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const float *source = x + r * width, factor = factors[r * stride];
+            float* target = out + r * width;
+            map(count, [&](int64_t i, int n) { put(target + i, mul(get(source + i, n), set(factor)), n); });
+            std::memcpy(target + count, source + count, sizeof(float) * (width - count));
+        }
+    });
+}
+
 // tanh through exp: cap - 2 cap / (e^(2 x / cap) + 1)
 void soft_cap(const float* x, float* out, int64_t rows, int64_t width, float cap) {
     const Vec most = set(cap), twice = set(2 * cap), factor = set(2 / cap), one = set(1.0f);

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
-from quire.kernels.cpu.matrix import PackedMatrix, Product
+from quire.kernels.cpu.matrix import KERNEL_PREFIXES, PackedMatrix, Product
 from quire.kernels.cpu.tracing import empty
 
 # As gate.h and routing.cpp number them.
@@ -51,7 +51,7 @@ class GroupedProduct:
         self.inner, self.outputs, self.activations = first.inner, first.outputs, first.activations
         self._plans = (ctypes.c_int64 * len(experts))(*(product.address for product in self._products))
         self._address = ctypes.addressof(self._plans)
-        prefix = "integer_grouped" if self.activations == "int16" else "grouped"
+        prefix = KERNEL_PREFIXES[self.activations] + "grouped"
         self._names = (f"{prefix}_gate_up", f"{prefix}_down")
         self._kernels = bound()
 

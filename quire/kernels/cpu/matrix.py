@@ -48,6 +48,8 @@ STORAGES: dict[str, str] = {
     "int8": "code8",
     "int4": "code4_min",
 }
+# Kernels by what activations are rounded to.
+KERNEL_PREFIXES = {"float32": "", "int16": "integer_", "int8": "byte_"}
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 32  # the inner size is padded to a multiple of it
 _ROWS = 1024  # packed at a time, so that intermediate results stay small
@@ -230,8 +232,9 @@ def _scale_panels(numbers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class Product:
     """x -> x @ concat(matrices).T + bias, for matrices of one inner size; each may have its own format.
 
-    `activations`: "float32", or "int16": x is rounded to 16-bit integers with a scale for each 32, which is twice the
-    arithmetic on processors with instructions for it. "auto": int16 on these. Float weights take float32 in any case.
+    `activations`: "float32", or "int16" or "int8": x is rounded to integers with a scale for each 32, which is two or
+    four times the arithmetic on processors with instructions for it. "auto": int16 on these. Float weights take
+    float32 in any case.
     """
 
     def __init__(
@@ -248,10 +251,11 @@ class Product:
         numbers += [number for segment in segments for number in segment]
         self._plan = (ctypes.c_int64 * len(numbers))(*numbers)
         self.address = ctypes.addressof(self._plan)
-        wanted = multiplies_integers() if activations == "auto" else activations == "int16"
-        integers = wanted and all(matrix.format.startswith("code") for matrix in matrices)
-        self.activations = "int16" if integers else "float32"
-        self._kernel = "integer_product" if integers else "product"
+        if activations == "auto":
+            activations = "int16" if multiplies_integers() else "float32"
+        integers = all(matrix.format.startswith("code") for matrix in matrices)
+        self.activations = activations if integers else "float32"
+        self._kernel = KERNEL_PREFIXES[self.activations] + "product"
         self._kernels = bound()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -115,6 +115,13 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return out
 
 
+def scale_rows(x: Tensor, factors: Tensor, count: int) -> Tensor:
+    x, factors = x.contiguous(), factors.contiguous()
+    out = empty(*x.shape)
+    bound().scale_rows(x.data_ptr(), factors.data_ptr(), out.data_ptr(), *x.shape, factors.stride(0), count)
+    return out
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     x = x.contiguous()
     out = empty(*x.shape)

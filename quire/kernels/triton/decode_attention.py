@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, heads_of, kv_stages, launch_options
+from quire.kernels.triton.launch import begin_dependent, first_seen, heads_of, kv_stages, launch_options
 
 _MIN_QUERIES = 16  # the smallest tile of a matrix unit
 
@@ -37,7 +37,7 @@ def _split_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: all keys
+    WINDOW: tl.constexpr,  # see first_seen
     HAS_CAP: tl.constexpr,
     SHARED: tl.constexpr,  # a row's keys by several programs
     QUERIES: tl.constexpr,
@@ -59,8 +59,8 @@ def _split_kernel(
     context = tl.load(contexts_ptr + index) - (tl.load(query_starts_ptr + index + 1) - 1 - token).to(tl.int32)
     row = tl.load(rows_ptr + index).to(tl.int64)
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0) // KEYS * KEYS
+    if WINDOW != 0:
+        first = tl.maximum(first_seen(context - 1, WINDOW), 0) // KEYS * KEYS
     tiles = tl.cdiv(context - first, KEYS)
     per_split = tl.cdiv(tiles, splits)
     begin = first + split * per_split * KEYS
@@ -79,8 +79,8 @@ def _split_kernel(
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         visible = keys < end
-        if WINDOW > 0:
-            visible = visible & (keys >= context - WINDOW)
+        if WINDOW != 0:
+            visible = visible & (keys >= first_seen(context - 1, WINDOW))
         block = tl.load(tables_ptr + row * table_stride + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
         cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         at = cell[:, None] + dims[None, :]
@@ -163,7 +163,7 @@ def decode_attention(
     out: Tensor,
     scale: float,
     soft_cap: float | None,
-    window: int | None,
+    window: int,
     splits: int,
     keys: int = 64,
     num_warps: int = 4,

@@ -59,6 +59,19 @@ def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIEC
 
 
 @triton.jit
+def first_seen(positions, WINDOW: tl.constexpr):
+    """The first keys that queries at these positions see; below 0 means the first of all.
+
+    WINDOW is 0 for all keys, a number of keys that ends with the query, or with a minus the size of chunks.
+    """
+    if WINDOW > 0:
+        return positions - WINDOW + 1
+    if WINDOW < 0:
+        return positions // -WINDOW * -WINDOW
+    return positions * 0
+
+
+@triton.jit
 def add_sinks(sinks_ptr, heads, mask, highest, total):
     """Sums of weights exp2(score - highest) with those of the heads' sinks, if there are any, added.
 
@@ -83,7 +96,7 @@ def launch_options(*, fused: bool = True) -> dict[str, Any]:
     return {"PDL": False, **options}
 
 
-def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | None) -> dict[str, int]:
+def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int) -> dict[str, int]:
     """What kernels of attention know when they are compiled: q [n, heads, dim], a paged cache, and what is seen."""
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
@@ -92,7 +105,7 @@ def heads_of(q: Tensor, cache: Tensor, soft_cap: float | None, window: int | Non
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "WINDOW": window or 0,
+        "WINDOW": window,
         "HAS_CAP": soft_cap is not None,
         "DIM": padded_dim(head_dim),
     }

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED, add_sinks, heads_of, shared_memory
+from quire.kernels.triton.launch import FUSED, add_sinks, first_seen, heads_of, shared_memory
 
 QUERY_TILE = 128
 _WIDE = 256  # bytes of a head
@@ -107,8 +107,8 @@ def _prefill_kernel(
     acc = tl.zeros([LINES, DIM], tl.float32)
     end = tl.minimum(context, first_position + QUERIES)
     begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    if WINDOW != 0:
+        begin = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS
     stop = end
     if SPLITS > 0:
         share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
@@ -117,8 +117,8 @@ def _prefill_kernel(
     for start in range(begin, stop, KEYS):
         keys = start + tl.arange(0, KEYS)
         exists = keys < end
-        if WINDOW > 0:
-            exists = exists & (keys > first_position - WINDOW)  # blocks that no query sees may hold anything
+        if WINDOW != 0:
+            exists = exists & (keys >= first_seen(first_position, WINDOW))  # others' blocks may hold anything
         block = tl.load(tables_ptr + row * table_stride + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
         k_at = cell[:, None] + dims[None, :]
@@ -129,8 +129,8 @@ def _prefill_kernel(
             scores = _capped(scores * scale, soft_cap)
         if start + KEYS > first_position:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-        if WINDOW > 0:
-            scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
+        if WINDOW != 0:
+            scores = tl.where(keys[None, :] >= first_seen(positions, WINDOW)[:, None], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1) * to_base_2)
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores * to_base_2 - shift[:, None])
@@ -216,7 +216,7 @@ def prefill_attention(
     out: Tensor,
     scale: float,
     soft_cap: float | None,
-    window: int | None,
+    window: int,
     query_tile: int = QUERY_TILE,
     keys: int = 128,
     split: Split | None = None,

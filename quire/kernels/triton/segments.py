@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.launch import first_seen
+
 
 @triton.jit
 def nothing(LINES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
@@ -49,8 +51,8 @@ def take_in(
         to_base_2 = 1.4426950408889634
     if start + KEYS > first_position:
         scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-    if WINDOW > 0:
-        scores = tl.where(keys[None, :] > positions[:, None] - WINDOW, scores, float("-inf"))
+    if WINDOW != 0:
+        scores = tl.where(keys[None, :] >= first_seen(positions, WINDOW)[:, None], scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1) * to_base_2)
     # A query may see none of these keys: exp(-inf - -inf) must not become NaN.
     shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)

@@ -9,19 +9,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels.triton.expert_slots import sort_slots
-from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped_one_row, grouped_tiles
+from quire.kernels.triton.grouped_configs import shapes_for
+from quire.kernels.triton.grouped_matmul import add_slots, grouped_one_row, grouped_tiles
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 
 _MAX_ROWS_ALONE = 2
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
-# Slots an expert has on average, and how tiles are cut then; measured on an H200.
-_FEW = 8
-_SOME = 64
-_FEW_SHAPE = GroupedShape(16, 64, 128, 4, 4)
-_SOME_SHAPE = GroupedShape(32, 64, 128, 4, 4)
-_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
-_SORTED_SHAPE = GroupedShape(128, 256, 64, 8, 4)
-_SORTED_GATED_SHAPE = GroupedShape(128, 128, 64, 4, 3)
+# Slots an expert has on average, by which it is chosen how tiles are cut.
+FEW = 8
+SOME = 64
 
 
 def sparse_mlp(
@@ -63,15 +59,16 @@ def sparse_mlp_fixed(
     if n == 0:
         return x.new_empty(1, 0, down.shape[1])
     mean = n * k / num_experts
-    if mean <= _SOME or not sorted_fits(x, gate_up, down):
-        shape = _FEW_SHAPE if mean <= _FEW else _SOME_SHAPE if mean <= _SOME else _MANY_SHAPE
+    shapes = shapes_for(num_experts, down.shape[2], x.dtype)
+    if mean <= SOME or not sorted_fits(x, gate_up, down):
+        shape = shapes.few if mean <= FEW else shapes.some if mean <= SOME else shapes.many
         slots = sort_slots(expert_ids, num_experts, shape.bt)
         a = grouped_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
         if in_parts and n <= _MAX_ROWS_APART:
             return grouped_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
         y = grouped_tiles(a, slots, down, down_bias, 1, shape)
     else:
-        slots = sort_slots(expert_ids, num_experts, _SORTED_SHAPE.bt)
-        a = grouped_sorted(x, slots, gate_up, gate_up_bias, _SORTED_GATED_SHAPE, activation, per_row=k)
-        y = grouped_sorted(a, slots, down, down_bias, _SORTED_SHAPE, scatter=True)
+        slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
+        a = grouped_sorted(x, slots, gate_up, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
+        y = grouped_sorted(a, slots, down, down_bias, shapes.sorted, scatter=True)
     return add_slots(y.view(n, k, -1), weights).unsqueeze(0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import add_sinks, begin_dependent, heads_of, kv_stages, launch_options
+from quire.kernels.triton.launch import add_sinks, begin_dependent, first_seen, heads_of, kv_stages, launch_options
 from quire.kernels.triton.segments import fold, line_sums, nothing, take_in
 
 _MIN_LINES = 16  # the smallest tile of a matrix unit
@@ -51,8 +51,8 @@ def _take_in(
     dims = tl.arange(0, DIM)
     keys = start + tl.arange(0, KEYS)
     exists = keys < end
-    if WINDOW > 0:
-        exists = exists & (keys > first_position - WINDOW)  # blocks that no query sees may hold anything
+    if WINDOW != 0:
+        exists = exists & (keys >= first_seen(first_position, WINDOW))  # blocks that no query sees may hold anything
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     at = cell[:, None] + dims[None, :]
@@ -87,7 +87,7 @@ def _tile_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: all keys
+    WINDOW: tl.constexpr,  # see first_seen
     HAS_CAP: tl.constexpr,
     TILE: tl.constexpr,  # queries of a listed tile
     TOKENS: tl.constexpr,  # queries of a program
@@ -128,7 +128,7 @@ def _tile_kernel(
     segment_size = SEGMENT
     if SEGMENT == 0:
         segment_size = tl.cdiv(tl.cdiv(seen, KEYS), SPLITS) * KEYS
-    lowest = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
+    lowest = tl.maximum(first_seen(first_position, WINDOW), 0) // KEYS * KEYS if WINDOW != 0 else 0
     highest, totals, acc = nothing(LINES, DIM, KEYS)
     if SPLITS == 0:
         whole_highest, _, whole = nothing(LINES, DIM, KEYS)
@@ -220,8 +220,8 @@ def _fold_kernel(
     whole_total = tl.zeros([1], tl.float32)
     one = tl.arange(0, 1)
     first = 0
-    if WINDOW > 0:  # earlier ones hold nothing that it sees either
-        first = tl.maximum(before + query - WINDOW + 1, 0) // segment_size
+    if WINDOW != 0:  # earlier ones hold nothing that it sees either
+        first = tl.maximum(first_seen(before + query, WINDOW), 0) // segment_size
     for start in range(first, segments, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
             segment = start + step + one
@@ -264,7 +264,7 @@ def tile_attention(
     out: Tensor,
     scale: float,
     soft_cap: float | None,
-    window: int | None,
+    window: int,
     cut: Cut,
     sinks: Tensor | None = None,
 ) -> None:

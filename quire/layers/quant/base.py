@@ -20,6 +20,7 @@ from quire.ops.base import Target
 from quire.ops.fp8 import QuantizedActivations
 from quire.ops.split_k import PartialSums
 from quire.types.errors import ConfigError
+from quire.utils.units import format_bytes
 
 MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
 
@@ -104,6 +105,11 @@ class LinearMethod(nn.Module, ABC):
         return not scheme.is_float
 
     @property
+    def kept(self) -> str:
+        """What its weights are in memory, for people."""
+        return str(self.spec.target.dtype).removeprefix("torch.")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held now, the bias included; to be overridden where not all storage is parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
@@ -128,6 +134,11 @@ class GroupedMethod(nn.Module, ABC):
         self.spec = spec
         shape = (spec.count, spec.out_features)
         self.bias = empty_parameter(*shape, dtype=spec.target.dtype) if spec.bias else None
+
+    @property
+    def backend(self) -> str:
+        """Whose kernels it takes."""
+        return "torch"
 
     @abstractmethod
     def load(self, expert: int, piece: int, rows: Weight) -> None:
@@ -169,9 +180,24 @@ class GroupedMethod(nn.Module, ABC):
         return num_tokens * top_k * features * self.spec.target.dtype.itemsize
 
     @property
+    def kept(self) -> str:
+        """What its weights are in memory, for people."""
+        return str(self.spec.target.dtype).removeprefix("torch.")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held now, biases included."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+
+def kept_weights(model: nn.Module) -> str:
+    """How much of a model's weights is kept as what, for people; the largest part first."""
+    sizes: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, (LinearMethod, GroupedMethod)):
+            sizes[module.kept] = sizes.get(module.kept, 0) + module.num_bytes
+    parts = sorted(sizes.items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_bytes(size)} as {name}" for name, size in parts)
 
 
 class Quantization(ABC):
@@ -181,7 +207,7 @@ class Quantization(ABC):
     any_dtype: bool = False
     """Whether "auto" means it, too, where the user names the type of activations."""
     rounds_activations: bool = False
-    """Whether it can round what it multiplies to 16-bit integers, as `Target.activations` may ask."""
+    """Whether it can round what it multiplies to integers, as `Target.activations` may ask."""
 
     @abstractmethod
     def refuses(self, target: Target) -> str | None:

@@ -110,6 +110,10 @@ class FourBitLinear(LinearMethod):
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         return lambda x: self._product(x, self._store.weight, self.bias, activation)
 
+    @property
+    def kept(self) -> str:
+        return "4 bits"
+
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(1, self.spec.out_features, self.spec.in_features)
 
@@ -129,6 +133,10 @@ class FourBitGrouped(GroupedMethod):
         self._store = PackedStore(spec, form)
         self.codes, self.scales, self.zeros = self._store.codes, self._store.scales, self._store.zeros
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
+
+    @property
+    def backend(self) -> str:
+        return "torch" if PACKED_SPARSE_MLP.bind(self.spec.target) is PACKED_SPARSE_MLP.reference else "triton"
 
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         self._store.load(expert, piece, rows)
@@ -151,6 +159,10 @@ class FourBitGrouped(GroupedMethod):
             return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
 
         return multiply
+
+    @property
+    def kept(self) -> str:
+        return "4 bits"
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)

@@ -59,6 +59,10 @@ class Fp8Linear(LinearMethod):
     def multiply_quantized(self, x: QuantizedActivations) -> Tensor:
         return self._prequantized(x.values, x.scale, self.weight, self.scale, self.bias, x.dtype)
 
+    @property
+    def kept(self) -> str:
+        return "fp8"
+
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self.spec.out_features * (self.spec.in_features + 4)
 

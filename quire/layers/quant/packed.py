@@ -40,7 +40,10 @@ class PackedLinear(LinearMethod):
         self._matrices[piece] = _packed(self.spec, self._storage, rows)
 
     def finish(self) -> None:
-        self._product = Product(self.matrices, self.bias, self.spec.target.activations)
+        activations = self.spec.target.activations
+        if activations == "int8" and (self.spec.role in ("table", "head") or self.spec.path.endswith("o_proj")):
+            activations = "int16"  # these cost little time and most of what 8 bits would do to perplexity
+        self._product = Product(self.matrices, self.bias, activations)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -55,6 +58,10 @@ class PackedLinear(LinearMethod):
             packed_bytes(_kept_as(self.spec, self._storage, scheme), size, self.spec.in_features)
             for size, scheme in zip(self.spec.pieces, schemes, strict=True)
         )
+
+    @property
+    def kept(self) -> str:
+        return " and ".join(sorted({matrix.format for matrix in self.matrices}))
 
     def decodes(self, scheme: Scheme) -> bool:
         return not scheme.is_float and _kept_as(self.spec, self._storage, scheme) == "float32"
@@ -81,6 +88,10 @@ class PackedGrouped(GroupedMethod):
         self._storage = storage
         self._matrices: dict[tuple[int, int], PackedMatrix] = {}
 
+    @property
+    def backend(self) -> str:
+        return "native"
+
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         self._matrices[expert, piece] = _packed(self.spec, self._storage, rows)
 
@@ -94,6 +105,10 @@ class PackedGrouped(GroupedMethod):
 
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._product.down(a, expert_ids, weights)
+
+    @property
+    def kept(self) -> str:
+        return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         return grouped_workspace(self.spec.in_features, self.spec.out_features, num_tokens, top_k)

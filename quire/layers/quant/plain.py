@@ -99,6 +99,11 @@ class PlainGrouped(GroupedMethod):
         self.weight = empty_parameter(spec.count, spec.out_features, spec.in_features, dtype=spec.target.dtype)
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
 
+    @property
+    def backend(self) -> str:
+        asked, found = self.spec.target.moe_backend, SPARSE_MLP.bind(self.spec.target)
+        return "torch" if asked == "torch" or found is SPARSE_MLP.reference else "triton"
+
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         start = sum(self.spec.pieces[:piece])
         self.weight.data[expert, start : start + rows.shape[0]].copy_(as_tensor(rows))
@@ -113,7 +118,7 @@ class PlainGrouped(GroupedMethod):
         self, down: GroupedMethod, activation: str, in_parts: bool
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
         run = SPARSE_MLP.bind(self.spec.target)
-        if run is SPARSE_MLP.reference or not isinstance(down, PlainGrouped):
+        if self.backend == "torch" or not isinstance(down, PlainGrouped):
             return None
         second = down.weight, down.bias
 

@@ -30,6 +30,12 @@ METHODS: Registry[type[Quantization]] = Registry(
         "unpacked": "unpacked:Unpacked",
     },
 )
+_FIXES = {  # what else makes a backend for experts possible
+    "native": ", or use a CPU with --quantization stored, int8 or int4",
+    "triton": ", or use an NVIDIA GPU",
+    "torch": ", or set --quantization none",
+}
+ROUNDED = ("int16", "int8")  # what activations are rounded to if they are
 # What "auto" means: the first of these that does not refuse. "none" never does.
 AUTOMATIC = ("stored", "four_bit", "none")
 
@@ -41,16 +47,23 @@ def choose_method(spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
 
 def choose_grouped(spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
     """How one layer keeps the matrices of its experts."""
-    return choose_quantization(spec.target).grouped(spec, schemes)
+    asked = spec.target.moe_backend
+    method = choose_quantization(spec.target).grouped(spec, schemes)
+    if asked not in ("auto", method.backend):
+        raise ConfigError(
+            f"moe_backend is {asked!r} but the experts of {spec.path} are multiplied by"
+            f" {method.backend} kernels on {spec.target.platform}; leave --moe-backend out{_FIXES[asked]}"
+        )
+    return method
 
 
 def choose_quantization(target: Target) -> Quantization:
     """The quantization that the target names; ConfigError if it cannot serve."""
     method = _named(target)
-    if target.activations == "int16" and not method.rounds_activations:
+    if target.activations in ROUNDED and not method.rounds_activations:
         raise ConfigError(
-            f"activations is 'int16' but weights are kept by {method.name!r}, which multiplies in {target.dtype};"
-            " leave --activations out, or use a CPU with --quantization stored, int8 or int4"
+            f"activations is {target.activations!r} but weights are kept by {method.name!r}, which multiplies in"
+            f" {target.dtype}; leave --activations out, or use a CPU with --quantization stored, int8 or int4"
         )
     return method
 

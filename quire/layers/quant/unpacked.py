@@ -51,6 +51,10 @@ class UnpackedLinear(LinearMethod):
         pieces = [as_tensor(self._pieces[piece]).to(x.dtype) for piece in sorted(self._pieces)]
         return self._product(x, torch.cat(pieces), self.bias, DIRECT)
 
+    @property
+    def kept(self) -> str:
+        return "stored codes, unpacked for each matmul"
+
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         sizes = zip(self.spec.pieces, schemes, strict=True)
         return sum(self._kept_bytes(scheme, (size, self.spec.in_features)) for size, scheme in sizes)

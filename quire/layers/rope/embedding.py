@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.layers.rope.parameters import RopeParameters, choice_by_length
+from quire.layers.rope.parameters import QueryTemperature, RopeParameters, choice_by_length
 from quire.layers.rope.registry import ROPE_TYPES
 from quire.ops.base import Target
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
@@ -62,6 +62,30 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
         return self._gather_by_axis(self.cos_sin, positions, self.axes, self._dtype)
 
 
-def rotary_embedding(rope: RopeParameters, max_model_len: int, target: Target) -> RotaryEmbedding:
+class TemperatureTable(nn.Module):
+    """Factors of queries, by position, in place of cosines: the first number of each token's line is its factor."""
+
+    note = None
+    factors: Tensor  # [max_model_len, 2] float32, each with a 0 beside it
+
+    def __init__(self, temperature: QueryTemperature, max_model_len: int, target: Target) -> None:
+        super().__init__()
+        device = torch.get_default_device()
+        with HOST:
+            steps = torch.floor((torch.arange(max_model_len, dtype=torch.float32) + 1.0) / temperature.floor_scale)
+            factors = torch.log1p(steps) * temperature.strength + 1.0
+            table = torch.stack((factors, torch.zeros_like(factors)), dim=1)
+        self.register_buffer("factors", table.to(device), persistent=False)
+        self._gather = GATHER_ROTATION.bind(target)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._gather(self.factors, positions, torch.float32)
+
+
+def rotary_embedding(
+    rope: RopeParameters | QueryTemperature, max_model_len: int, target: Target
+) -> RotaryEmbedding | TemperatureTable:
+    if isinstance(rope, QueryTemperature):
+        return TemperatureTable(rope, max_model_len, target)
     kind = SectionedRotaryEmbedding if rope.sections else RotaryEmbedding
     return kind(rope, max_model_len, target)

@@ -38,6 +38,17 @@ class RopeParameters:
         return value
 
 
+@dataclass(frozen=True)
+class QueryTemperature:
+    """What stands in place of a rotation where queries grow with their position instead (Llama-4).
+
+    A query at position p is multiplied by log(1 + floor((p + 1) / floor_scale)) * strength + 1.
+    """
+
+    floor_scale: int
+    strength: float
+
+
 DEFAULT_THETA = 10_000.0
 _OPTIONAL_KEYS = (
     "factor",

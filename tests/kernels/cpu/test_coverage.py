@@ -61,13 +61,14 @@ OF_STEPS = (
     "edit_logits",
     "penalize",
 )
-GROUPED = ("grouped_gate_up", "grouped_down", "integer_grouped_gate_up", "integer_grouped_down")
+GROUPED = [f"{prefix}grouped_{stage}" for prefix in ("", "integer_", "byte_") for stage in ("gate_up", "down")]
 GROUPED_ALIKE = "test_every_format_multiplies_each_row_as_if_alone"
 LOOKED_UP = "test_rows_are_looked_up"
 COVERED = {
     "product": Held(BATCHED_PRODUCT, "test_products", "test_every_batch_size_to_64_gives_the_same_bits"),
-    "integer_product": Held(
-        BATCHED_PRODUCT, "test_products_of_integers", "test_every_batch_size_to_64_gives_the_same_bits"
+    **dict.fromkeys(
+        ("integer_product", "byte_product"),
+        Held(BATCHED_PRODUCT, "test_products_of_integers", "test_every_batch_size_to_64_gives_the_same_bits"),
     ),
     "panel_bytes": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
     "pack_blocks": Held("test_any_blocks_keep_their_values", "test_any_blocks", LOOKED_UP),
@@ -88,6 +89,7 @@ COVERED = {
     "add_layer_norm": Held(*["test_layer_norms"] * 3),
     "gated": Held("test_small_ops_do_not_depend_on_the_batch", "test_activations", "test_activations"),
     "scale": Held(*["test_scaling_and_soft_caps"] * 3),
+    "scale_rows": Held(*["test_scaling_and_soft_caps"] * 3),
     "soft_cap": Held(*["test_scaling_and_soft_caps"] * 3),
     "gather_rows": Held(*["test_rows_are_picked_as_they_are"] * 3),
     "tokens_in_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),

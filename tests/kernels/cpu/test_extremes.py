@@ -65,19 +65,21 @@ def test_products(isa: str, kind: str, rows: int) -> None:
 
 @each_instruction_set
 @pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("rows", [1, 19, 70])
-def test_products_of_integers(isa: str, kind: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "activations"), [(1, "int16"), (19, "int16"), (70, "int16"), (1, "int8"), (70, "int8")]
+)
+def test_products_of_integers(isa: str, kind: str, rows: int, activations: str) -> None:
     """A row that is not finite has no scale: all its results are NaN. The others do not feel it."""
     inner = inner_size(kind, 75)
     x = rows_with_special(rows, inner)
     with using(isa):
         matrix = make(kind, 37, inner, seed=1)
-        found, weight = Product([matrix], None, "int16")(x), matrix.dequantize()
+        found, weight = Product([matrix], None, activations)(x), matrix.dequantize()
     finite = x.isfinite().all(1)
     assert found[~finite].isnan().all()
     expected = torch.nn.functional.linear(x[finite].double(), weight.double())
     # Below 2^-126 a scale cannot have an inverse, and numbers become zeros.
-    scale = allowed_error(x[finite], weight, "int16") + 2**-126 * weight.double().abs().sum(1)
+    scale = allowed_error(x[finite], weight, activations) + 2**-126 * weight.double().abs().sum(1)
     assert_same_kind(found[finite], expected, scale)
 
 
@@ -87,9 +89,13 @@ def test_scaling_and_soft_caps(isa: str, width: int) -> None:
     x = rows_with_special(40, width) * 20.0
     with using(isa, threads=2):
         scaled, capped = ops.scale(x, 0.3), ops.soft_cap(x, 30.0)
+        factors, part = torch.rand(40, 1, 2), width // 2
+        by_row = ops.scale_rows(x, factors, part)
         for start, end in ((0, 1), (7, 9), (11, 40)):
             assert_bits(ops.scale(x[start:end], 0.3), scaled[start:end])
             assert_bits(ops.soft_cap(x[start:end], 30.0), capped[start:end])
+            assert_bits(ops.scale_rows(x[start:end], factors[start:end], part), by_row[start:end])
+    assert_bits(by_row, torch.cat((x[:, :part] * factors[:, 0, :1], x[:, part:]), dim=1))
     assert_bits(scaled, x * 0.3)
     assert_same_kind(capped, soft_cap(x, 30.0), 1e-5)
     assert capped.nan_to_num(0.0).abs().max() <= 30.0

@@ -82,7 +82,10 @@ def test_gates_are_the_references(isa: str) -> None:
 
 
 @each_instruction_set
-@pytest.mark.parametrize(("kind", "activations"), [("float32", "float32"), ("int8", "int16"), ("int4", "int16")])
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [("float32", "float32"), ("int8", "int16"), ("int4", "int16"), ("int8", "int8"), ("int4", "int8")],
+)
 def test_rows_that_are_not_finite_stay_by_themselves(isa: str, kind: str, activations: str) -> None:
     torch.manual_seed(0)
     x, ids, weights = torch.randn(40, 64), expert_ids(40), torch.rand(40, SLOTS)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs
 
 KINDS = (*BLOCK_TYPES, *STORAGES)
 CODED = (*BLOCK_TYPES, "int8", "int4")  # weights that rows of integers can be multiplied with
-ARITHMETIC = [*((kind, "float32") for kind in KINDS), *((kind, "int16") for kind in CODED)]
+ARITHMETIC = [*((kind, "float32") for kind in KINDS), *((kind, bits) for kind in CODED for bits in ("int16", "int8"))]
 
 
 def random_blocks(type: str, rows: int, inner: int, seed: int) -> NDArray[np.uint8]:
@@ -58,9 +58,9 @@ def allowed_error(x: Tensor, weight: Tensor, activations: str) -> Tensor:
     """Of x @ weight.T, float64 [rows, outputs]: what rounding sums costs, and for integers what rounding x costs."""
     x, weight = x.double(), weight.double()
     allowed = 1e-6 * x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
-    if activations == "int16":
+    if activations != "float32":
         for block, weights in zip(x.split(32, dim=1), weight.split(32, dim=1), strict=True):
-            half_a_step = block.abs().amax(1, keepdim=True) / 32767 / 2
+            half_a_step = block.abs().amax(1, keepdim=True) / {"int16": 32767, "int8": 127}[activations] / 2
             allowed += 1.001 * half_a_step * weights.abs().sum(1)
     return allowed
 
@@ -223,7 +223,7 @@ def test_every_batch_size_to_64_gives_the_same_bits(kind: str, activations: str)
         assert torch.equal(product(x[-rows:]), whole[-rows:])
 
 
-@pytest.mark.parametrize("activations", ["float32", "int16"])
+@pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
 @pytest.mark.parametrize(("rows", "inner"), [(600, 200), (470, 9001)], ids=["chunks", "parts"])
 def test_many_rows_give_the_same_bits_as_few(rows: int, inner: int, activations: str) -> None:
     product = Product([PackedMatrix.from_float(torch.randn(35, inner), "int4")], torch.randn(35), activations)
@@ -283,8 +283,9 @@ def test_integers_are_chosen_where_the_processor_has_instructions_for_them() -> 
         loaded.select(before)
 
 
+@pytest.mark.parametrize("activations", ["int16", "int8"])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int) -> None:
+def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int, activations: str) -> None:
     sizes = {"Q4_1": 40, "Q8_0": 7, "Q4_K": 16, "float32": 33, "int4": 100, "Q6_K": 1, "bfloat16": 64}
     matrices = [make(kind, size, 512, seed=size) for kind, size in sizes.items()]
     x, bias = torch.randn(rows, 512), torch.randn(sum(sizes.values()))
@@ -292,8 +293,8 @@ def test_matrices_of_any_formats_are_multiplied_side_by_side(rows: int) -> None:
     parts = torch.cat([Product([matrix], None, "float32")(x) for matrix in matrices], dim=1)
     assert torch.equal(whole, parts + bias)
     coded = [matrix for matrix in matrices if matrix.format.startswith("code")]
-    whole = Product(coded, None, "int16")(x)
-    assert torch.equal(whole, torch.cat([Product([matrix], None, "int16")(x) for matrix in coded], dim=1))
+    whole = Product(coded, None, activations)(x)
+    assert torch.equal(whole, torch.cat([Product([matrix], None, activations)(x) for matrix in coded], dim=1))
 
 
 @pytest.mark.parametrize("rows", [1, 30])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def make_paged(spec: AttentionSpec, queries: list[int], contexts: list[int], see
         shape = (context, spec.num_kv_heads, spec.head_dim)
         q = torch.randn(context, spec.num_heads, spec.head_dim, generator=generator)
         k, v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-        first_seen = 0 if spec.sliding_window is None else max(0, context - count - spec.sliding_window + 1)
+        first_seen = int(spec.first_seen(torch.tensor(context - count)))
         at = torch.arange(first_seen, context)
         for part, values in enumerate((k, v)):
             cache[part, tables[row, at // BLOCK].long(), :, at % BLOCK] = values[first_seen:]
@@ -70,6 +70,11 @@ def make_paged(spec: AttentionSpec, queries: list[int], contexts: list[int], see
     )
 
 
+def seeing(spec: AttentionSpec, window: int | None) -> AttentionSpec:
+    """A spec with a sliding window or, of a negative number, chunks of so many tokens."""
+    return replace(spec, sliding_window=window and abs(window), chunked=(window or 0) < 0)
+
+
 def sinks_of(spec: AttentionSpec) -> Tensor | None:
     return None if spec.sinks is None else spec.sinks.to(DEVICE)
 
@@ -85,7 +90,7 @@ def attend(kernel: Callable[..., None], spec: AttentionSpec, paged: Paged, tiles
     out = out.to(paged.query.dtype)
     rows = (paged.tables, paged.rows, paged.contexts, paged.query_starts)
     listed = (int32([row for row, _ in tiles]), int32([offset for _, offset in tiles]))
-    given = (paged.query, paged.cache, *rows, *listed, out, spec.scale, spec.soft_cap, spec.sliding_window)
+    given = (paged.query, paged.cache, *rows, *listed, out, spec.scale, spec.soft_cap, spec.kernel_window)
     kernel(*given, sinks=sinks_of(spec))
     return out
 

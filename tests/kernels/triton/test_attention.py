@@ -15,7 +15,7 @@ from quire.attention.torch_ref import TorchAttention
 from quire.types.errors import ConfigError
 from tests.attention.test_torch_ref import dense
 from tests.kernels.device import DEVICE, NATIVE
-from tests.kernels.triton.paged import SINKS, assert_close, int32, needs_triton
+from tests.kernels.triton.paged import SINKS, assert_close, int32, needs_triton, seeing
 
 pytestmark = needs_triton
 BLOCK = 16
@@ -71,11 +71,13 @@ def run(
     return results
 
 
-@pytest.mark.parametrize(("window", "cap", "norm"), [(None, None, True), (20, None, False), (None, 5.0, True)])
+@pytest.mark.parametrize(
+    ("window", "cap", "norm"), [(None, None, True), (20, None, False), (None, 5.0, True), (-12, None, True)]
+)
 def test_same_as_the_torch_backend(window: int | None, cap: float | None, norm: bool) -> None:
     from quire.attention.triton import TritonAttention
 
-    steps = Steps(AttentionSpec(2, 1, 32, 0.2, window, cap), [4, 42, 20, 2, 18], norm=norm)
+    steps = Steps(seeing(AttentionSpec(2, 1, 32, 0.2, soft_cap=cap), window), [4, 42, 20, 2, 18], norm=norm)
     plans = [([0, 1, 2], [3, 21, 17]), ([4, 3, 1, 2], [17, 1, 40, 20]), ([0, 1, 3, 4], [4, 42, 2, 18])]
     expected = run(TorchAttention(), steps, torch.device("cpu"), plans)
     for mine, theirs in zip(run(TritonAttention(), steps, DEVICE, plans), expected, strict=True):
@@ -145,12 +147,12 @@ def test_a_cache_of_more_than_two_billion_elements(tmp_path: Path) -> None:
     tables, every = table.int().to(DEVICE), list(range(20))
     out = torch.zeros(20, 64, device=DEVICE)
     decode_attention(
-        query, cache, tables, int32([0] * 20), int32(every), *shared, out, 0.2, None, None, splits=1, keys=32
+        query, cache, tables, int32([0] * 20), int32(every), *shared, out, 0.2, None, 0, splits=1, keys=32
     )
     assert_close(out, expected)
     out = torch.zeros(20, 64, device=DEVICE)
     tiles = (int32([0, 0]), int32([0, 16]))
-    prefill_attention(query, cache, tables, *shared, *tiles, out, 0.2, None, None, query_tile=16, keys=32)
+    prefill_attention(query, cache, tables, *shared, *tiles, out, 0.2, None, 0, query_tile=16, keys=32)
     assert_close(out, expected)
 
 

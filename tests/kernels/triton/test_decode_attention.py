@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionSpec
 from tests.kernels.device import DEVICE, HALF
-from tests.kernels.triton.paged import SINKS, Paged, assert_close, int32, make_paged, needs_triton, sinks_of
+from tests.kernels.triton.paged import SINKS, Paged, assert_close, int32, make_paged, needs_triton, seeing, sinks_of
 
 pytestmark = needs_triton
 UNTOUCHED = 123.0
@@ -33,7 +33,7 @@ def run(
         out,
         spec.scale,
         spec.soft_cap,
-        spec.sliding_window,
+        spec.kernel_window,
         splits=splits,
         keys=keys,
         sinks=sinks_of(spec),
@@ -42,10 +42,12 @@ def run(
 
 
 @pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, None), (None, 5.0), (33, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "cap"), [(None, None), (20, None), (1, None), (None, 5.0), (33, 2.0), (-20, None)]
+)
 def test_single_queries(splits: int, window: int | None, cap: float | None) -> None:
     """With 8 splits most have nothing to do, and with a window some tiles are wholly outside it."""
-    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
+    spec = seeing(AttentionSpec(4, 2, 32, 0.2, soft_cap=cap), window)
     contexts = [1, 15, 16, 17, 70, 131]
     paged = make_paged(spec, [1] * len(contexts), contexts)
     every = list(range(len(contexts)))

@@ -17,6 +17,7 @@ from tests.kernels.triton.paged import (
     attend,
     make_paged,
     needs_triton,
+    seeing,
     tiles_of,
 )
 
@@ -31,10 +32,10 @@ def run(
     return attend(partial(prefill_attention, query_tile=query_tile, keys=keys), spec, paged, tiles)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0)])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0), (-20, None)])
 def test_rows_with_and_without_a_cached_prefix(window: int | None, cap: float | None) -> None:
     """Blocks before the window belong to others by then: they are NaN here and must not be read."""
-    spec = AttentionSpec(4, 2, 32, 0.2, window, cap)
+    spec = seeing(AttentionSpec(4, 2, 32, 0.2, soft_cap=cap), window)
     queries, contexts = [5, 30, 1, 33], [5, 70, 33, 113]
     paged = make_paged(spec, queries, contexts)
     assert_close(run(spec, paged, tiles_of(queries)), paged.expected)

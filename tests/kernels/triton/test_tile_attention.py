@@ -21,6 +21,7 @@ from tests.kernels.triton.paged import (
     int32,
     make_paged,
     needs_triton,
+    seeing,
     tiles_of,
 )
 
@@ -33,13 +34,13 @@ def run(spec: AttentionSpec, paged: Paged, tiles: list[tuple[int, int]], **optio
     return attend(partial(tile_attention, cut=Cut(**options)), spec, paged, tiles)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0)])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (1, 3.0), (None, 5.0), (-20, None)])
 @pytest.mark.parametrize("options", [{"splits": 4}, {"splits": 0, "segment": 32}], ids=["split", "fold"])
 def test_rows_with_and_without_a_cached_prefix(
     window: int | None, cap: float | None, options: dict[str, int]
 ) -> None:
     """Blocks before the window belong to others by then: they are NaN here and must not be read."""
-    spec = AttentionSpec(2, 1, 32, 0.2, window, cap)
+    spec = seeing(AttentionSpec(2, 1, 32, 0.2, soft_cap=cap), window)
     queries, contexts = [5, 18, 1], [5, 70, 33]
     paged = make_paged(spec, queries, contexts)
     out = run(spec, paged, tiles_of(queries), tile=16, lines=16, keys=16, **options)
@@ -90,10 +91,10 @@ def test_memory_for_listed_queries_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(taken) == 16 * 2 * 4 * (32 + 2)
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(None, None), (40, None), (40, SINKS[:2])])
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (40, None), (40, SINKS[:2]), (-40, None)])
 def test_fixed_segments_give_the_same_bits_however_the_work_is_cut(window: int | None, sinks: Tensor | None) -> None:
     """All queries at once by folding programs, and the last ones alone by splits of several sizes."""
-    spec = AttentionSpec(2, 1, 64, 0.125, window, sinks=sinks)
+    spec = seeing(AttentionSpec(2, 1, 64, 0.125, sinks=sinks), window)
     paged = make_paged(spec, [90], [90])
     shape = {"segment": 32, "keys": 16}
     whole = run(spec, paged, tiles_of([90], 32), tile=32, splits=0, lines=64, num_warps=4, **shape)

@@ -50,7 +50,7 @@ def paged(spec: AttentionSpec, qkv: Tensor, segment: int, piece: int) -> Tensor:
     where = (torch.zeros(1, dtype=torch.int64, device=DEVICE), int32([count]), int32([0, count]))
     tiles = (int32([0] * len(offsets)), int32(offsets))
     cut = Cut(tile=32, splits=0, segment=segment, lines=64, keys=piece)
-    tile_attention(q, cache, tables, *where, *tiles, out, spec.scale, None, None, cut)
+    tile_attention(q, cache, tables, *where, *tiles, out, spec.scale, None, 0, cut)
     return out
 
 

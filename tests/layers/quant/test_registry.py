@@ -9,7 +9,7 @@ import torch
 from quire.kernels.cpu.library import unavailable
 from quire.layers.quant.base import LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.plain import Plain
-from quire.layers.quant.registry import METHODS, choose_quantization
+from quire.layers.quant.registry import METHODS, choose_grouped, choose_quantization
 from quire.layers.scheme import F32, Scheme, float_scheme
 from quire.loader.checkpoint import TensorInfo
 from quire.loader.mapper import planned_bytes
@@ -49,11 +49,11 @@ def test_what_a_method_cannot_serve_is_refused_with_the_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [Target("elsewhere", activations="int16"), Target(quantization="none", activations="int16")]
+    "target", [Target("elsewhere", activations="int16"), Target(quantization="none", activations="int8")]
 )
 def test_integers_are_refused_where_weights_are_floats(target: Target) -> None:
     with pytest.raises(
-        ConfigError, match=r"activations is 'int16' but weights are kept by 'none'.*leave --activations"
+        ConfigError, match=r"activations is 'int(16|8)' but weights are kept by 'none'.*leave --activations"
     ):
         choose_quantization(target)
 
@@ -142,3 +142,25 @@ def test_a_method_is_chosen_by_path_role_and_the_schemes_of_the_pieces(monkeypat
         f"{prefix}mlp.down_proj": ("linear", [f32]),
         "lm_head.projection": ("head", [bf16]),
     }
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("quantization", "backend", "message"),
+    [
+        ("stored", "native", None),
+        ("stored", "triton", "multiplied by native kernels on cpu; leave --moe-backend out, or use an NVIDIA GPU"),
+        ("stored", "torch", "or set --quantization none"),
+        ("none", "torch", None),
+        ("none", "native", "multiplied by torch kernels on cpu; .* --quantization stored, int8 or int4"),
+    ],
+)
+def test_a_backend_for_experts_serves_or_is_refused(quantization: str, backend: str, message: str | None) -> None:
+    spec = MatrixSpec(
+        *(32, (8, 8), False, Target(quantization=quantization, moe_backend=backend), "mlp.experts", "grouped", 4)
+    )
+    if message is None:
+        assert choose_grouped(spec, [F32] * 8).backend == backend
+        return
+    with pytest.raises(ConfigError, match=message):
+        choose_grouped(spec, [F32] * 8)

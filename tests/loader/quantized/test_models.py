@@ -74,6 +74,13 @@ def test_a_stored_model_answers_as_the_dequantized_one(name: str, tmp_path: Path
         assert ("become float32 when they are loaded" in note) == (name in DECODED), note
 
 
+@pytest.mark.skipif(unavailable() is not None, reason="needs the native CPU library")
+@pytest.mark.parametrize("name", ["ct-w8a8-int8", "ct-w8a8-int8-asym", "ct-w4a16", "gptq"])
+def test_activations_of_8_bits_on_stored_integers(name: str) -> None:
+    exact, rounded = (logits(ROOT / name, activations=activations) for activations in ("float32", "int8"))
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
 class Folder:
     """A copy of a committed checkpoint that can be damaged."""
 

@@ -1,0 +1,23 @@
+// Products of rows rounded to 8-bit integers.
+#include "words8.h"
+#include "integer_products.h"
+
+namespace quire {
+namespace QUIRE_NS {
+
+void byte_grouped_gate_up(const void* plans, const float* x, const int32_t* ids, float* out, int64_t tokens, int64_t k,
+                             int64_t experts, int activation) {
+    run_gate_up(plans, x, ids, out, tokens, k, experts, activation, QUIRE_WORDS::grouped_rows);
+}
+
+void byte_grouped_down(const void* plans, const float* a, const int32_t* ids, const float* weights, float* out,
+                          int64_t tokens, int64_t k, int64_t experts) {
+    run_down(plans, a, ids, weights, out, tokens, k, experts, QUIRE_WORDS::grouped_rows);
+}
+
+void byte_product(const void* plan, const float* x, float* out, int64_t rows) {
+    QUIRE_WORDS::multiply_all(*(const Plan*)plan, x, out, rows);
+}
+
+}  // namespace QUIRE_NS
+}  // namespace quire
