@@ -122,6 +122,15 @@ class ConfigSchema(msgspec.Struct):
     moe_layer_interval: Count | None = None
     moe_norm_min: Positive | None = None
     norm_topk_prob: bool | None = None
+    local_attention: Count | None = None
+    global_attn_every_n_layers: Count | None = None
+    local_rope_theta: Positive | None = None
+    global_rope_theta: Positive | None = None
+    norm_bias: bool | None = None
+    classifier_bias: bool | None = None
+    classifier_activation: str | None = None
+    num_labels: Count | None = None
+    id2label: dict[str, Any] | None = None
     routed_scaling_factor: Positive | None = None
     n_group: Count | None = None
     topk_method: str | None = None

@@ -40,6 +40,7 @@ Status = Literal["starting", "ready", "restarting", "stalled", "draining", "fail
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at the engine's progress
 _START_PATIENCE = 5.0  # a start is silent for longer than a step: kernels are built, files read
+_LEAST_PATIENCE = 3.0  # seconds: before it has imported anything a process cannot say where it hangs
 _STACKS_GRACE = 5.0  # seconds for a stalled engine to write its stacks, before it is replaced
 _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its spare all the same
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
@@ -308,7 +309,7 @@ class EngineSupervisor:
 
     async def _within_stall(self, client: ServingClient, work: Coroutine[Any, Any, T], phase: str) -> T:
         """Wait for a part of the start; EngineDeadError, after its stacks were asked for, if it says nothing more."""
-        limit = _START_PATIENCE * self._options.stall_timeout
+        limit = max(_LEAST_PATIENCE, _START_PATIENCE * self._options.stall_timeout)
         task, has_dumped = asyncio.ensure_future(work), False
         try:
             while not task.done():

@@ -14,7 +14,7 @@ from quire.loader.hub import ModelSource
 from quire.loader.model_config import load_config
 from quire.models.registry import describe
 from quire.types.errors import CheckpointError, ModelError
-from tests.models.architectures import GENERATORS
+from tests.models.architectures import GENERATORS, own_keys
 from tests.models.zoo import EXPERT_KEYS, STATE_KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,8 @@ def test_any_value_is_taken_or_refused_by_name(tmp_path: Path, architecture: str
             if key == "architectures" and value == ["x"]:
                 continue  # another mistake, with another message
             try:
-                describe(load(tmp_path, {**CONFIG, "architectures": [architecture], key: value}))
+                own = own_keys(architecture, 3)
+                describe(load(tmp_path, {**CONFIG, **own, "architectures": [architecture], key: value}))
             except ModelError as error:
                 refused.append((key, str(error)))
     for key, message in refused:

@@ -17,7 +17,7 @@ from quire.loader.mapper import LISTED, count_parameters, load_weights, planned_
 from quire.models.base import BuildContext, CausalLM
 from quire.models.registry import model_class
 from quire.types.errors import WeightMismatchError
-from tests.models.architectures import GENERATORS
+from tests.models.architectures import GENERATORS, own_keys
 from tests.models.zoo import EXPERT_KEYS
 
 CONFIG: dict[str, Any] = {
@@ -171,7 +171,8 @@ def test_a_tensor_that_breaks_its_announcement_is_refused() -> None:
 @pytest.mark.parametrize("architecture", GENERATORS)
 def test_every_parameter_of_every_architecture_has_a_checkpoint_name(architecture: str) -> None:
     """`checkpoint_name` inverts `resolve`, so errors can name what a user would look for."""
-    model = build(architectures=[architecture], sliding_window=8, head_dim=4, **EXPERT_KEYS)
+    keys = {**EXPERT_KEYS, **own_keys(architecture, CONFIG["num_hidden_layers"])}
+    model = build(architectures=[architecture], sliding_window=8, head_dim=4, **keys)
     for path, module in model.named_modules():
         if isinstance(module, WeightedLayer):
             for parameter in module.weight_names():

@@ -28,7 +28,7 @@ def write(folder: Path, name: str, value: Any) -> None:
 
 def read(folder: Path, *, is_encoder: bool = False, generates: bool = True, **settings: Any) -> PoolerConfig | None:
     source = ModelSource(folder, "folder", "m")
-    return read_pooler(ModelConfig(**settings), source, size=8, generates=generates, is_encoder=is_encoder)
+    return read_pooler(ModelConfig(**settings), source, {}, size=8, generates=generates, is_encoder=is_encoder)
 
 
 def test_without_the_files_the_architecture_and_the_settings_decide(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_the_files_are_read(tmp_path: Path) -> None:
     [
         (
             "modules.json",
-            [TRANSFORMER, {"type": "sentence_transformers.models.Dense"}],
+            [TRANSFORMER, {"type": "sentence_transformers.models.CNN"}],
             ConfigError,
-            "module 'Dense'",
+            "module 'CNN'",
         ),
         ("modules.json", {"a": 1}, CheckpointError, "modules.json cannot be used"),
         ("modules.json", [{"type": "x.Pooling", "path": "../other"}], CheckpointError, "is outside of it"),

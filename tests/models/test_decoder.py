@@ -11,7 +11,7 @@ from quire.attention.base import make_batch
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.loader.dummy import fill_dummy
 from quire.models.decoder import DecoderLM
-from tests.models.architectures import GENERATORS
+from tests.models.architectures import GENERATORS, own_keys
 from tests.models.harness import BACKEND, BLOCK_SIZE, PagedSequence, build
 from tests.models.zoo import EXPERT_KEYS, SIZES, STATE_KEYS
 
@@ -23,7 +23,7 @@ ONE_EXPERT = {key: 1 for key, value in EXPERT_KEYS.items() if value in (2, 8)}
 
 def make(architecture: str, dtype: torch.dtype = torch.float32, **keys: Any) -> DecoderLM:
     common = {"architectures": [architecture], "head_dim": 16, "sliding_window": 8}
-    config = {**SIZES, **EXPERT_KEYS, **STATE_KEYS, **common, **keys}
+    config = {**SIZES, **EXPERT_KEYS, **STATE_KEYS, **common, **own_keys(architecture), **keys}
     model = build(config, 64, dtype)
     fill_dummy(model, amplitude=0.2)
     return model

@@ -10,6 +10,7 @@ from quire.models.decoder import DecoderLM
 from quire.models.registry import ARCHITECTURES, describe, model_class
 from quire.types.errors import ModelError, UnknownArchitectureError
 from tests.e2e.test_encoders import ENCODERS
+from tests.models.architectures import own_keys
 from tests.models.zoo import ARCHITECTURES as TINY
 from tests.models.zoo import EXPERT_KEYS, LATENTS, MIXTURES, RECURRENT, SIZES, STATE_KEYS
 
@@ -21,8 +22,7 @@ def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_line_resolves_builds_on_meta_and_is_described_without_building(architecture: str) -> None:
-    own = {"num_experts_per_tok": 1, "layer_types": None} if architecture.startswith("Llama4") else {}
-    config = config_of(architecture, sliding_window=8, **EXPERT_KEYS, **STATE_KEYS) | own
+    config = config_of(architecture, sliding_window=8, **EXPERT_KEYS, **STATE_KEYS) | own_keys(architecture)
     with torch.device("meta"):
         model = model_class(config).from_config(config, BuildContext(dtype=torch.bfloat16, max_model_len=64))
     description = describe(config)
@@ -32,7 +32,7 @@ def test_every_line_resolves_builds_on_meta_and_is_described_without_building(ar
     assert rounded == {torch.bfloat16}
     assert list(description.layers) == [layer.keeps for layer in model.cached_layers()]
     mixers = model.config.mixers if isinstance(model, DecoderLM) else ("attention",) * 4
-    attending = [index for index, mixer in enumerate(mixers) if "attention" in mixer]
+    attending = [index for index, mixer in enumerate(mixers) if "attention" in mixer or mixer == "latent"]
     assert [layer.layer_index for layer in model.attention_layers()] == attending
     assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
 

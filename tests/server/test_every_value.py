@@ -13,10 +13,11 @@ import httpx
 import msgspec
 import pytest
 
+from quire.server.access import ROUTES
 from quire.structured.guidance import GuidanceBackend
 from quire.types.sampling import SamplingParams
 from quire.types.structured import GrammarError, GrammarSource
-from tests.frontend.fake_client import PoolingClient
+from tests.frontend.fake_client import ClassifyingClient, PoolingClient
 from tests.runner.sampling.helpers import MAX_ROWS, make_logits, run
 from tests.runner.sampling.reference import Row
 from tests.server.body_holes import Hole, holes
@@ -28,7 +29,8 @@ EXTREMES = (1e-38, -1e-45, 3.5e38, -1e39, 1e308, 1 << 31, -(1 << 63) - 1, 1 << 6
 NAN = ("NaN", "Infinity", "1e999")
 APP = make_app()
 HOLES = list(holes(APP))
-PATHS = sorted({hole.path for hole in HOLES})
+OPERATORS = {path for (_, path), access in ROUTES.items() if access.key == "admin"}  # refused before they are read
+PATHS = sorted({hole.path for hole in HOLES} - OPERATORS)
 
 
 def test_the_schemas_are_looked_into() -> None:
@@ -80,6 +82,8 @@ async def test_every_string_with_a_lone_surrogate(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_number_with_extremes(path: str) -> None:
     client = PoolingClient() if path in POOLING_BODIES or "/embed" in path else long_client("x")
+    if path == "/classify":
+        client = ClassifyingClient("a")
     async with http(make_app(client)) as session:
         for hole in holes_of(path, "number"):
             for value in EXTREMES:
