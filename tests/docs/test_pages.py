@@ -27,7 +27,7 @@ def test_ten_files_to_read_first() -> None:
     files = re.findall(r"^\d+\. `(quire/[\w/]+\.py)`", section, flags=re.M)
     assert len(set(files)) == 10
     lines = sum((ROOT / name).read_text(encoding="utf-8").count("\n") for name in files)
-    assert lines < 2400, "an evening's reading"
+    assert lines < 2500, "an evening's reading"
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -26,6 +26,7 @@ TILES = (
     "triton.sparse_mlp:",
     "triton.packed_mlp:",
     "triton.lora:",
+    "triton.latent:",
 )  # modules whose matmuls are always of tiles
 HALF_CASES = [
     pytest.param(op, implementation, dtype, id=f"{op.name}-{implementation.name}-{dtype}")

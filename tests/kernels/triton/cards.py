@@ -69,7 +69,9 @@ class CompileOnly:
 def pretend(card: str) -> None:
     """There is such a GPU; what is left to libraries is not computed."""
     capability, shared_memory = CARDS[card]
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=shared_memory)
+    properties = SimpleNamespace(
+        name=card, multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=shared_memory
+    )
     triton.runtime.driver.set_active(CompileOnly(capability, shared_memory))
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
@@ -154,7 +156,7 @@ def experts(all_shapes: bool) -> None:
 
 
 def lines(all_shapes: bool) -> None:
-    from quire.kernels.triton import activation, gather, layer_norm, norm
+    from quire.kernels.triton import activation, gather, layer_norm, norm, scale_rows
 
     for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
         x, weight = numbers(rows, width), numbers(width)
@@ -168,6 +170,7 @@ def lines(all_shapes: bool) -> None:
             norm.add_rms_norm_fp8(x, x, weight, 1e-6)
             activation.silu_and_mul_fp8(numbers(rows, 2 * 14336))
         gather.gather_rows(x, torch.arange(rows))
+        scale_rows.scale_rows(x, numbers(rows, 1), width // 2)
         gather.gather_rotation(numbers(40, 128, dtype=torch.float32), torch.arange(rows), BF16)
         for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul):
             run(numbers(rows, 2 * 14336))

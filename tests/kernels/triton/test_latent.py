@@ -66,12 +66,15 @@ def test_in_half_precision(make: Any) -> None:
 
 
 def test_an_fp8_cache_is_within_its_rounding() -> None:
-    """A latent that is kept in three bits errs by a sixteenth at most, and so do the values made of it."""
+    """A latent in three bits errs by a sixteenth at most; scores of such keys move weights a little more."""
     from quire.kernels.triton import quantize
 
     if quantize.unavailable():
         pytest.skip("fp8 needs a newer card")
-    assert_right(run(SIZES, fast(), dtype=HALF, kv_dtype=quantize.FP8), 0.3)
+    latents = run(SIZES, fast(), dtype=HALF, kv_dtype=quantize.FP8)
+    for row in range(len(latents.lengths)):
+        expected = latents.unabsorbed(row)
+        assert (latents.out[row].double() - expected).norm() < 0.15 * expected.norm()
 
 
 def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
