@@ -36,7 +36,7 @@ from quire.ops.recurrent import (
 from quire.ops.rope import GATHER_ROTATION, GATHER_ROTATION_BY_AXIS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS
 from quire.ops.rows import START_ROWS, WRITE_BLOCKS
-from quire.ops.scale import SCALE
+from quire.ops.scale import SCALE, SCALE_ROWS
 from quire.ops.select import GATHER_ROWS, TAKE_COLUMNS
 from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.ops.soft_cap import SOFT_CAP
@@ -89,6 +89,7 @@ OPS: tuple[Op[Any], ...] = (
     GATHER_SAMPLING,
     PLACE_DRAFTS,
     SCALE,
+    SCALE_ROWS,
     SOFT_CAP,
     FIRST_MAX,
     DRAW,

@@ -57,7 +57,8 @@ class DecodeAlone:
     @torch.inference_mode()
     def sample(self, step):
         rows = upload(step.sample_rows, step.hidden.device, torch.int64)
-        step.sampled = Sampled(Download(self.program.sample(step.shape.sampling, step.hidden, rows)))
+        ahead = torch.zeros_like(rows, dtype=torch.int32)
+        step.sampled = Sampled(Download(self.program.sample(step.shape.sampling, step.hidden, rows, ahead)))
 
     def capture_next(self):
         return False
