@@ -73,6 +73,7 @@ def as_flags(setting: Setting, value: Any) -> list[str]:
 FIXED = {
     **dict.fromkeys(("block_size", "num_threads"), st.just(32)),
     **dict.fromkeys(("tensor_parallel_size", "data_parallel_size"), st.just(1)),
+    "tp_exact": st.just(False),
 }
 
 
