@@ -80,7 +80,7 @@ FIXED = {
 @given(st.data())
 def test_any_engine_settings_round_trip(data: st.DataObject) -> None:
     settings = {
-        s.name: data.draw(FIXED[s.name] if s.name in FIXED else values_of(s))
+        s.name: data.draw(FIXED.get(s.name, values_of(s)))
         for s in ENGINE_SETTINGS
         if data.draw(st.booleans())
     }
