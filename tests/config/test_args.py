@@ -80,9 +80,7 @@ FIXED = {
 @given(st.data())
 def test_any_engine_settings_round_trip(data: st.DataObject) -> None:
     settings = {
-        s.name: data.draw(FIXED.get(s.name, values_of(s)))
-        for s in ENGINE_SETTINGS
-        if data.draw(st.booleans())
+        s.name: data.draw(FIXED.get(s.name, values_of(s))) for s in ENGINE_SETTINGS if data.draw(st.booleans())
     }
     if "max_num_seqs" in settings and "max_num_batched_tokens" in settings:
         settings["max_num_batched_tokens"] = max(settings["max_num_seqs"], settings["max_num_batched_tokens"])
