@@ -161,7 +161,7 @@ class GroupBackend(ABC):
         return ()
 
     def captures(self, work: WorkPlan, num_tokens: int) -> bool:
-        """Whether a captured step, padded to so many tokens, can be divided like this."""
+        """Whether a captured step, padded to this number of tokens, can be divided like this."""
         return True
 
     @abstractmethod

@@ -23,7 +23,7 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
     max_head_dim = None
     shares = False  # all rows are cut alike
     splits_tiles = False
-    fused_queries = 1024  # from so many on the unabsorbed form is faster
+    fused_queries = 1024  # with at least this many the unabsorbed form is faster
     tile_lines = 64  # queries times heads of a program, in prompts
     keys_at_a_time = 32
 
@@ -109,7 +109,7 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         return tokens_at_once(num_tokens)
 
     def cut(self, spec: AttentionSpec, metadata: TritonMetadata, tile: int, count: int) -> LatentCut:
-        """How `count` tiles of so many queries are cut into programs."""
+        """How `count` tiles with this number of queries are split into programs."""
         if tile == QUERY_TILE:
             return LatentCut(tile, 0, lines=self.tile_lines, keys=self.keys_at_a_time)
         splits = self._splits(spec, count * -(-tile // _tokens(spec)), metadata.batch.max_context)

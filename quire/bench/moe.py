@@ -34,7 +34,7 @@ class MoeOptions:
 def bench_moe(options: MoeOptions) -> tuple[list[Grid], dict[str, Any]]:
     """Times in ms by tokens; on a GPU of the tiles that are found and written, on a CPU of each storage."""
     if not 0 < options.top_k <= options.experts:
-        raise ConfigError(f"top_k is {options.top_k}, and there are {options.experts} experts; give at most so many")
+        raise ConfigError(f"top_k is {options.top_k}, and there are {options.experts} experts; lower it to that")
     platform = get_platform("auto")
     results = _on_cpu(options, platform) if platform.uses_host_memory else _on_gpu(options, platform)
     grid = Grid(["", *(f"{count} tokens" for count in TOKENS)])
@@ -97,7 +97,7 @@ def _on_gpu(options: MoeOptions, platform: Platform) -> dict[str, Any]:
 def _best(
     line: Any, field: str, tokens: int, run: Callable[..., Tensor], options: MoeOptions, platform: Platform
 ) -> Any:
-    """The line with the fastest shape for so many tokens."""
+    """The line with the fastest shape for this number of tokens."""
     from quire.kernels.triton.grouped_configs import using
 
     old, found = getattr(line, field), []

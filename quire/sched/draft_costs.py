@@ -43,7 +43,7 @@ class DraftCosts:
         return mean.value if mean is not None else self._times.of(StepWork(rows))
 
     def extra(self, rows: int, num_drafts: int) -> float:
-        """Seconds that so many drafts add to it."""
+        """Seconds that this number of drafts adds to it."""
         size = num_drafts.bit_length()
         for known in range(size, 0, -1):
             mean = self._extra.get((rows.bit_length(), known))

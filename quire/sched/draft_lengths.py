@@ -24,9 +24,9 @@ _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gav
 _EARNED = 0.005  # tokens of this credit that come with each token
 _PROBED = 0.004  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
-_COMPARED = 128  # of so many steps one verifies no drafts, to know what that takes
+_COMPARED = 128  # one step in this many verifies no drafts, to measure what that takes
 _RARELY = 0.05  # acceptance below which guesses are made in some steps only
-_ASKED = 8  # one in so many
+_ASKED = 8  # one in this many
 
 
 class Track:
@@ -96,7 +96,7 @@ class DraftLengths(Protocol):
         """How many tokens of each offer the step is to verify."""
 
     def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
-        """Of an offer's drafts that a step verified, so many held."""
+        """How many of an offer's drafts, which a step verified, were accepted."""
 
     def measured(self, step: InFlight, seconds: float) -> None:
         """A step kept the device for `seconds`; 0 if that is not known."""
@@ -170,7 +170,7 @@ class MeasuredLengths:
             self._costs.measured(len(step.requests), num_drafts, seconds)
 
     def _best(self, rows: int, gains: list[float]) -> int:
-        """How many of these drafts give the most tokens a second, the likeliest first."""
+        """How many of these drafts give the most tokens a second, the most probable first."""
         if not gains or self._num_steps - self._last_plain >= _COMPARED:
             return 0
         plain = self._costs.plain(rows)

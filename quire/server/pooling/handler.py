@@ -160,7 +160,7 @@ async def _scores(
 
 
 async def _first_tokens(context: ServerContext, texts: list[str], count: int | None) -> list[str]:
-    """The beginnings of texts, of so many tokens."""
+    """The first tokens of each text, this many at most."""
     if count is None:
         return texts
     if count < 1:
