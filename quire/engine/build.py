@@ -17,11 +17,11 @@ from quire.engine.parked import Condition
 from quire.engine.setup import SchedulerSetup
 from quire.engine.step_log import NO_LOG, StepLog, join_logs
 from quire.engine.trace.recorder import make_recorder
-from quire.engine.watch import Memory
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
+from quire.types.console import Memory, MemoryLine
 from quire.types.errors import ConfigError
 from quire.types.messages import EngineInfo
 from quire.types.structured import GrammarLimits
@@ -54,7 +54,7 @@ def build_engine(
         Constraints(grammars),
         conditions=make_conditions(config, executor),
         log=_step_log(config, setup, worker.kernel_path),
-        memory=Memory(ledger.entries, ledger.supply.num_bytes),
+        memory=Memory([MemoryLine(e.name, e.num_bytes, e.note) for e in ledger.entries], ledger.supply.num_bytes),
     )
     info = EngineInfo(
         vocab_size=worker.vocab_size,

@@ -11,8 +11,8 @@ from quire.engine.constraints import Constraints
 from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
-from quire.engine.watch import NULL_WATCH, Memory, Watch
 from quire.sched.scheduler import Scheduler
+from quire.types.console import Memory
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
@@ -45,7 +45,7 @@ class EngineCore:
     ) -> None:
         """`conditions` is what requests may have to wait for, besides their grammars; `memory` is for the console."""
         self.log = log
-        self.watch: Watch = NULL_WATCH
+        self.watch: StepLog = NO_LOG  # hears of results once they are applied, while somebody looks at the console
         self.memory = memory or Memory()
         self.scheduler = scheduler
         self.executor = executor

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from quire.engine.control import Verb
-from quire.engine.watch import NULL_WATCH, Watch
+from quire.engine.step_log import NO_LOG, StepLog
 from quire.kv.events import NullEventSink
 from quire.kv.view import EvictedHashes, PoolMap, prefix_tree
 from quire.sched.request import Request
@@ -30,7 +30,7 @@ _MOST_OWNED = 6144  # blocks whose users are noted in one look
 _TREE_EVERY = 6  # looks
 
 
-class Recorder(Watch):
+class Recorder(StepLog):
     def __init__(self, core: EngineCore, clock: Callable[[], float] = time.time) -> None:
         self._core = core
         self._clock = clock
@@ -157,7 +157,7 @@ def look(core: EngineCore, query: ConsoleQuery) -> EngineView:
     if query.stop:
         if isinstance(watch, Recorder):
             watch.stop()
-        core.watch = NULL_WATCH
+        core.watch = NO_LOG
         return EngineView()
     if not isinstance(watch, Recorder):
         watch = core.watch = Recorder(core)

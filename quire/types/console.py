@@ -97,6 +97,13 @@ class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
     note: str
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """The memory ledger of an engine."""
+
+    lines: list[MemoryLine] = []
+    supply: int = 0
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """An engine between two steps."""
 

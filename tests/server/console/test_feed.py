@@ -66,7 +66,7 @@ async def test_a_stream_over_a_real_engine(tmp_path: Path) -> None:
         last = (await frames(engine.feed, 2))[0]
         assert {one["reason"] for one in last["ended"]} == {"length"}
         await ended(engine.feed)
-        assert type(engine.core.watch).__name__ == "Watch", "the engine still records"
+        assert type(engine.core.watch).__name__ == "StepLog", "the engine still records"
     engine.engine.shutdown()
 
 
