@@ -10,7 +10,7 @@ from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.recorder import Recorder
-from quire.engine.watch import NULL_WATCH
+from quire.engine.step_log import NO_LOG
 from quire.types.console import ConsoleQuery, EngineView
 from quire.types.messages import Command
 from quire.types.request import EngineRequest
@@ -118,7 +118,7 @@ def run(core: EngineCore) -> None:
 
 def test_steps_are_told_once_and_only_while_somebody_looks() -> None:
     core, _ = make_core()
-    assert core.watch is NULL_WATCH
+    assert core.watch is NO_LOG
     core.add_request(request("a", max_tokens=6))
     core.step()
     look(core)
@@ -130,7 +130,7 @@ def test_steps_are_told_once_and_only_while_somebody_looks() -> None:
     assert [step.id for step in look(core, after_step=steps[-1].id).steps] == [steps[-1].id + 1]
     assert isinstance(core.watch, Recorder)
     assert obey(core, Command(1, "console", {"stop": True})).error is None
-    assert core.watch is NULL_WATCH
+    assert core.watch is NO_LOG
     events = core.scheduler.kv.pools[0].events
     assert type(events).__name__ == "NullEventSink"
 
