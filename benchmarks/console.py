@@ -17,7 +17,7 @@ import msgspec
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
 from quire.engine.recorder import Recorder
-from quire.engine.watch import NULL_WATCH
+from quire.engine.step_log import NO_LOG
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
@@ -84,7 +84,7 @@ def step_times(core: EngineCore, rounds: int) -> tuple[float, float]:
     recorder = Recorder(core)
     for number in range(rounds):
         watched = number // 8 % 2
-        core.watch = recorder if watched else NULL_WATCH
+        core.watch = recorder if watched else NO_LOG
         begin = time.perf_counter()
         core.step()
         times[watched].append(time.perf_counter() - begin)

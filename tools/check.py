@@ -37,7 +37,7 @@ class Outcome:
 
 CHECKS = (
     Check("types", ("-m", "mypy", "--strict", "--num-workers", "2", "quire")),
-    Check("lint", ("-m", "ruff", "check", ".")),
+    Check("lint", ("-m", "ruff", "check", "--no-cache", ".")),
     Check("format", ("-m", "ruff", "format", "--check", ".")),
     Check("imports", ("-c", LINT_IMPORTS)),
     Check("source rules", ("tools/source_rules.py",)),
@@ -46,7 +46,7 @@ CHECKS = (
 )
 
 FIXES = (
-    Check("lint", ("-m", "ruff", "check", "--fix", ".")),
+    Check("lint", ("-m", "ruff", "check", "--no-cache", "--fix", ".")),
     Check("format", ("-m", "ruff", "format", ".")),
     Check("generated docs", ("tools/gen_docs.py",)),
 )
