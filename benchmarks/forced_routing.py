@@ -46,7 +46,7 @@ def force_uniform_routing() -> None:
 
 
 def distinct_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """How many experts so many tokens of a layer read, in the mean of a few layers."""
+    """The number of distinct experts that `num_tokens` tokens of a layer read, in the mean of a few layers."""
     counts = []
     for layer in range(8):
         logits = torch.randn(num_tokens, num_experts, device="cuda")

@@ -293,7 +293,7 @@ class Bench:
         return batch * 256 / self.best(2, once)
 
     def decode_at(self, batch: int, context: int) -> float:
-        """Milliseconds of a decode step of so many rows, whose prompts are cached."""
+        """Milliseconds of a decode step of this number of rows, whose prompts are cached."""
         prompts = [self.prompt(context) for _ in range(batch)]
         self.run(prompts, [8] * batch)
 

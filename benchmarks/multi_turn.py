@@ -2,7 +2,7 @@
 
     python benchmarks/multi_turn.py [--shape granite-4.0-h-350m] [--turns 8] [--tokens 300] [--device cpu]
 
-Dummy weights; every turn adds so many tokens, half of them the user's and half the answer's. Of turns 2 on, the
+Dummy weights; every turn adds a number of tokens, half of them the user's and half the answer's. Of turns 2 on, the
 tokens that an earlier turn already held (prompt and answer) should come from the cache. The same conversation runs
 without a prefix cache beside it. Writes JSON and a picture.
 """

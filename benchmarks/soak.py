@@ -35,7 +35,7 @@ from rich.table import Table
 from soak_requests import MESSAGES, RESPONSES, Mix, Request, Sizes
 
 GROWTH_LIMIT = 0.02
-MARK = 3 / 8  # of a part's requests: memory is compared with that after so many
+MARK = 3 / 8  # of a part's requests, after which memory is measured for the comparison
 START_LIMIT, ANSWER_LIMIT, RAW_LIMIT = 120.0, 120.0, 2.0  # seconds
 SETTLE = 3.0  # seconds without requests before memory is read
 SAMPLE_EVERY = 5.0  # seconds

@@ -79,7 +79,7 @@ def talk(backend: GuidanceBackend, matcher: Matcher, masks: Masks, rng: random.R
 
 
 def _on_its_way(backend: GuidanceBackend, grammar: Grammar, masks: Masks, rng: random.Random, steps: int) -> Matcher:
-    """A matcher so many tokens into an output, or at its beginning if the output was over by then."""
+    """A matcher after this number of tokens of an output, or at its beginning if the output was over by then."""
     matcher = grammar.matcher()
     talk(backend, matcher, masks, rng, steps)
     return grammar.matcher() if matcher.is_complete else matcher

@@ -43,8 +43,8 @@ _MAX_SPLITS = 32
 _EVENED_PROGRAMS = 1536
 
 
-# Contexts are alike where the longest is at most this many times the mean. It is asked from so many rows on:
-# attention of fewer is the same either way, and each kind of step is captured when it first comes up.
+# Contexts are alike where the longest is at most _ALIKE times the mean. It matters from _MIN_ALIKE_ROWS on:
+# attention of fewer rows is the same either way, and each kind of step is captured when it first comes up.
 _ALIKE = 1.15
 _MIN_ALIKE_ROWS = 32
 # Prompts, beyond whole tiles, that a captured step may hold.
@@ -266,7 +266,7 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> Written:
         assert isinstance(metadata, TritonMetadata)
-        assert not metadata.whole, "products of so many tokens are never in parts"
+        assert not metadata.whole, "matmuls of this many tokens are never split along K"
         return self.write(spec, qkv, head_norm, rotation, cache, metadata)
 
     def takes_whole(self, spec: AttentionSpec, qkv: Tensor, cache: Tensor) -> bool:

@@ -30,7 +30,7 @@ REPLY_LIMIT = 60.0  # seconds; the engine looks at its messages between two step
 
 @dataclass(frozen=True)
 class Verb:
-    """Something that the engine does, between two steps, when it is told to. `run` must not block for long."""
+    """Something that the engine does, between two steps, on command. `run` must not block for long."""
 
     run: Callable[[EngineCore, Any], Any]
     argument: Any = None  # types, as msgspec takes them
@@ -71,7 +71,7 @@ def obey(core: EngineCore, command: Command) -> Reply:
         raise
     except (QuireError, msgspec.ValidationError) as error:
         return Reply(command.id, error=str(error))
-    except Exception as error:  # a bug in a verb is told to its caller, and nobody else's end
+    except Exception as error:  # a bug in a verb is its caller's error, and ends nobody else
         logger.error("control verb %r failed", command.verb, exc_info=error)
         return Reply(command.id, error=repr(error))
 

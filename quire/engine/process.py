@@ -44,7 +44,7 @@ _PHASE_INTERVAL = 0.2  # seconds between two words about the progress of one pha
 
 
 class LaunchOrder(msgspec.Struct, frozen=True):
-    """What a new engine process is told on stdin."""
+    """What a new engine process reads from stdin."""
 
     config: EngineConfig
     meeting: Meeting
@@ -180,7 +180,7 @@ class EngineProcess:
             self._wake_in.send(b"\0")
 
     def _run_steps(self, loop: EngineLoop) -> None:
-        """Every step is told, also one without outputs (a part of a long prompt): it means that the engine lives."""
+        """Every step is sent, also one without outputs (a chunk of a long prompt): it shows that the engine lives."""
         while loop.wait():
             outputs = loop.run_once()
             if outputs.stats is not None:  # else nothing but commands came

@@ -1,4 +1,4 @@
-"""StepLog: who is told what enters the core, what it plans and what comes of it. The null one keeps nothing.
+"""StepLog: hears what enters the core, what it plans and what comes of it. The null one keeps nothing.
 
 Everything is called on the thread that runs the engine; none of it may raise or block for long.
 """

@@ -1,4 +1,4 @@
-"""Between what callers ask of a model that pools and what its engine is told, in the shapes of vLLM."""
+"""Translates calls of a pooling model into engine requests, in the shapes of vLLM."""
 
 from __future__ import annotations
 

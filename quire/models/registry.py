@@ -74,7 +74,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
 )
 
 _HEAD = re.compile(r"(For(SequenceClassification|TokenClassification|RewardModel|ProcessRewardModel)|Model)$")
-_LONGEST = 1 << 24  # tokens: tables of positions are made for so many
+_LONGEST = 1 << 24  # tokens: the size limit of position tables
 
 
 def architecture_of(config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The end of a step: each sampled token is appended to its row, and what was wrong is told beside it."""
+"""The end of a step: each sampled token is appended to its row, with a status code beside it."""
 
 from __future__ import annotations
 

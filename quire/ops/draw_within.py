@@ -14,14 +14,14 @@ from quire.ops.top_p import keep_top_p
 def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each line of logits [m, vocab_size], and its highest logit: [m] int32, [m] float32.
 
-    parameters [4, m] float64: temperature (0 takes the likeliest token), the logarithm of min_p (-inf: none), top_k
+    parameters [4, m] float64: temperature (0 is greedy), the logarithm of min_p (-inf: none), top_k
     (0: none), top_p (1: none). seeds and positions [m] int64 key the noise. Limits apply in the order min_p, top_k,
     top_p. The highest logit is infinite where one is NaN, and the token then any valid one.
     """
     temperature, log_min_p, top_k, top_p = parameters
     size = logits.shape[1]
     logits = logits.to(torch.float32)
-    likeliest, highest = first_max(logits)
+    greedy, highest = first_max(logits)
     scaled = logits / torch.where(temperature == 0.0, 1.0, temperature).to(torch.float32).unsqueeze(1)
     lowest = scaled.amax(-1) + log_min_p.to(torch.float32)
     scaled = scaled.masked_fill(scaled < lowest.unsqueeze(1), -torch.inf)
@@ -30,7 +30,7 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     scaled = scaled.masked_fill(~keep_prefix(scaled, torch.ones_like(scaled, dtype=torch.int64), counts), -torch.inf)
     within_p = keep_top_p(scaled, probabilities, top_p)
     scaled = torch.where((top_p < 1.0).unsqueeze(1), within_p, scaled)
-    tokens = torch.where(temperature == 0.0, likeliest, draw(scaled, seeds, positions))
+    tokens = torch.where(temperature == 0.0, greedy, draw(scaled, seeds, positions))
     return tokens.to(torch.int32), torch.where(highest.isnan(), torch.inf, highest)
 
 

@@ -66,8 +66,12 @@ def find_recipe(product: Callable[[Tensor, int | None], Tensor], row: Tensor, ma
         chunks.append(chunk)
         chunk //= 2
     for k_chunk in chunks:
+
+        def chunked(rows: Tensor, k_chunk: int | None = k_chunk) -> Tensor:
+            return product(rows, k_chunk)
+
         for min_rows in MIN_ROWS:
-            if all_rows_equal(lambda x, k=k_chunk: product(x, k), row, row_ladder(min_rows, max_rows)):  # type: ignore[misc]
+            if all_rows_equal(chunked, row, row_ladder(min_rows, max_rows)):
                 return MatmulRecipe(min_rows, k_chunk)
     return MatmulRecipe(min_rows=MIN_ROWS[-1], row_tile=MIN_ROWS[-1])
 

@@ -20,7 +20,7 @@ def first_max_of(scores: Tensor, token_ids: Tensor) -> Tensor:
     return torch.where(first == nowhere, token_ids[:, 0], first)
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_k_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` tokens in order: values and token ids, both [m, count]."""
     size = logits.shape[1]
     # Value and id make one integer, so no two are equal and topk has nothing to decide.

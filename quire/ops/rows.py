@@ -56,7 +56,7 @@ def pack_starts(starts: Sequence[RowStart]) -> list[int]:
 
 
 def start_rows(token_ids: Tensor, numbers: Tensor, packed: Tensor, count: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Fill the rows of `count` requests that start, the longest of so many tokens, as `pack_starts` tells of them.
+    """Fill the rows of `count` requests that start, as packed by `pack_starts`; the longest has `longest` tokens.
 
     token_ids: [rows, length] int32; numbers: [4, rows] int64: known, prompt and computed tokens, seeds. Mutates and
     returns both. `packed` may lie on the host where the device can read it.

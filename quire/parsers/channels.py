@@ -1,6 +1,6 @@
 """The parser for outputs that are messages with headers: each goes to a channel, and perhaps to a recipient.
 
-Thinking, visible text and calls are told apart by the headers, which are not shown themselves.
+Thinking, visible text and calls are distinguished by the headers, which are not shown themselves.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class MemorySupply(NamedTuple):
 
 
 class DefaultMemory(NamedTuple):
-    """Bytes that are taken when the user does not say, and why so many."""
+    """Bytes that are taken when the user does not say, and the reason for the number."""
 
     num_bytes: int
     reason: str

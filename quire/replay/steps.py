@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.engine.constraints import Constraints
@@ -144,7 +145,7 @@ class _GatedRequests(ParkedRequests):
         """Wait until these are ready, and let the next step have them."""
         for key in wanted:
             with self._changed:
-                if not self._changed.wait_for(lambda key=key: key in self._arrived, _READY_LIMIT):  # type: ignore[misc]
+                if not self._changed.wait_for(partial(self._arrived.__contains__, key), _READY_LIMIT):
                     raise TraceError(f"request {key[0]} has waited {_READY_LIMIT:g} s for its {key[1]} here")
                 self._news.append(self._arrived.pop(key))
 

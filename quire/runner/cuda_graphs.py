@@ -28,7 +28,7 @@ from quire.runner.step import PlannedTokens, Sampled, SamplePositions, Step
 from quire.runner.ways import WayContext
 from quire.types.ledger import LedgerLine
 
-# A full step is captured too where computing it, at so many multiplications, may be faster than launching it eagerly.
+# A full step of at most this many multiplications is captured too: run eagerly, launching may outlast computing.
 _LAUNCH_BOUND = 8e12
 _FULL = 15 / 16  # a step of at least this part of it is padded to the full one
 _NOTHING = PlannedTokens(0, [], [], SamplePositions([], [], [], []))
@@ -236,7 +236,7 @@ class CudaGraphs:
         return self._forwards[key]
 
     def _sampling(self, size: int, kind: SamplingKind) -> _Graph:
-        """What samples for so many rows, captured likewise."""
+        """The captured sampling for this number of rows."""
         if (size, kind) not in self._samples:
             self._loaded = []
             self._sample_rows.fill_(self._program.rows.scratch_row)

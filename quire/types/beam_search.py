@@ -15,7 +15,7 @@ MAX_LENGTH_PENALTY = 16.0  # a context's length to this power is still a finite 
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to search for the likeliest outputs."""
+    """Parameters of beam search."""
 
     beam_width: int
     """How many sequences are kept after each token, and returned."""

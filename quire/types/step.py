@@ -76,7 +76,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # rank of the chosen token, 1 is the likeliest
+    rank: int  # rank of the chosen token, 1 is the greedy one
     asked_ranks: list[int] = []  # of the last tokens, which the request asked for by id
 
 

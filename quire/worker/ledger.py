@@ -26,7 +26,7 @@ class MemoryLedger:
     max_model_len: int
     max_model_len_reason: str
     pool_blocks: tuple[int, ...]  # KV blocks of each of the layout's pools
-    kv_reason: str  # why so many, with the setting that changes it
+    kv_reason: str  # the reason for the size, with the setting that changes it
     layout: KVLayout
 
     @property

@@ -15,7 +15,7 @@ from quire.worker.description import WorkerDescription
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """What a new rank is told on stdin."""
+    """What a new rank reads from stdin."""
 
     config: EngineConfig
     rank: int

@@ -13,7 +13,7 @@ from quire.parallel.shared_memory import SharedMemory
 
 CAPACITY = 8 << 20
 _LINE = 64  # of each rank: how far it has read, and its heartbeats
-NOTICE = struct.Struct("<qII")  # what a rank is told of a message: its position (-1: it follows), and its two lengths
+NOTICE = struct.Struct("<qII")  # the notice of a message: its position (-1: it follows), and its two lengths
 _PAUSE = 5e-5  # seconds between two looks at a full ring
 
 

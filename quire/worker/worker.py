@@ -60,7 +60,7 @@ class Worker:
     def __init__(
         self, config: EngineConfig, report: ReportPhase = ignore_phase, group: ParallelGroup | None = None
     ) -> None:
-        """Takes all that the engine will need; `report` is told of each part of the work as it begins."""
+        """Takes all that the engine will need; `report` is called as each part of the work begins."""
         started = time.perf_counter()
         self._config = config
         self.adapters: dict[str, AdapterLayers] = {}
@@ -144,7 +144,7 @@ class Worker:
         return self.runner.capture_next()
 
     def mask_room(self, count: int) -> Masks:
-        """Where so many masks are best written for `sample`; always the same memory."""
+        """The buffer into which this number of masks is best written for `sample`; always the same memory."""
         return self.runner.sampler.mask_buffer.room(count)
 
     def sleep(self, level: int) -> str:

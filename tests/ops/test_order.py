@@ -23,7 +23,7 @@ def test_every_function_follows_the_one_order(line: list[float], data: st.DataOb
     assert token.tolist() == expected[:1]
     assert best.item() == line[expected[0]]
     count = data.draw(st.integers(1, len(line)))
-    values, token_ids = order.likeliest(logits, count)
+    values, token_ids = order.top_k_tokens(logits, count)
     assert token_ids.tolist() == [expected[:count]]
     assert values.tolist() == [[line[token] for token in expected[:count]]]
     assert order.first_max_of(values.flip(1), token_ids.flip(1)).tolist() == expected[:1]

@@ -198,7 +198,7 @@ def _merge(name: str, values: tuple[_Argument, ...], sizes: list[tuple[int, ...]
 
 
 def _merge_buffers(traces: list[_Trace], limits: tuple[int, ...]) -> list[_Buffer]:
-    """Each buffer at the largest sizes: it never changes, or is so many bytes for each token or row."""
+    """Each buffer at the largest sizes: its size is fixed, or grows by a number of bytes for each token or row."""
     sizes = [trace.sizes for trace in traces]
     return [
         _Buffer(_largest(num_bytes, sizes, limits))

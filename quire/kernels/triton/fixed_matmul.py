@@ -33,7 +33,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 
 def _library_agrees(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library's result for so many lines is the tiled kernel's, by bits. The answer is kept."""
+    """Whether the library's result for this number of rows is the tiled kernel's, by bits. The answer is cached."""
     key = (rows, *weight.shape, bias is None, weight.dtype)
     if key not in _AGREES:
         generator = torch.Generator(weight.device).manual_seed(0)

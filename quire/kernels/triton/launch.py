@@ -132,12 +132,12 @@ def shared_memory() -> int:
 
 
 def stages_within(wanted: int, piece: int, beside: int = 0) -> int:
-    """How many pieces of so many bytes may be on their way at once: as many as wanted, or as there is room for."""
+    """The number of pipeline stages of `piece` bytes that fit: the wanted number, or what shared memory holds."""
     return max(1, min(wanted, (shared_memory() - beside) // piece))
 
 
 def kv_stages(wanted: int, keys: int, width: int) -> int:
-    """The same for so many keys and values at a time, `width` bytes each."""
+    """The same for stages of `keys` keys and values, `width` bytes each."""
     return stages_within(wanted, 2 * keys * width, _BESIDE_KEYS)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of a chosen token and of the likeliest ones, in one pass over the logits and a small second one.
+"""Log-probabilities of a chosen token and of the top-k tokens, in one pass over the logits and a small second one.
 
 The first pass sums up chunks of a row, and keeps the highest logit of each group of tokens. The second merges the
 chunks; and since the first `count` groups, ordered by their highest logit, hold the first `count` tokens, it reads
@@ -17,8 +17,8 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _GROUP = 128  # tokens that share a highest logit
 _CHUNK = 4096  # tokens of a program of the first pass
-_WIDTHS = (0, 8, 32)  # room for likeliest tokens in the kernel of the second pass: each is compiled once
-_MOST = 20  # likeliest tokens that it finds; more are sorted
+_WIDTHS = (0, 8, 32)  # slots for top-k tokens in the kernel of the second pass: each is compiled once
+_MOST = 20  # the largest k that it finds; a larger one is sorted
 _SORTED_ROWS = 16  # at a time, since a sort needs much memory
 _NOTHING = tl.constexpr(-(1 << 63))  # a key that comes after all others
 _ONE = tl.constexpr(float(1 << 40))  # what a probability of 1 is as an integer

@@ -25,7 +25,7 @@ _BLOCK = 8192  # tokens at a time where one program walks over a row
 _FEW = 128  # the largest top_k that groups are used for
 _SPREAD = 16  # programs that share a row's chunks in a round: more than that, and those of finished rows take long
 _ROUNDS = 3
-_ONE = tl.constexpr(float(1 << 40))  # what the likeliest token's probability is as an integer
+_ONE = tl.constexpr(float(1 << 40))  # the greedy token's probability as an integer
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -48,7 +48,7 @@ def _scan_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The likeliest token of each chunk; and the one with the highest score, where no floor must be known before."""
+    """The greedy token of each chunk; and the one with the highest score, where no floor must be known before."""
     begin_dependent(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -124,7 +124,7 @@ def wide_fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _token_tiles(rows: int) -> tuple[int, int]:
-    """Two powers of two that hold so many tokens; the second may be 0."""
+    """Two powers of two whose sum holds this number of tokens; the second may be 0."""
     first = 128 if rows > 96 else 64
     return first, max(_MIN_TOKENS, triton.next_power_of_2(rows - first)) if rows > first else 0
 

@@ -21,7 +21,7 @@ class AllowedTokens(Feature):
         self._vocab_size, self._buffer = vocab_size, buffer
         self._staged: dict[int, NDArray[np.int32]] = {}
         self._rows: set[int] = set()
-        self._lined_up: set[int] = set()  # what the buffer was last told of them
+        self._lined_up: set[int] = set()  # the tokens that were last copied to the buffer
 
     def add_request(self, row: int, start: RowStart) -> bool:
         allowed = sampling_params(start).allowed_token_ids

@@ -29,7 +29,7 @@ tokens come before, the last first."""
 
 
 def _bits(value: float) -> int:
-    with np.errstate(over="ignore"):  # what is infinite in float32 is told by its row
+    with np.errstate(over="ignore"):  # a value that is infinite in float32 fails its own row
         return int(np.float32(value).view(np.int32))
 
 

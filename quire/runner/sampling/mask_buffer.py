@@ -56,7 +56,7 @@ class MaskBuffer:
             self._room[: len(masks)] = masks
 
     def copy_staged(self, count: int) -> None:
-        """Copy so many masks into the first lines of the first kind. Does not wait, and may be captured."""
+        """Copy this number of masks into the first lines of the first kind. Does not wait, and may be captured."""
         self._staging.copy(count)
 
     def line_up(self, kind: int, places: Mapping[int, int]) -> None:

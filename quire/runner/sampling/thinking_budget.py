@@ -90,7 +90,7 @@ class ThinkingBudget(Feature):
     def _follow(
         self, rows: Tensor, state: RowState, outputs: Tensor, start: Tensor, ended: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`start` and `ended` after so many outputs, and the token that would go on to end thinking, [m, 1]."""
+        """`start` and `ended` after `outputs` tokens, and the token that would go on to end thinking, [m, 1]."""
         _, begin_length, end_length = self._limits.all[:, rows]
         begin, end = self._begins.all[:, rows].T, self._ends.all[:, rows].T  # [m, size]
         known = state.num_prompt_tokens[rows] + outputs

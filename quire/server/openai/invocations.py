@@ -16,7 +16,7 @@ from quire.server.openapi import answers
 
 
 class PromptRequest(CompletionRequest):
-    """A completion's request with its prompt, by which it is told from a chat's."""
+    """A completion request: its prompt distinguishes it from a chat request."""
 
     prompt: str | TokenIds | Texts | TokenIdLists
 

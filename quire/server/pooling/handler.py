@@ -32,16 +32,17 @@ from quire.server.pooling.protocol import (
 from quire.server.pooling.sparse import by_token
 from quire.server.pooling.work import Output, PoolingFields, PoolingUsage, as_base64, inputs_of, pool_all
 from quire.types.errors import RequestError
-from quire.types.sampling import PoolingParams
+from quire.types.sampling import PoolingParams, PoolingTask
 
 _INPUT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
-def _params(body: PoolingFields, **given: object) -> PoolingParams:
+def _params(body: PoolingFields, task: PoolingTask | None, dimensions: int | None = None) -> PoolingParams:
     return PoolingParams(
+        task=task,
+        dimensions=dimensions,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         use_activation=body.wants_activation,
-        **given,  # type: ignore[arg-type]
     )
 
 

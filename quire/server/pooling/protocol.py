@@ -56,7 +56,7 @@ class RerankRequest(PoolingFields):
 
     query: str
     documents: list[str | DocumentObject] = Field(description="Texts, or objects with a text.")
-    top_n: SmallInt | None = Field(None, description="How many of the best are told; all if unset.")
+    top_n: SmallInt | None = Field(None, description="Return only this many of the best documents; all if unset.")
     return_documents: bool | None = Field(None, description="Whether the documents' texts are in the answer.")
     max_tokens_per_doc: SmallInt | None = Field(None, description="Keep only this many tokens of each document.")
     instruction: str | None = Field(None, description="What makes a document fit, for rerankers that take it.")

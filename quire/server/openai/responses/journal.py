@@ -46,7 +46,7 @@ def ignore_failure() -> None:
 
 
 class ResponseJournal:
-    """Never raises: what cannot be written is served without it, with a log line, and `on_failure` is told."""
+    """Never raises: what cannot be written is served without it, with a log line, and `on_failure` is called."""
 
     def __init__(self, folder: Path, ttl: float, on_failure: Callable[[], None] = ignore_failure) -> None:
         self._folder = folder
