@@ -15,6 +15,7 @@ import msgspec
 from quire.bench import flags
 from quire.bench.options import EmbedOptions, LatencyOptions
 from quire.bench.report import environment, write_report
+from quire.cli.parser import Parser
 from quire.config.args import add_engine_arguments, engine_config_from, engine_settings_from
 from quire.config.groups import DEFAULT_MODEL
 from quire.types.errors import ConfigError
@@ -27,13 +28,14 @@ _CLIENT_PACKAGES = ("quire", "aiohttp")
 _ENGINE_PACKAGES = ("quire", "torch")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
     for name, (summary, add, run_kind) in KINDS.items():
         kind = kinds.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         # Absent, it leaves alone what stands before KIND.
         kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         add(kind)
+        kind.shorten_help()
         kind.set_defaults(run_kind=run_kind)
 
 

@@ -91,8 +91,7 @@ def build_parser(chosen: str | None) -> Parser:
         if name == chosen:
             command = load_command(name)
             command.add_arguments(subparser)
-            if subparser.common:
-                subparser.add_help_all()
+            subparser.shorten_help()
             subparser.set_defaults(run=command.run)
     return parser
 

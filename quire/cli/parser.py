@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 EXIT_USAGE = 2
 _MOST_SUGGESTIONS = 3
+_MOST_FLAGS = 40  # that --help explains one by one
+ENGINE_FLAGS = ("--model", "--max-model-len", "--max-num-seqs", "--quantization", "--kv-cache-memory", "--device")
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +33,20 @@ class Parser(argparse.ArgumentParser):
     def format_all_help(self) -> str:
         return super().format_help()
 
-    def add_help_all(self) -> None:
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags, and exit")
+    def shorten_help(self) -> None:
+        """Call it after the flags were added: where they are many, --help explains the common ones, --help-all all.
+
+        A command that does not name its common flags has its own ones, and the settings in ENGINE_FLAGS.
+        """
+        if not self.common and len(self._get_optional_actions()) > _MOST_FLAGS:
+            groups = [group for group in self._action_groups if (group.title or "").endswith(" settings")]
+            settings = {action for group in groups for action in group._group_actions}
+            own = [action for action in self._get_optional_actions() if action not in settings]
+            flags = [action.option_strings[-1] for action in own if action.help is not argparse.SUPPRESS]
+            known = self._option_string_actions
+            self.common = (*flags, *(flag for flag in ENGINE_FLAGS if flag in known and flag not in flags))
+        if self.common:
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags, and exit")
 
     def _short_help(self) -> str:
         formatter = self._get_formatter()

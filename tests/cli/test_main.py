@@ -126,6 +126,22 @@ def test_help_explains_ten_flags_and_says_where_the_others_are(name: str, capsys
     assert f"`quire {name} --help-all` explains all" in short
 
 
+LONG = ["embed", "fit", "quantize", "verify", *(f"bench {kind}" for kind in ("latency", "steps", "throughput"))]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_help_is_short_where_flags_are_many(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main([*name.split(), flag])
+        texts.append(capsys.readouterr().out)
+    assert texts[0].count("\n") < 90 < texts[1].count("\n")
+    assert f"`quire {name} --help-all` explains all" in texts[0]
+    assert "--max-model-len" in texts[0]
+    assert "--block-size" in texts[1]
+
+
 def test_commands_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
