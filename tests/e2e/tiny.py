@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,9 @@ class Answer:
         return self.token_ids, self.logprobs, self.finish_reason
 
 
+PARKED_LIMIT = 120.0  # seconds: a grammar compiles in one, unless the machine is busy
+
+
 class Driver:
     """Submits requests to a core at chosen steps and collects their answers, checking integrity all the while."""
 
@@ -111,8 +115,14 @@ class Driver:
         self.core.scheduler.check_integrity()
 
     def finish(self) -> dict[str, Answer]:
-        while self.core.has_work():
-            self.step()
+        """Step until every request has ended, also those that are parked for a while."""
+        deadline = time.monotonic() + PARKED_LIMIT
+        while self.core.has_unfinished():
+            if self.core.has_work():
+                self.step()
+            else:
+                assert time.monotonic() < deadline, "a request stays parked"
+                time.sleep(0.001)
         return self.answers
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
@@ -131,7 +141,4 @@ def run_all(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, An
     driver = Driver(core)
     for request in requests:
         driver.submit(request)
-    while core.has_unfinished():
-        if core.has_work():
-            driver.step()
-    return driver.answers
+    return driver.finish()
