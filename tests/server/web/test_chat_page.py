@@ -128,7 +128,7 @@ def test_files_and_settings_reach_the_model(visit: Visit) -> None:
     with live_server(provider=provider) as server:
         page = visit.open(server)
         page.locator("#open-settings").click()
-        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_label("System prompt of all chats").fill("Be brief.")
         page.get_by_label("Temperature").fill("9")
         page.get_by_label("Temperature").press("Tab")
         expect(page.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
