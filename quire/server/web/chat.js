@@ -511,6 +511,7 @@ async function main() {
   else renderList();
   text.focus();
   document.body.dataset.ready = "yes";
+  performance.mark("quire-ready");
 }
 
 main();
