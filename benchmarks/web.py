@@ -2,10 +2,10 @@
 
     python benchmarks/web.py [--part paint|watched|bookkeeping] [--requests 256] [--seconds 8] [--rounds 6]
 
-`paint` opens both pages of `quire serve` in a headless Chromium, each time as a new visitor. `watched` keeps the given
-number of requests of the default model running; windows without and with a reader of /console/events take turns in one
-run, and the CPU time of both processes and the tokens per second are compared. `bookkeeping` measures what the server
-does for the console while nobody looks, and steps of a stub engine, recorded and not, in turn.
+`paint` opens both pages of `quire serve` in headless Chromium, as a new visitor each time. `watched` keeps the given
+number of requests of the default model running: windows without and with a reader of /console/events take turns in
+one run, and the CPU time of both processes and the tokens per second are compared. `bookkeeping` measures what the
+server does for the console while nobody looks, and steps of a stub engine, recorded and not, in turn.
 """
 
 from __future__ import annotations

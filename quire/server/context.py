@@ -96,13 +96,18 @@ class ServerContext:
     """Run once, when the first engine takes requests."""
     _seen_fields: set[str] = field(default_factory=set)
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        """What a request may name as its model: the model, by each of its names, and its adapters."""
+        return (*self.model_names, *self.adapters.names)
+
     def check_model(self, name: str | None, task: Task | None = None) -> str:
         """The model name for the answer: the given one if it is served, the first one if none is given.
 
         WrongTaskError if the model is not for what it is wanted for; while there is no engine, that is not known.
         """
-        if name is not None and name not in self.model_names and self.adapters.get(name) is None:
-            raise UnknownModelError(name, (*self.model_names, *self.adapters.names))
+        if name is not None and name not in self.served_names:
+            raise UnknownModelError(name, self.served_names)
         if task is not None:
             try:
                 pooler = self.provider.engine.info.pooler

@@ -29,15 +29,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_model(context: ServerContext, name: str | None, task: Task | None = None) -> str:
-    """The model's name for the answer, which is the given one. A tag for the newest version says nothing here."""
-    known = name is None or name in context.model_names
-    return context.check_model(name, task) if known else _tagged(context, str(name), task)
-
-
-def _tagged(context: ServerContext, name: str, task: Task | None) -> str:
-    context.check_model(name.removesuffix(LATEST), task)
-    return name
+def served_model(context: ServerContext, name: str | None, task: Task | None = None) -> str:
+    """The model or adapter that a name of Ollama's means: the tag of the newest version may follow it."""
+    if name is not None and name not in context.served_names:
+        name = name.removesuffix(LATEST)
+    return context.check_model(name, task)
 
 
 @contextmanager
@@ -53,7 +49,7 @@ def options_named() -> Iterator[None]:
         raise
 
 
-def generation_fields(options: Options | None, body: RunFields) -> GenerationFields:
+def generation_fields(options: Options | None, body: RunFields, model: str) -> GenerationFields:
     """The options as the fields that requests of all APIs have."""
     given = {} if options is None else options.model_dump(exclude_none=True, include=set(Options.model_fields))
     if options is not None:
@@ -61,7 +57,7 @@ def generation_fields(options: Options | None, body: RunFields) -> GenerationFie
     fields = {_FIELDS.get(name, name): value for name, value in given.items() if name in _PLAIN}
     if fields.get("seed") == -1:
         del fields["seed"]
-    return GenerationFields(model=body.model, stream=body.stream is not False, **fields)
+    return GenerationFields(model=model, stream=body.stream is not False, **fields)
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
