@@ -18,6 +18,7 @@ from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.adapters import ServedAdapters
 from quire.server.admission import Admission
+from quire.server.control.keep_alive import KeepAlive
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
@@ -89,6 +90,8 @@ class ServerContext:
     tool_servers: ToolServers
     description: ModelDescription = UNKNOWN
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    keep_alive: KeepAlive | None = None
+    """None: the engine stays awake whatever requests say."""
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
     observer: Observer = NULL_OBSERVER

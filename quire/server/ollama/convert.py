@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,10 @@ from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
 LATEST = ":latest"
+_NUMBER = re.compile(r"[+-]?\d{1,12}(\.\d*)?")
+_DURATION_PART = re.compile(r"(\d{1,12}(?:\.\d*)?)(ms|us|ns|h|m|s)")
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_LONGEST = 1e7  # seconds; an event loop's timers end somewhere
 _ROLES = ("system", "user", "assistant", "tool")
 _EFFORTS = ("low", "medium", "high")
 # Option of Ollama's -> field of all APIs.
@@ -65,6 +70,21 @@ def check_options(extra: Mapping[str, Any]) -> None:
     for name, harmless in _UNSUPPORTED.items():
         if extra.get(name) is not None and extra[name] not in harmless:
             raise RequestError(f"options.{name} is not supported here; leave it out", f"options.{name}")
+
+
+def keep_alive_seconds(value: int | float | str) -> float | None:
+    """Seconds, or a duration as Go writes it; None: for ever."""
+    text = str(value).strip()
+    sign, parts = text[:1] == "-", _DURATION_PART.findall(text)
+    if _NUMBER.fullmatch(text):
+        seconds = abs(float(text))
+    elif parts and "".join(number + unit for number, unit in parts) == text.lstrip("+-"):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    else:
+        raise RequestError(
+            f"keep_alive is {text[:40]!r} but must be a number of seconds or a duration such as 5m", "keep_alive"
+        )
+    return None if sign and seconds else min(seconds, _LONGEST)
 
 
 def max_tokens(options: Options | None) -> int | None:

@@ -26,6 +26,7 @@ from quire.server.ollama.convert import (
     chat_conversation,
     check_options,
     generation_fields,
+    keep_alive_seconds,
     max_tokens,
     options_named,
     output_format,
@@ -58,7 +59,7 @@ async def chat(context: ServerContext, body: ChatRequest, request: Request) -> R
     model = check(context, body, "/api/chat")
     answer = _answer(context, body.model or model, body, is_chat=True)
     if not body.messages:
-        return json_response(answer.loaded())
+        return json_response(answer.loaded(is_unloaded=keep_alive(context, body.keep_alive, from_now=True) == 0))
     conversation = chat_conversation(context, body, model)
     return await _converse(context, body, request, model, conversation, answer, "messages")
 
@@ -71,7 +72,7 @@ async def generate(context: ServerContext, body: GenerateRequest, request: Reque
     plain = bool(body.raw or body.suffix)
     answer = _answer(context, body.model or model, body, is_chat=False, shows_context=not plain)
     if not body.prompt and not body.suffix:
-        return json_response(answer.loaded())
+        return json_response(answer.loaded(is_unloaded=keep_alive(context, body.keep_alive, from_now=True) == 0))
     before = _earlier_text(context, body)
     if not plain:
         conversation = prompt_conversation(context, body, model)
@@ -97,9 +98,21 @@ async def generate(context: ServerContext, body: GenerateRequest, request: Reque
     return await _run(context, generation, reader, answer, request, streams=body.stream is not False)
 
 
+def keep_alive(context: ServerContext, value: int | float | str | None, *, from_now: bool = False) -> float | None:
+    """Keep the engine awake for as long as a request says; returns the seconds, None if it stays awake."""
+    if value is None or value == "":
+        return None
+    seconds = keep_alive_seconds(value)
+    if context.keep_alive is None:
+        return None
+    context.keep_alive.want(seconds, from_now=from_now)
+    return seconds
+
+
 def check(context: ServerContext, body: RunFields, route: str) -> str:
     """The model or adapter that is wanted. Refuses what must not be ignored."""
     model = served_model(context, body.model, "generate")
+    keep_alive(context, body.keep_alive)
     check_extra_fields(body.model_extra or {}, context, route, HINTS)
     longest, wanted = context.max_model_len(), None if body.options is None else body.options.num_ctx
     if longest is not None and wanted is not None and wanted > longest:
@@ -116,6 +129,7 @@ async def embed(context: ServerContext, body: EmbedRequest, request: Request) ->
         use_activation=True,  # Ollama's vectors have length 1
     )
     model = served_model(context, body.model, "embed")
+    keep_alive(context, body.keep_alive)
     given = [text for text in inputs if text]
     vectors, num_tokens = await _embed(context, body.options, given, params, request, "input")
     return Embeddings(body.model or model, vectors, nanoseconds(time.monotonic() - begin), 1, num_tokens)
@@ -126,6 +140,7 @@ async def embed_one(context: ServerContext, body: EmbeddingsRequest, request: Re
     params = PoolingParams(truncate_prompt_tokens=-1)
     inputs = [body.prompt] if body.prompt else []
     served_model(context, body.model, "embed")
+    keep_alive(context, body.keep_alive)
     vectors, _ = await _embed(context, body.options, inputs, params, request, "prompt")
     return Embedding(vectors[0] if vectors else [])
 

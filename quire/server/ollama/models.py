@@ -31,15 +31,17 @@ def model_list(context: ServerContext) -> ModelList:
 
 
 def running_models(context: ServerContext) -> RunningModels:
-    """The model, once it is loaded."""
-    longest = context.max_model_len()
-    if longest is None:
+    """The model, once it is loaded and while it does not sleep."""
+    longest, keep_alive = context.max_model_len(), context.keep_alive
+    if longest is None or (keep_alive is not None and keep_alive.is_asleep):
         return RunningModels([])
     described, details = context.description, _details(context)
+    expires = None if keep_alive is None else keep_alive.expires_at
+    until = _NEVER if expires is None else timestamp(expires)
     return RunningModels(
         [
             RunningModel(
-                tagged(name), tagged(name), described.num_bytes, _digest(context, name), details, _NEVER, 0, longest
+                tagged(name), tagged(name), described.num_bytes, _digest(context, name), details, until, 0, longest
             )
             for name in context.served_names
         ]
