@@ -344,7 +344,7 @@ async def test_bodies_of_any_type_are_taken_from_no_page_or_our_own(kind: str | 
 
 
 # What Open WebUI 0.12.4 sent to this server when its API was asked for chats with sampling settings and tools, for
-# titles, tags and embeddings, as a layer in front of the app noted it down. The texts of its task prompts are shortened.
+# titles, tags and embeddings, as a layer in front of the app noted it down. The texts of its task prompts are cut.
 WEBUI = json.loads((Path(__file__).parent / "open_webui.json").read_text(encoding="utf-8"))
 
 
