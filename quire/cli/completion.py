@@ -105,21 +105,21 @@ def zsh() -> str:
         "#compdef quire",
         '# quire\'s completion; put `eval "$(quire completion zsh)"` after compinit in ~/.zshrc',
         "_quire() {",
-        '    local path="${words[2]}" last="${words[CURRENT-1]}"',
-        '    [[ "$path" == bench && $CURRENT -gt 3 ]] && path="bench ${words[3]}"',
+        '    local command="${words[2]}" last="${words[CURRENT-1]}"',  # `path` is a name of zsh's own
+        '    [[ "$command" == bench && $CURRENT -gt 3 ]] && command="bench ${words[3]}"',
         "    local -a found",
         "    if (( CURRENT == 2 )); then",
         f"        found=({' '.join(_zsh(name, summary) for name, summary in COMMANDS.items())})",
         "        _describe command found",
         "        return",
         "    fi",
-        '    case "$path $last" in',
+        '    case "$command $last" in',
     ]
     for path, flags in tree().items():
         for flag in flags:
             if flag.values:
                 lines.append(f'        "{path} {flag.name}") compadd -- {shlex.join(flag.values)}; return ;;')
-    lines += ["    esac", '    case "$path" in']
+    lines += ["    esac", '    case "$command" in']
     for path, flags in tree().items():
         described = " ".join([*map(shlex.quote, _words_after(path)), *(_zsh(flag.name, flag.help) for flag in flags)])
         models = ' compadd -- ${(f)"$(quire completion --models 2>/dev/null)"};' if path in _WITH_MODELS else ""
@@ -128,13 +128,23 @@ def zsh() -> str:
 
 
 def fish() -> str:
-    lines = ["# quire's completion; put `quire completion fish | source` into ~/.config/fish/config.fish"]
+    lines = [
+        "# quire's completion; put `quire completion fish | source` into ~/.config/fish/config.fish",
+        "function __quire_at",  # whether the words before the cursor begin with these
+        "    set -l words (commandline -opc)",
+        "    set -l last (math 1 + (count $argv))",
+        '    test "$words[2..$last]" = "$argv"',
+        "end",
+        "function __quire_after",  # whether they are these
+        "    __quire_at $argv; and test (count (commandline -opc)) -eq (math 1 + (count $argv))",
+        "end",
+    ]
     for name, summary in COMMANDS.items():
-        lines.append(f"complete -c quire -f -n __fish_use_subcommand -a {name} -d {_fish(summary)}")
+        lines.append(f"complete -c quire -f -n 'test (count (commandline -opc)) -eq 1' -a {name} -d {_fish(summary)}")
     for path, flags in tree().items():
-        seen = " ; and ".join(f"__fish_seen_subcommand_from {word}" for word in path.split())
+        seen = f"__quire_at {path}"
         for word in _words_after(path):
-            lines.append(f"complete -c quire -f -n '{seen}' -a {word}")
+            lines.append(f"complete -c quire -f -n '__quire_after {path}' -a {word}")
         if path in _WITH_MODELS:
             lines.append(f"complete -c quire -n '{seen}' -a '(quire completion --models 2>/dev/null)'")
         for flag in flags:

@@ -79,7 +79,7 @@ class Server:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def frames(self, interval: float) -> Iterator[Frame]:
-        """Frames as long as the server has some. EngineError if it cannot be reached or refuses."""
+        """Frames without end. EngineError if the server cannot be reached, refuses, or ends."""
         with closing(self._connect()) as connection:
             response = self._get(connection, EVENTS)
             if response.status == 404:
@@ -87,9 +87,16 @@ class Server:
                 yield from self._metric_frames(interval)
                 return
             self._check(response)
-            while line := response.readline():
+            while line := self._line(response):
                 if line.startswith(b'{"at":') or b'"type":"frame"' in line:
                     yield msgspec.json.decode(line, type=Frame)
+            raise EngineError(f"{self.address} has ended; `quire ps` lists servers")
+
+    def _line(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.readline()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.address} is gone ({error}); `quire ps` lists servers") from error
 
     def _metric_frames(self, interval: float) -> Iterator[Frame]:
         before: tuple[float, dict[str, float]] | None = None

@@ -329,6 +329,10 @@ class ServerConfig:
     )
     ui: bool = setting(True, "Serve the chat page at / and the console at /console.")
     console_show_text: bool = setting(False, "Show the prompts of requests, and their log lines, in the console.")
+    keep_alive: bool = setting(
+        False,
+        "Let `keep_alive` of Ollama's requests put the idle engine to sleep; the next request of any API wakes it.",
+    )
     ssl_certfile: str | None = setting(None, "TLS certificate chain (PEM); serves https.")
     ssl_keyfile: str | None = setting(None, "Private key of the TLS certificate, if not in the same file.")
     root_path: str = setting("", "Path prefix that a proxy in front takes off, such as /llm.")

@@ -23,6 +23,7 @@ from quire.engine.control import REPLY_LIMIT
 from quire.engine.journal import Entry
 from quire.engine.router import Router
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
+from quire.types.console import joined
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
@@ -196,14 +197,14 @@ class ReplicaClient(EngineClient):
         return found
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        """Of every replica; the answer is the first one's."""
+        """Of every replica; the answer is the first one's, and to the console that of all."""
         if verb == "set_vocabulary":
             self._vocabulary = argument
         living = [client for client in self._clients if client is not None]
         if not living:
             raise EngineDeadError("no replica lives")
         replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
-        return replies[0]
+        return joined(replies) if verb == "console" else replies[0]
 
     def has_unfinished(self) -> bool:
         return bool(self._open) or not self._outputs.empty()

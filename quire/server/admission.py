@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.types.errors import QueueFullError, RequestError
@@ -14,6 +14,8 @@ class Admission:
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
         self._num_open = 0
+        self.watchers: list[Callable[[], None]] = []
+        """Called whenever completions have come or gone."""
 
     @property
     def num_open(self) -> int:
@@ -32,8 +34,13 @@ class Admission:
                 f"{self._num_open} completions are running or waiting, and the queue takes {self._max_queue} beyond"
                 f" the {max_num_seqs} that run; try again later"
             )
-        self._num_open += count
+        self._add(count)
         try:
             yield
         finally:
-            self._num_open -= count
+            self._add(-count)
+
+    def _add(self, count: int) -> None:
+        self._num_open += count
+        for watch in self.watchers:
+            watch()

@@ -18,6 +18,7 @@ from quire.server.admin import admin_router
 from quire.server.admission import Admission
 from quire.server.anthropic.router import messages_router
 from quire.server.context import EngineProvider, ServerContext
+from quire.server.control.keep_alive import KeepAlive, Sleeper
 from quire.server.conversation.formats import resolve_formats
 from quire.server.docs_page import docs_router, start_router
 from quire.server.errors import install_error_handlers
@@ -64,10 +65,11 @@ def build_app(
     tool_servers: ToolServers | None = None,
     adapters: ServedAdapters | None = None,
     description: ModelDescription = UNKNOWN,
+    sleeper: Sleeper | None = None,
 ) -> FastAPI:
     """`observer` is called for every HTTP request; `extra_routers` hold routes that need more than a ServerContext.
 
-    Whoever gives `tool_servers` closes them.
+    Whoever gives `tool_servers` closes them. `sleeper` puts the engine to sleep, with --keep-alive.
     """
     text.isolate_templates()
     formats = resolve_formats(text, settings)
@@ -83,6 +85,7 @@ def build_app(
         servers,
         description,
         adapters=adapters or ServedAdapters(),
+        keep_alive=KeepAlive(admission, sleeper) if sleeper is not None and settings.keep_alive else None,
         observer=observer,
     )
     app = FastAPI(

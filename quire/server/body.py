@@ -179,7 +179,8 @@ class JsonRoute(APIRoute):
     """A route whose body, if it has one, is JSON by its content type too, and read by JsonRequest.
 
     A web page may send any other content type to any server without asking first, JSON it may not: so asking for JSON
-    keeps strangers' pages from using a server on this machine. A POST without a body is refused by its origin.
+    keeps strangers' pages from using a server on this machine. What a page sends without a body is refused by its
+    origin (`SameSite` in quire/server/middleware.py).
     """
 
     any_type = False
@@ -194,8 +195,6 @@ class JsonRoute(APIRoute):
                 request.scope["headers"] = _with_json_type(request.scope["headers"])
             elif has_body:
                 _check_content_type(request)
-            elif request.method == "POST":
-                _check_origin(request)
             read = JsonRequest(request.scope, request.receive)
             if has_body:
                 await read.load()
@@ -216,23 +215,8 @@ def _with_json_type(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     return [*kept, (b"content-type", b"application/json")]
 
 
-def _content_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def _check_origin(request: Request) -> None:
-    """Refuse a page of another origin, unless it sends what its browser asked this server about."""
-    origin = request.headers.get("origin")
-    if origin is None or _content_type(request) == "application/json":
-        return
-    if origin.partition("://")[2] != request.headers.get("host"):
-        raise HTTPException(
-            403, f"pages of {origin[:100]!r} may not send this; send `Content-Type: application/json` with it"
-        )
-
-
 def _check_content_type(request: Request) -> None:
-    kind = _content_type(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(
             415, f"the content type is {kind[:60]!r}; send JSON with `Content-Type: application/json`"

@@ -18,6 +18,7 @@ from quire.loader.describe import UNKNOWN, ModelDescription
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.adapters import ServedAdapters
 from quire.server.admission import Admission
+from quire.server.control.keep_alive import KeepAlive
 from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
@@ -89,6 +90,8 @@ class ServerContext:
     tool_servers: ToolServers
     description: ModelDescription = UNKNOWN
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    keep_alive: KeepAlive | None = None
+    """None: the engine stays awake whatever requests say."""
     template_threads: TemplateThreads = field(default_factory=TemplateThreads)
     created: int = field(default_factory=lambda: int(time.time()))
     observer: Observer = NULL_OBSERVER
@@ -96,13 +99,18 @@ class ServerContext:
     """Run once, when the first engine takes requests."""
     _seen_fields: set[str] = field(default_factory=set)
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        """What a request may name as its model: the model, by each of its names, and its adapters."""
+        return (*self.model_names, *self.adapters.names)
+
     def check_model(self, name: str | None, task: Task | None = None) -> str:
         """The model name for the answer: the given one if it is served, the first one if none is given.
 
         WrongTaskError if the model is not for what it is wanted for; while there is no engine, that is not known.
         """
-        if name is not None and name not in self.model_names and self.adapters.get(name) is None:
-            raise UnknownModelError(name, (*self.model_names, *self.adapters.names))
+        if name is not None and name not in self.served_names:
+            raise UnknownModelError(name, self.served_names)
         if task is not None:
             try:
                 pooler = self.provider.engine.info.pooler

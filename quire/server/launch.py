@@ -145,6 +145,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 shows_text=settings.console_show_text,
                 is_ending=lambda: server.should_exit,
             )
+            operator = EngineOperator(supervisor)
             app = build_app(
                 supervisor,
                 text,
@@ -160,9 +161,10 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 tool_servers=tool_servers,
                 adapters=adapters,
                 description=description,
+                sleeper=operator,
             )
             server = Server(uvicorn_config(app, settings))
-            controlled = Controlled(supervisor, app.state.adapter_loader, EngineOperator(supervisor))
+            controlled = Controlled(supervisor, app.state.adapter_loader, operator)
             # A full collection would walk over all objects made until now and block the event loop.
             gc.collect()
             gc.freeze()

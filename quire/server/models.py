@@ -36,7 +36,7 @@ def models_router(context: ServerContext) -> APIRouter:
         """The model, once for each of its names, and its adapters."""
         if is_anthropic(request.scope):
             return json_response(model_page(context))
-        return json_response(ModelList([card(name) for name in (*context.model_names, *context.adapters.names)]))
+        return json_response(ModelList([card(name) for name in context.served_names]))
 
     @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
     async def get_model(model_id: str, request: Request) -> Response:

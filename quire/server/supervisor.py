@@ -46,7 +46,7 @@ _SPARE_LOOKS = 12  # an engine that was never idle for this many looks gets its 
 _DRAIN_INTERVAL = 5.0  # seconds between two lines about what a drain waits for
 _MOST_NAMED = 4  # requests in such a line
 _HELD: dict[Word, str] = {
-    "asleep": "an operator has put it to sleep; requests wait until it is woken, or are refused",
+    "asleep": "it sleeps; requests wait until it is woken, or are refused",
     "paused": "an operator has paused it; requests wait",
     "changing": "it goes to sleep, wakes, or gets other weights",
 }

@@ -6,6 +6,8 @@ The engine makes a view when it is asked (control verb `console`); the server ad
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -118,3 +120,16 @@ class EngineView(msgspec.Struct, frozen=True):
     misses: dict[str, int] = {}  # since the console was opened: why prompt tokens were not in the cache -> tokens
     memory: list[MemoryLine] = []
     memory_supply: int = 0  # bytes that the ledger could plan with
+
+
+def joined(views: Sequence[EngineView]) -> EngineView:
+    """One view of several engines: their requests, blocks and misses; steps, events and memory are the first's."""
+    first, *others = views
+    replace = msgspec.structs.replace
+    return replace(
+        first,
+        requests=[*first.requests, *(replace(one, row=-1) for view in others for one in view.requests)],
+        num_more_waiting=sum(view.num_more_waiting for view in views),
+        pools=[pool for view in views for pool in view.pools],
+        misses=dict(sum((Counter(view.misses) for view in views), Counter[str]())),
+    )

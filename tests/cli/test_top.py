@@ -42,6 +42,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "asks for an API key" in capsys.readouterr().err
     assert main(["top", server.address]) == 1
     assert "no answer from" in capsys.readouterr().err
+    with console_server() as server:
+        server.ending.set()  # the stream ends before its first frame
+        assert main(["top", server.address]) == 1
+    assert "has ended" in capsys.readouterr().err
     assert main(["top", "ftp://x"]) == 1
     assert "must be like http://127.0.0.1:8000" in capsys.readouterr().err
     assert main(["top", "nobody"]) == 1

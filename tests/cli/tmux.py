@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests.needs import needs_program
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0
@@ -65,10 +64,7 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    if shutil.which("tmux") is None:
-        if os.environ.get("QUIRE_CI"):
-            pytest.fail("tmux is not installed, though .ci/run has installed it")
-        pytest.skip("needs tmux to be installed")
+    needs_program("tmux")
     opened = Terminal(f"quire-test-{secrets.token_hex(4)}")
     try:
         yield opened

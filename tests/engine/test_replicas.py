@@ -13,6 +13,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import ReplicaClient
 from quire.engine.zmq_client import ZmqClient
+from quire.types.console import ConsoleQuery, EngineView
 from quire.types.errors import EngineDeadError, EngineStartError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -79,6 +80,22 @@ def test_requests_go_to_the_replica_with_their_prefix_or_the_least_load() -> Non
             assert answers.ends == {"a": None, "other": None, "b": None, "c": None}
 
     asyncio.run(run())
+
+
+def test_the_console_sees_the_requests_and_blocks_of_all_replicas() -> None:
+    async def scenario() -> None:
+        async with replicas() as client:
+            answers = Answers(client)
+            for name in ("a", "b"):
+                client.add_request(ask(name, [ord(name)] * 4))
+            await answers.read_until(lambda: {"a", "b"} <= answers.tokens.keys())
+            view: EngineView = await client.call_async("console", ConsoleQuery())
+            assert {holder(client, name) for name in ("a", "b")} == {0, 1}
+            assert sorted(request.id for request in view.requests) == ["a", "b"]
+            assert sorted(request.row for request in view.requests) == [-1, 0]
+            assert len(view.pools) == 2
+
+    asyncio.run(scenario())
 
 
 def test_requests_go_on_when_their_replica_dies() -> None:

@@ -51,6 +51,27 @@ async def test_the_model_of_a_request_may_be_an_adapter(path: str, body: dict[st
     assert "sql" in missing.text
 
 
+@pytest.mark.parametrize("name", ["sql", "sql:latest"])
+async def test_ollamas_clients_find_adapters_too(name: str) -> None:
+    seen: list[AdapterRef | None] = []
+    async with serving(adapting_client(seen), adapters=ServedAdapters([SQL])) as session:
+        for path in ("/api/tags", "/api/ps"):
+            listed = (await session.get(path)).json()["models"]
+            assert [one["name"] for one in listed] == [f"{MODEL}:latest", "alias/name:latest", "sql:latest"]
+            assert listed[-1]["digest"] == SQL.digest
+        shown = (await session.post("/api/show", json={"model": name})).json()
+        prompts: list[tuple[str, dict[str, Any]]] = [
+            ("/api/chat", {"messages": CHAT["messages"]}),
+            ("/api/generate", {"prompt": "hi"}),
+            ("/api/generate", {"prompt": "hi", "raw": True}),
+        ]
+        for path, body in prompts:
+            answer = await session.post(path, json={**body, "model": name, "stream": False})
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+    assert "ADAPTER sql" in shown["modelfile"]
+    assert seen == [SQL, SQL, SQL]
+
+
 async def test_adapters_are_listed_with_their_parent() -> None:
     async with serving(adapting_client([]), adapters=ServedAdapters([SQL])) as session:
         cards = (await session.get("/v1/models")).json()["data"]

@@ -15,5 +15,5 @@ def model_info(context: ServerContext, name: str) -> ModelInfo:
 
 
 def model_page(context: ServerContext) -> ModelPage:
-    models = [model_info(context, name) for name in (*context.model_names, *context.adapters.names)]
+    models = [model_info(context, name) for name in context.served_names]
     return ModelPage(models, models[0].id, models[-1].id)

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
 import quire
 from quire.server.admin import EngineSummary
 from quire.server.console.monitor import ConsoleMonitor, Ended, Line, Load, Marks, Restart, Sample
-from quire.server.context import EngineProvider
+from quire.server.context import HealthReport
 from quire.types.console import ConsoleQuery, EngineView, RequestView
 from quire.types.errors import EngineError, EngineUnavailableError, QueueFullError
+from quire.types.messages import EngineInfo
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -49,12 +51,34 @@ class Frame(msgspec.Struct, frozen=True, tag_field="type", tag="frame"):
     restarts: list[Restart]
 
 
+class WatchedEngine(Protocol):
+    """What a feed needs of an AsyncEngine."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def console(self, query: ConsoleQuery) -> EngineView: ...
+
+    def held_requests(self, why: str) -> list[RequestView]: ...
+
+    def prompt_of(self, engine_id: str) -> str | None: ...
+
+
+class WatchedProvider(Protocol):
+    @property
+    def engine(self) -> WatchedEngine:
+        """EngineUnavailableError while there is none."""
+        ...
+
+    def health(self) -> HealthReport: ...
+
+
 class ConsoleFeed:
     """One for all readers of a server: what they see costs the same, however many they are."""
 
     def __init__(
         self,
-        provider: EngineProvider,
+        provider: WatchedProvider,
         monitor: ConsoleMonitor,
         model_names: Sequence[str],
         *,
@@ -117,7 +141,7 @@ class ConsoleFeed:
                 view = None
                 if looking.done():
                     view, looking = looking.result(), None
-                line = _line(self._frame(view, marks))
+                line = _line(self.frame(view, marks))
                 for reader in self._readers:
                     _put(reader, line)
                 await asyncio.sleep(max(0.0, self._interval - (time.monotonic() - begin)))
@@ -162,7 +186,8 @@ class ConsoleFeed:
             restarts,
         )
 
-    def _frame(self, view: EngineView | None, marks: Marks) -> Frame:
+    def frame(self, view: EngineView | None, marks: Marks) -> Frame:
+        """What readers are sent of the server, and of its engine if there is a view of it."""
         health = self._provider.health()
         if view is None and health.status not in ("ready", "draining"):
             view = EngineView(time.time(), self._held(f"the engine is {health.status}: {health.detail}"))

@@ -73,6 +73,10 @@ class EngineOperator:
         self._supervisor = supervisor
         self._wanted = supervisor.wanted
 
+    @property
+    def is_asleep(self) -> bool:
+        return self._wanted.level > 0
+
     async def state(self) -> EngineState:
         return await self._engine.state()
 

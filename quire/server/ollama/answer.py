@@ -74,10 +74,10 @@ class RunAnswer:
         """A line that adds nothing, for streams that are silent for long."""
         return self._line(Parts(), None)
 
-    def loaded(self) -> Line:
+    def loaded(self, is_unloaded: bool) -> Line:
         """The answer to a request without a prompt."""
         line = self._line(Parts(), None)
-        line.done, line.done_reason = True, "load"
+        line.done, line.done_reason = True, "unload" if is_unloaded else "load"
         return line
 
     def _count(self, output: RequestOutput) -> None:

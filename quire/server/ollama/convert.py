@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,10 @@ from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
 LATEST = ":latest"
+_NUMBER = re.compile(r"[+-]?\d{1,12}(\.\d*)?")
+_DURATION_PART = re.compile(r"(\d{1,12}(?:\.\d*)?)(ms|us|ns|h|m|s)")
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_LONGEST = 1e7  # seconds; an event loop's timers end somewhere
 _ROLES = ("system", "user", "assistant", "tool")
 _EFFORTS = ("low", "medium", "high")
 # Option of Ollama's -> field of all APIs.
@@ -29,15 +34,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_model(context: ServerContext, name: str | None, task: Task | None = None) -> str:
-    """The model's name for the answer, which is the given one. A tag for the newest version says nothing here."""
-    known = name is None or name in context.model_names
-    return context.check_model(name, task) if known else _tagged(context, str(name), task)
-
-
-def _tagged(context: ServerContext, name: str, task: Task | None) -> str:
-    context.check_model(name.removesuffix(LATEST), task)
-    return name
+def served_model(context: ServerContext, name: str | None, task: Task | None = None) -> str:
+    """The model or adapter that a name of Ollama's means: the tag of the newest version may follow it."""
+    if name is not None and name not in context.served_names:
+        name = name.removesuffix(LATEST)
+    return context.check_model(name, task)
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def options_named() -> Iterator[None]:
         raise
 
 
-def generation_fields(options: Options | None, body: RunFields) -> GenerationFields:
+def generation_fields(options: Options | None, body: RunFields, model: str) -> GenerationFields:
     """The options as the fields that requests of all APIs have."""
     given = {} if options is None else options.model_dump(exclude_none=True, include=set(Options.model_fields))
     if options is not None:
@@ -61,7 +62,7 @@ def generation_fields(options: Options | None, body: RunFields) -> GenerationFie
     fields = {_FIELDS.get(name, name): value for name, value in given.items() if name in _PLAIN}
     if fields.get("seed") == -1:
         del fields["seed"]
-    return GenerationFields(model=body.model, stream=body.stream is not False, **fields)
+    return GenerationFields(model=model, stream=body.stream is not False, **fields)
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
@@ -69,6 +70,21 @@ def check_options(extra: Mapping[str, Any]) -> None:
     for name, harmless in _UNSUPPORTED.items():
         if extra.get(name) is not None and extra[name] not in harmless:
             raise RequestError(f"options.{name} is not supported here; leave it out", f"options.{name}")
+
+
+def keep_alive_seconds(value: int | float | str) -> float | None:
+    """Seconds, or a duration as Go writes it; None: for ever."""
+    text = str(value).strip()
+    sign, parts = text[:1] == "-", _DURATION_PART.findall(text)
+    if _NUMBER.fullmatch(text):
+        seconds = abs(float(text))
+    elif parts and "".join(number + unit for number, unit in parts) == text.lstrip("+-"):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    else:
+        raise RequestError(
+            f"keep_alive is {text[:40]!r} but must be a number of seconds or a duration such as 5m", "keep_alive"
+        )
+    return None if sign and seconds else min(seconds, _LONGEST)
 
 
 def max_tokens(options: Options | None) -> int | None:

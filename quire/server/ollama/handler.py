@@ -24,14 +24,15 @@ from quire.server.generation.run import finished_outputs, run
 from quire.server.ollama.answer import RunAnswer, nanoseconds
 from quire.server.ollama.convert import (
     chat_conversation,
-    check_model,
     check_options,
     generation_fields,
+    keep_alive_seconds,
     max_tokens,
     options_named,
     output_format,
     prompt_conversation,
     refuse_images,
+    served_model,
 )
 from quire.server.ollama.protocol import (
     ChatRequest,
@@ -56,11 +57,11 @@ HINTS = frozenset({"height", "shift", "steps", "truncate", "width"})
 
 async def chat(context: ServerContext, body: ChatRequest, request: Request) -> Response:
     model = check(context, body, "/api/chat")
-    answer = _answer(context, model, body, is_chat=True)
+    answer = _answer(context, body.model or model, body, is_chat=True)
     if not body.messages:
-        return json_response(answer.loaded())
+        return json_response(answer.loaded(is_unloaded=keep_alive(context, body.keep_alive, from_now=True) == 0))
     conversation = chat_conversation(context, body, model)
-    return await _converse(context, body, request, conversation, answer, "messages")
+    return await _converse(context, body, request, model, conversation, answer, "messages")
 
 
 async def generate(context: ServerContext, body: GenerateRequest, request: Request) -> Response:
@@ -69,14 +70,14 @@ async def generate(context: ServerContext, body: GenerateRequest, request: Reque
     if body.template:
         raise RequestError("template is not taken: the model's own chat template is used; leave it out", "template")
     plain = bool(body.raw or body.suffix)
-    answer = _answer(context, model, body, is_chat=False, shows_context=not plain)
+    answer = _answer(context, body.model or model, body, is_chat=False, shows_context=not plain)
     if not body.prompt and not body.suffix:
-        return json_response(answer.loaded())
+        return json_response(answer.loaded(is_unloaded=keep_alive(context, body.keep_alive, from_now=True) == 0))
     before = _earlier_text(context, body)
     if not plain:
         conversation = prompt_conversation(context, body, model)
-        return await _converse(context, body, request, conversation, answer, "prompt", before)
-    fields = generation_fields(body.options, body)
+        return await _converse(context, body, request, model, conversation, answer, "prompt", before)
+    fields = generation_fields(body.options, body, model)
     wanted = output_format(body)
     params = _params(context, body, fields)
     if wanted is not None:
@@ -97,9 +98,21 @@ async def generate(context: ServerContext, body: GenerateRequest, request: Reque
     return await _run(context, generation, reader, answer, request, streams=body.stream is not False)
 
 
+def keep_alive(context: ServerContext, value: int | float | str | None, *, from_now: bool = False) -> float | None:
+    """Keep the engine awake for as long as a request says; returns the seconds, None if it stays awake."""
+    if value is None or value == "":
+        return None
+    seconds = keep_alive_seconds(value)
+    if context.keep_alive is None:
+        return None
+    context.keep_alive.want(seconds, from_now=from_now)
+    return seconds
+
+
 def check(context: ServerContext, body: RunFields, route: str) -> str:
-    """The model's name for the answer. Refuses what must not be ignored."""
-    model = check_model(context, body.model, "generate")
+    """The model or adapter that is wanted. Refuses what must not be ignored."""
+    model = served_model(context, body.model, "generate")
+    keep_alive(context, body.keep_alive)
     check_extra_fields(body.model_extra or {}, context, route, HINTS)
     longest, wanted = context.max_model_len(), None if body.options is None else body.options.num_ctx
     if longest is not None and wanted is not None and wanted > longest:
@@ -115,17 +128,19 @@ async def embed(context: ServerContext, body: EmbedRequest, request: Request) ->
         truncate_prompt_tokens=None if body.truncate is False else -1,
         use_activation=True,  # Ollama's vectors have length 1
     )
-    model = check_model(context, body.model, "embed")
+    model = served_model(context, body.model, "embed")
+    keep_alive(context, body.keep_alive)
     given = [text for text in inputs if text]
     vectors, num_tokens = await _embed(context, body.options, given, params, request, "input")
-    return Embeddings(model, vectors, nanoseconds(time.monotonic() - begin), 1, num_tokens)
+    return Embeddings(body.model or model, vectors, nanoseconds(time.monotonic() - begin), 1, num_tokens)
 
 
 async def embed_one(context: ServerContext, body: EmbeddingsRequest, request: Request) -> Embedding:
     """The vector of one text, as long as the model makes it."""
     params = PoolingParams(truncate_prompt_tokens=-1)
     inputs = [body.prompt] if body.prompt else []
-    check_model(context, body.model, "embed")
+    served_model(context, body.model, "embed")
+    keep_alive(context, body.keep_alive)
     vectors, _ = await _embed(context, body.options, inputs, params, request, "prompt")
     return Embedding(vectors[0] if vectors else [])
 
@@ -153,20 +168,21 @@ async def _converse(
     context: ServerContext,
     body: RunFields,
     request: Request,
+    model: str,
     conversation: Conversation,
     answer: RunAnswer,
     prompt_field: str,
     before: str = "",
 ) -> Response:
     """Answer a conversation; `before` is the text of an earlier one that it goes on from."""
-    fields = generation_fields(body.options, body)
+    fields = generation_fields(body.options, body, model)
     ids = ids_of("chat-", fields, request)
     work = prepare_conversation(context, conversation, _params(context, body, fields))
     prepared = await while_connected(request.receive, work)
     if before:
         prepared = dataclasses.replace(prepared, prompt=before + prepared.prompt)
     generation = conversation_generation(
-        fields, prepared, ids, origin_of(request), model=fields.model or "", prompt_field=prompt_field
+        fields, prepared, ids, origin_of(request), model=model, prompt_field=prompt_field
     )
     reader = prepared.reader()
     return await _run(context, generation, reader, answer, request, streams=body.stream is not False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.server.context import ServerContext
 from quire.server.ollama.answer import timestamp
-from quire.server.ollama.convert import LATEST, check_model
+from quire.server.ollama.convert import LATEST, served_model
 from quire.server.ollama.protocol import (
     Details,
     ModelEntry,
@@ -24,28 +24,32 @@ def model_list(context: ServerContext) -> ModelList:
     when = timestamp(described.modified or context.created)
     return ModelList(
         [
-            ModelEntry(name, name, when, described.num_bytes, described.digest, details)
-            for name in map(tagged, context.model_names)
+            ModelEntry(tagged(name), tagged(name), when, described.num_bytes, _digest(context, name), details)
+            for name in context.served_names
         ]
     )
 
 
 def running_models(context: ServerContext) -> RunningModels:
-    """The model, once it is loaded."""
-    longest = context.max_model_len()
-    if longest is None:
+    """The model, once it is loaded and while it does not sleep."""
+    longest, keep_alive = context.max_model_len(), context.keep_alive
+    if longest is None or (keep_alive is not None and keep_alive.is_asleep):
         return RunningModels([])
     described, details = context.description, _details(context)
+    expires = None if keep_alive is None else keep_alive.expires_at
+    until = _NEVER if expires is None else timestamp(expires)
     return RunningModels(
         [
-            RunningModel(name, name, described.num_bytes, described.digest, details, _NEVER, 0, longest)
-            for name in map(tagged, context.model_names)
+            RunningModel(
+                tagged(name), tagged(name), described.num_bytes, _digest(context, name), details, until, 0, longest
+            )
+            for name in context.served_names
         ]
     )
 
 
 def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
-    check_model(context, body.model or body.name)
+    name = served_model(context, body.model or body.name)
     described = context.description
     info: dict[str, str | int] = {"general.architecture": described.family}
     if described.num_parameters is not None:
@@ -54,9 +58,10 @@ def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
     for key, value in (("context_length", longest), ("embedding_length", described.embedding_length)):
         if value is not None:
             info[f"{described.family or 'model'}.{key}"] = value
+    adapter = "" if context.adapters.get(name) is None else f"ADAPTER {name}\n"
     template = context.text.own_template(with_tools=True)
     return ModelInfo(
-        modelfile=f"# Served by Quire.\nFROM {tagged(context.model_names[0])}\n",
+        modelfile=f"# Served by Quire.\nFROM {tagged(context.model_names[0] if adapter else name)}\n{adapter}",
         parameters="",
         template="" if template is None else template.source,
         details=_details(context),
@@ -82,6 +87,11 @@ def capabilities(context: ServerContext) -> list[str]:
 def tagged(name: str) -> str:
     """Names of models have a tag in Ollama."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def _digest(context: ServerContext, name: str) -> str:
+    adapter = context.adapters.get(name)
+    return context.description.digest if adapter is None else adapter.digest
 
 
 def _details(context: ServerContext) -> Details:

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.server.conversation.schema_check import SchemaReport
 from quire.server.generation.fields import SmallInt, TokenIds
 
-DoneReason = Literal["stop", "length", "load"]
+DoneReason = Literal["stop", "length", "load", "unload"]
 KeepAlive = Annotated[
     int | float | str | None,
-    Field(description="Of no effect: the model stays loaded for as long as the server runs."),
+    Field(description="Seconds, or a duration such as 5m, after which the idle engine may sleep; with --keep-alive."),
 ]
 _OPEN = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 

@@ -1,9 +1,8 @@
 // Talking to the server. The API key goes in a header, never in an address, and is kept for the session only.
 
-import { $ } from "./dom.js";
+import { $, h, stored } from "./dom.js";
 
-const KEY = "quire.key";
-let memory = null; // where storage is off
+const key = stored("quire.key", "sessionStorage");
 
 export class ApiError extends Error {
   constructor(message, status = 0) {
@@ -12,65 +11,53 @@ export class ApiError extends Error {
   }
 }
 
-function key() {
-  try {
-    return sessionStorage.getItem(KEY) ?? memory;
-  } catch {
-    return memory;
-  }
-}
-
-export function forgetKey() {
-  memory = null;
-  try {
-    sessionStorage.removeItem(KEY);
-  } catch {
-    // It was never kept.
-  }
-}
-
-export const hasKey = () => key() !== null;
-
 let asking = null;
 
-/** Ask for the key in the page's dialog, once however many requests want it; ApiError if the user declines. */
+/** Ask for the key, once however many requests want it; ApiError if the user declines. */
 function askKey(isWrong) {
   asking ??= new Promise((resolve, reject) => {
-    const dialog = $("#key-dialog");
-    const field = $("input", dialog);
-    $(".problem", dialog).textContent = isWrong ? "The server did not accept this key." : "";
-    field.value = "";
-    dialog.addEventListener(
-      "close",
-      () => {
-        asking = null;
-        const given = field.value.trim();
-        field.value = "";
-        if (dialog.returnValue !== "ok" || !given) {
-          reject(new ApiError("The server asks for an API key.", 401));
-          return;
-        }
-        memory = given;
-        try {
-          sessionStorage.setItem(KEY, given);
-        } catch {
-          // It lives as long as the page, then.
-        }
+    const dialog = keyDialog(isWrong ? "The server did not accept this key." : "");
+    dialog.addEventListener("close", () => {
+      asking = null;
+      const given = $("input", dialog).value.trim();
+      dialog.remove();
+      if (dialog.returnValue === "ok" && given) {
+        key.set(given);
         resolve();
-      },
-      { once: true },
-    );
-    dialog.returnValue = "";
+      } else reject(new ApiError("The server asks for an API key.", 401));
+    });
+    document.body.append(dialog);
     dialog.showModal();
   });
   return asking;
+}
+
+function keyDialog(problem) {
+  return h(
+    "dialog",
+    { id: "key-dialog", "aria-labelledby": "key-title" },
+    h(
+      "form",
+      { method: "dialog" },
+      h("h2", { id: "key-title", text: "API key" }),
+      h("p", { text: "This server asks for a key. It is kept until this tab is closed and sent to this server only." }),
+      h("label", {}, "Key ", h("input", { type: "password", autocomplete: "off", spellcheck: "false" })),
+      h("p", { class: "problem", role: "alert", text: problem }),
+      h(
+        "div",
+        { class: "row end" },
+        h("button", { type: "button", class: "quiet", text: "Cancel", onclick: (event) => event.target.closest("dialog").close() }),
+        h("button", { value: "ok", class: "primary", text: "Use this key" }),
+      ),
+    ),
+  );
 }
 
 /** A response that is well; ApiError with the server's own words otherwise, status 0 if it cannot be reached. */
 export async function call(path, { body, signal, method } = {}) {
   const url = new URL(path, document.baseURI);
   for (;;) {
-    const sent = key();
+    const sent = key.get();
     const headers = {};
     if (sent !== null) headers.authorization = `Bearer ${sent}`;
     if (body !== undefined) headers["content-type"] = "application/json";
@@ -90,7 +77,7 @@ export async function call(path, { body, signal, method } = {}) {
     }
     if (response.ok) return response;
     if (response.status === 401) {
-      if (key() === sent) await askKey(sent !== null);
+      if (key.get() === sent) await askKey(sent !== null);
       continue;
     }
     throw new ApiError(await reason(response), response.status);

@@ -1,12 +1,13 @@
 // The chat page: conversations in this browser, answers streamed from /v1/chat/completions.
 
-import { call, events, hasKey } from "./api.js";
-import { $, announce, download, h, themeButton } from "./dom.js";
+import { call, events } from "./api.js";
+import { $, announce, download, h, stored, themeButton } from "./dom.js";
 import { MessageView, wireMessages } from "./messages.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 
 const MAX_FILE = 1 << 20;
+const wanted = { open: stored("quire.open", "sessionStorage"), model: stored("quire.model") }; // what a reload takes up
 const SHORTCUTS = [
   ["Enter", "Send the message"],
   ["Shift Enter", "New line"],
@@ -38,6 +39,7 @@ const actions = {
   regenerate: (message) => answer(message.parent),
   edit: (view) =>
     view.edit((content) => {
+      if (isBusy()) return;
       const { parent, files } = view.message;
       const added = store.add(state.current, parent, { role: "user", content, files });
       answer(added.id);
@@ -56,6 +58,7 @@ const actions = {
     store.path(state.current).some((other) => other.id === message.id) &&
     !store.path(state.current).some((other) => other.role === "tool" && other.tool_call_id === one.id),
   answerTool(message, one, result) {
+    if (isBusy()) return;
     const added = store.add(state.current, state.current.leaf, { role: "tool", content: result, tool_call_id: one.id });
     if (message.tool_calls.some((other) => actions.wantsResult(message, other))) {
       store.save(state.current);
@@ -80,8 +83,8 @@ function renderThread() {
   thread.replaceChildren(...(nodes.length ? [h("div", { class: "column" }, nodes)] : [welcome()]));
   document.title = state.current.title ? `${state.current.title} – Quire` : "Quire";
   if (state.running?.conversation === state.current) state.views.get(state.running.message.id)?.update(true);
-  state.follows = true;
-  follow();
+  $("#chat-system").value = state.current.system ?? "";
+  follow(true);
 }
 
 function welcome() {
@@ -96,9 +99,13 @@ function welcome() {
 }
 
 function renderList() {
-  const wanted = $("#search").value.trim().toLowerCase();
-  const holds = (one) => one.title.toLowerCase().includes(wanted) || Object.values(one.messages).some((m) => m.content.toLowerCase().includes(wanted));
-  const shown = state.conversations.filter((one) => !wanted || holds(one));
+  const sought = $("#search").value.trim().toLowerCase();
+  const holds = (one) => one.title.toLowerCase().includes(sought) || Object.values(one.messages).some((m) => m.content.toLowerCase().includes(sought));
+  const shown = state.conversations.filter((one) => !sought || holds(one)).sort((a, b) => b.updated - a.updated);
+  if (!shown.length) {
+    $("#conversations").replaceChildren(h("li", { class: "hint", text: sought ? "No chat holds this." : "No chats yet." }));
+    return;
+  }
   $("#conversations").replaceChildren(
     ...shown.map((one) => {
       const open = h("button", { type: "button", class: "open", text: one.title || "New chat", onclick: () => select(one) });
@@ -109,8 +116,10 @@ function renderList() {
   );
 }
 
-function follow() {
-  if (state.follows) thread.scrollTop = thread.scrollHeight;
+function follow(isWanted = state.follows) {
+  state.follows = isWanted;
+  if (isWanted) thread.scrollTop = thread.scrollHeight;
+  $("#to-end").hidden = isWanted;
 }
 
 function showProblem(message, retry) {
@@ -131,28 +140,11 @@ function showBusy() {
 
 function select(conversation) {
   state.current = conversation;
-  remember(conversation.id);
+  wanted.open.set(conversation.id);
   renderThread();
   renderList();
   closeSidebar();
   text.focus();
-}
-
-/** What a reload opens again. */
-function remember(id) {
-  try {
-    sessionStorage.setItem("quire.open", id);
-  } catch {
-    // A reload begins anew, then.
-  }
-}
-
-function remembered() {
-  try {
-    return sessionStorage.getItem("quire.open");
-  } catch {
-    return null;
-  }
 }
 
 function startNew() {
@@ -211,7 +203,7 @@ async function answer(parent) {
   showProblem(null);
   showBusy();
   renderThread();
-  remember(conversation.id);
+  wanted.open.set(conversation.id);
   await keep(conversation);
   renderList();
   const system = conversation.system ?? state.values.system;
@@ -229,7 +221,7 @@ async function answer(parent) {
   } catch (error) {
     if (error.name === "AbortError") message.problem = message.content || message.reasoning ? "Stopped." : "Stopped before the first token.";
     else message.problem = error.message;
-    if (error.status === 0) watchServer();
+    if (error.status === 0 || error.status === 503) watchServer();
   }
   state.running = null;
   showBusy();
@@ -245,7 +237,8 @@ async function answer(parent) {
 
 /** Take in a chunk of an answer. */
 function take(message, chunk, began) {
-  const delta = chunk.choices?.[0]?.delta;
+  const { delta, finish_reason: reason } = chunk.choices?.[0] ?? {};
+  if (reason) message.finish = reason;
   if (delta) {
     message.content += delta.content ?? "";
     message.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
@@ -303,25 +296,36 @@ function stop() {
 
 let watching = false;
 
-/** After a failure: wait until the server is back. */
+/** Say what the server is busy with until it takes requests. */
 async function watchServer() {
   if (watching) return;
   watching = true;
-  $("#status").textContent = "Server away, trying again …";
+  let wasAway = false;
   for (;;) {
-    try {
-      const response = await fetch(new URL("ready", document.baseURI), { cache: "no-store" });
-      if (response.ok || response.status === 401) break;
-    } catch {
-      // Still away.
-    }
+    const found = await serverState();
+    if (found === null) break;
+    if ($("#status").textContent !== found) $("#status").textContent = found;
+    wasAway = true;
     await new Promise((done) => setTimeout(done, 500));
   }
   watching = false;
   $("#status").textContent = "";
+  if (!wasAway) return;
   showProblem(null);
-  announce("The server is back");
+  announce("The server is ready");
   loadModels();
+}
+
+/** What keeps the server from answering; null: nothing. */
+async function serverState() {
+  try {
+    const response = await fetch(new URL("ready", document.baseURI), { cache: "no-store" });
+    if (response.ok || response.status === 401) return null; // with a key, requests say themselves what is wrong
+    const { status, detail } = await response.json();
+    return `Server ${status}: ${detail} …`;
+  } catch {
+    return "Server away, trying again …";
+  }
 }
 
 async function loadModels() {
@@ -329,13 +333,8 @@ async function loadModels() {
     const found = await (await call("v1/models")).json();
     const select = $("#model");
     select.replaceChildren(...found.data.map((one) => h("option", { value: one.id, text: one.id })));
-    let wanted = null;
-    try {
-      wanted = localStorage.getItem("quire.model");
-    } catch {
-      // The first one, then.
-    }
-    state.model = found.data.some((one) => one.id === wanted) ? wanted : found.data[0].id;
+    const before = wanted.model.get();
+    state.model = found.data.some((one) => one.id === before) ? before : found.data[0].id;
     select.value = state.model;
     const size = found.data[0].max_model_len;
     select.title = size ? `Context of ${size} tokens` : "";
@@ -348,16 +347,18 @@ async function loadModels() {
 
 // Files --------------------------------------------------------------------------------------------------------------
 
+const isPicture = (file) => /^(image|audio|video)\//.test(file.type) && file.type !== "image/svg+xml";
+
 async function attach(list) {
+  const problems = [];
   for (const file of list) {
-    if (file.size > MAX_FILE) {
-      showProblem(`${file.name} is larger than 1 MiB.`);
-      continue;
-    }
-    const content = await file.text();
-    if (content.includes("\0")) showProblem(`${file.name} is not a text file.`);
+    const content = file.size > MAX_FILE || isPicture(file) ? "" : await file.text();
+    if (isPicture(file)) problems.push(`${file.name} is an image or a recording, and this model reads text only.`);
+    else if (file.size > MAX_FILE) problems.push(`${file.name} is larger than 1 MiB.`);
+    else if (content.includes("\0")) problems.push(`${file.name} is not a text file. Attach plain text, Markdown, code, CSV or JSON.`);
     else state.files.push({ name: file.name.slice(0, 200), text: content });
   }
+  showProblem(problems.join(" "));
   renderFiles();
   text.focus();
 }
@@ -460,7 +461,15 @@ function listen() {
     event.preventDefault();
     attach(event.dataTransfer.files);
   });
-  thread.addEventListener("scroll", () => (state.follows = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 60));
+  thread.addEventListener("scroll", () => {
+    state.follows = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 60;
+    $("#to-end").hidden = state.follows;
+  });
+  $("#to-end").addEventListener("click", () => follow(true));
+  $("#chat-system").addEventListener("change", (event) => {
+    state.current.system = event.target.value.trim() || null;
+    if (state.conversations.includes(state.current)) store.save(state.current);
+  });
   $("#stop").addEventListener("click", stop);
   $("#new-chat").addEventListener("click", startNew);
   $("#search").addEventListener("input", renderList);
@@ -483,11 +492,7 @@ function listen() {
   });
   $("#model").addEventListener("change", (event) => {
     state.model = event.target.value;
-    try {
-      localStorage.setItem("quire.model", state.model);
-    } catch {
-      // Not kept, then.
-    }
+    wanted.model.set(state.model);
   });
   $("#shortcuts").append(...SHORTCUTS.flatMap(([keys, what]) => [h("dt", {}, keys.split(" ").map((key) => h("kbd", { text: key }))), h("dd", { text: what })]));
 }
@@ -499,12 +504,14 @@ async function main() {
   renderThread();
   showBusy();
   loadModels();
+  watchServer();
   state.conversations = await store.all();
-  const open = state.conversations.find((one) => one.id === remembered());
+  const open = state.conversations.find((one) => one.id === wanted.open.get());
   if (open) select(open);
   else renderList();
   text.focus();
-  document.body.dataset.ready = hasKey() ? "key" : "yes";
+  document.body.dataset.ready = "yes";
+  performance.mark("quire-ready");
 }
 
 main();

@@ -58,10 +58,31 @@ export function download(name, text, type = "application/json") {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
+const live = h("div", { class: "offscreen", "aria-live": "polite" });
+document.body.append(live);
+
 /** Say something to screen readers. */
 export function announce(text) {
-  const live = $("#live");
-  if (live) live.textContent = text;
+  live.textContent = text;
+}
+
+/** A text that the browser keeps under a name; where its storage is off, the page keeps it. */
+export function stored(name, area = "localStorage") {
+  let memory = null;
+  const use = (act) => {
+    try {
+      return act(window[area]);
+    } catch {
+      return null; // Storage is off, or full.
+    }
+  };
+  return {
+    get: () => use((storage) => storage.getItem(name)) ?? memory,
+    set(value) {
+      memory = value;
+      use((storage) => (value === null ? storage.removeItem(name) : storage.setItem(name, value)));
+    },
+  };
 }
 
 const number = new Intl.NumberFormat("en");
@@ -98,11 +119,7 @@ export function themeButton(button) {
     const next = order[(order.indexOf(read()) + 1) % order.length];
     if (next === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next;
-    try {
-      localStorage.setItem("quire.theme", next);
-    } catch {
-      // Not kept, then.
-    }
+    stored("quire.theme").set(next);
     show();
     window.dispatchEvent(new Event("themechange"));
   });

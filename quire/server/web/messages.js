@@ -22,7 +22,7 @@ function withFiles(message) {
   return files.join("") + message.content;
 }
 
-/** A message as an article. `actions` are the chat's: regenerate, edit, show, answerTool, proceed. */
+/** A message as an article. `actions` are the chat's: regenerate, edit, show, wantsResult, answerTool. */
 export class MessageView {
   constructor(message, actions, { place, total } = { place: 1, total: 1 }) {
     this.message = message;
@@ -79,8 +79,8 @@ export class MessageView {
       this.view.update(message.content);
       this.element.classList.toggle("live", isLive);
       this.calls.replaceChildren(...(message.tool_calls ?? []).map((one) => this.call(one, isLive)));
-      this.problem.textContent = message.problem ?? "";
-      this.problem.hidden = !message.problem;
+      const isEmpty = !isLive && !message.content && !message.reasoning && !message.tool_calls?.length;
+      this.problem.textContent = message.problem ?? (isEmpty ? "The model said nothing." : "");
     }
     if (!isLive) this.meta.replaceChildren(...this.metaNodes());
     else this.meta.replaceChildren(h("span", { class: "figures", text: figures(message) }));
@@ -162,6 +162,7 @@ function figures(message) {
   if (usage.prompt) parts.push(`${count(usage.prompt)} prompt${usage.cached ? ` (${count(usage.cached)} cached)` : ""}`);
   parts.push(`${count(usage.completion ?? 0)} tokens`);
   if (usage.rate) parts.push(`${usage.rate.toFixed(1)} tok/s`);
+  if (message.finish === "length") parts.push("cut off at the length limit");
   if (usage.ttft !== undefined) parts.push(`first after ${usage.ttft < 1 ? `${Math.round(usage.ttft * 1000)} ms` : `${usage.ttft.toFixed(1)} s`}`);
   return parts.join(" · ");
 }

@@ -2,7 +2,16 @@
 
 import { $, bytes, count, duration, h, svg } from "./dom.js";
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const probe = document.body.appendChild(h("i", { hidden: true }));
+
+/** Colours of the style sheet as they are now, in the form that canvases take. */
+function colours(...names) {
+  return names.map((name) => {
+    probe.style.color = `var(--${name})`;
+    return getComputedStyle(probe).color;
+  });
+}
+
 const PHASES = {
   held: ["held", "--c-wait"],
   parked: ["parked", "--c-cached"],
@@ -68,7 +77,8 @@ export function rates(canvas, samples, cursor, isLive) {
   const y = (value) => height - 20 - (value / most) * (height - 34);
   grid(context, width, height, most, span);
   const waiting = Math.max(1, ...shown.map((one) => one[4]));
-  context.fillStyle = colour("--c-wait");
+  const [wait, prompt, used, ink] = colours("c-wait", "c-prompt", "c-used", "ink");
+  context.fillStyle = wait;
   context.globalAlpha = 0.18;
   shown.forEach((one, index) => {
     const size = (one[4] / waiting) * (height - 34) * 0.4;
@@ -77,8 +87,8 @@ export function rates(canvas, samples, cursor, isLive) {
     context.fillRect(x(one[0]), height - 20 - size, right - x(one[0]), size);
   });
   context.globalAlpha = 1;
-  for (const [column, name] of [[1, "--c-prompt"], [2, "--c-used"]]) {
-    context.strokeStyle = colour(name);
+  for (const [column, tone] of [[1, prompt], [2, used]]) {
+    context.strokeStyle = tone;
     context.lineWidth = 1.75;
     context.lineJoin = "round";
     context.beginPath();
@@ -91,7 +101,7 @@ export function rates(canvas, samples, cursor, isLive) {
     context.stroke();
   }
   if (!isLive) {
-    context.strokeStyle = colour("--ink");
+    context.strokeStyle = ink;
     context.lineWidth = 1;
     context.beginPath();
     context.moveTo(x(cursor), 4);
@@ -103,8 +113,7 @@ export function rates(canvas, samples, cursor, isLive) {
 }
 
 function grid(context, width, height, most, span) {
-  context.strokeStyle = colour("--line");
-  context.fillStyle = colour("--soft");
+  [context.strokeStyle, context.fillStyle] = colours("line", "soft");
   context.font = "11px system-ui, sans-serif";
   context.lineWidth = 1;
   for (const share of [0, 0.5, 1]) {
@@ -127,21 +136,21 @@ export function steps(canvas, legend, note, list, hover) {
   const { context, width, height } = surface(canvas, 120);
   const shown = list.slice(-Math.max(20, Math.floor((width - 44) / 5)));
   const ways = [...new Set(shown.map((one) => one[6] || "step"))].sort();
-  const palette = ["--c-used", "--c-shared", "--c-cached"];
+  const [soft, promptTone, ...palette] = colours("soft", "c-prompt", "c-used", "c-shared", "c-cached");
   const most = Math.max(1e-4, ...shown.map((one) => one[2]));
   const bar = 5;
   context.font = "11px system-ui, sans-serif";
-  context.fillStyle = colour("--soft");
+  context.fillStyle = soft;
   context.textAlign = "right";
   context.fillText(duration(most), 40, 14);
   shown.forEach((one, index) => {
     const size = Math.max(1, (one[2] / most) * (height - 8));
     const left = width - (shown.length - index) * bar;
-    context.fillStyle = colour(palette[ways.indexOf(one[6] || "step") % palette.length]);
+    context.fillStyle = palette[ways.indexOf(one[6] || "step") % palette.length];
     context.globalAlpha = hover === index ? 0.6 : 1;
     context.fillRect(left, height - size, bar - 1, size);
     const prompt = one[4] ? (one[5] / one[4]) * size : 0;
-    context.fillStyle = colour("--c-prompt");
+    context.fillStyle = promptTone;
     context.fillRect(left, height - prompt, bar - 1, prompt);
     context.globalAlpha = 1;
   });
@@ -202,7 +211,7 @@ export function blocks(box, pools, row) {
     const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * 230) / Math.max(1, cells)))));
     const columns = Math.floor(width / size);
     const { context } = surface(canvas, Math.ceil(cells / columns) * size);
-    const tones = ["--c-free", "--c-cached", "--c-used", "--c-shared"].map(colour);
+    const tones = colours("c-free", "c-cached", "c-used", "c-shared");
     for (let cell = 0; cell < cells; cell += 1) {
       const state = Number(pool.states[cell]);
       context.globalAlpha = row === null || row === undefined || row < 0 || (state === 2 && pool.owners[cell] === row) ? 1 : 0.25;

@@ -1,17 +1,17 @@
 // Sampling settings: what each means, and how it goes into a request. Empty: the model's own default.
 
-import { h } from "./dom.js";
+import { h, stored } from "./dom.js";
 
-const KEY = "quire.settings";
+const kept = stored("quire.settings");
 
 const FIELDS = [
-  { name: "system", label: "System prompt", kind: "text", rows: 4, help: "Read by the model before the conversation. Applies to all chats that have none of their own." },
-  { name: "temperature", kind: "number", min: 0, max: 2, step: 0.1, label: "Temperature", help: "0 always takes the likeliest token; 1 samples as the model was trained; above 1 gets wild." },
-  { name: "top_p", kind: "number", min: 0.01, max: 1, step: 0.01, label: "Top p", help: "Samples among the likeliest tokens that together have this probability." },
-  { name: "top_k", kind: "integer", min: -1, step: 1, label: "Top k", help: "Samples among this many likeliest tokens; -1 takes all." },
-  { name: "min_p", kind: "number", min: 0, max: 1, step: 0.01, label: "Min p", help: "Drops tokens less likely than this share of the likeliest one." },
+  { name: "system", label: "System prompt of all chats", kind: "text", rows: 4, help: "The model reads it before the conversation, in chats that have none of their own." },
+  { name: "temperature", kind: "number", min: 0, max: 2, step: 0.1, label: "Temperature", help: "0 is greedy: always the most probable token. 1 samples as the model was trained; above 1 gets wild." },
+  { name: "top_p", kind: "number", min: 0.01, max: 1, step: 0.01, label: "Top p", help: "Samples only among the most probable tokens that together reach this probability." },
+  { name: "top_k", kind: "integer", min: -1, step: 1, label: "Top k", help: "The number of most probable tokens to sample from; -1 takes all." },
+  { name: "min_p", kind: "number", min: 0, max: 1, step: 0.01, label: "Min p", help: "Drops tokens whose probability is below this share of the most probable token's." },
   { name: "max_tokens", kind: "integer", min: 1, step: 1, label: "Longest answer", help: "In tokens. Empty: until the model ends it, or the context is full." },
-  { name: "repetition_penalty", kind: "number", min: 0.1, max: 2, step: 0.05, label: "Repetition penalty", help: "Above 1 makes tokens that were there less likely; 1 is off." },
+  { name: "repetition_penalty", kind: "number", min: 0.1, max: 2, step: 0.05, label: "Repetition penalty", help: "Above 1 makes tokens of the conversation less probable; 1 is off." },
   { name: "presence_penalty", kind: "number", min: -2, max: 2, step: 0.1, label: "Presence penalty", help: "Above 0 favours tokens that the answer does not have yet." },
   { name: "frequency_penalty", kind: "number", min: -2, max: 2, step: 0.1, label: "Frequency penalty", help: "Like presence, and more with each time a token was used." },
   { name: "seed", kind: "integer", step: 1, label: "Seed", help: "The same seed, settings and messages give the same answer." },
@@ -22,19 +22,13 @@ const FIELDS = [
 
 export function load() {
   try {
-    return JSON.parse(localStorage.getItem(KEY)) ?? {};
+    return JSON.parse(kept.get()) ?? {};
   } catch {
     return {};
   }
 }
 
-function save(values) {
-  try {
-    localStorage.setItem(KEY, JSON.stringify(values));
-  } catch {
-    // Not kept, then.
-  }
-}
+const save = (values) => kept.set(JSON.stringify(values));
 
 /** Fill the panel; `changed` is told of each value that can be used. */
 export function build(panel, values, changed) {

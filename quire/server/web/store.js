@@ -117,7 +117,7 @@ function readConversation(given) {
   for (const [id, message] of Object.entries(given.messages ?? {})) {
     if (!ROLES.includes(message?.role) || typeof message.content !== "string") throw new Error(`Message ${id} cannot be read.`);
     const kept = { id, parent: message.parent ?? null, role: message.role, content: message.content, created: Number(message.created) || 0 };
-    for (const name of ["reasoning", "model", "tool_call_id", "problem"]) if (typeof message[name] === "string") kept[name] = message[name];
+    for (const name of ["reasoning", "model", "tool_call_id", "problem", "finish"]) if (typeof message[name] === "string") kept[name] = message[name];
     if (Array.isArray(message.tool_calls)) {
       kept.tool_calls = message.tool_calls.map((one) => ({ id: String(one.id), name: String(one.name), arguments: String(one.arguments) }));
     }

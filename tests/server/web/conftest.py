@@ -5,22 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from typing import NoReturn
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
+from tests.needs import lacking
 from tests.server.web.pages import Visit
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-REQUIRED = "QUIRE_CI"
-
-
-def lacking(what: str) -> NoReturn:
-    """Skip, except where the environment says that a browser is there."""
-    if os.environ.get(REQUIRED):
-        pytest.fail(f"{REQUIRED} is set, but {what}")
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, Locator, Page, Request, expect
 
 from quire.types.outputs import EngineOutputs
+from quire.types.sampling import SamplingParams
 from tests.server.helpers import FakeProvider, LiveServer
 from tests.server.scripted import TEXT, ScriptedClient
 
@@ -30,8 +31,24 @@ class PacedClient(ScriptedClient):
         return await super().get_outputs_async()
 
 
-def saying(scripts: Any, **options: Any) -> FakeProvider:
-    return FakeProvider(PacedClient(scripts, **options), TEXT)
+class Saying(FakeProvider):
+    """Answers with the scripts, one after the other; keeps what it was asked."""
+
+    def __init__(self, scripts: Any, **options: Any) -> None:
+        self.paced = PacedClient(scripts, **options)
+        super().__init__(self.paced, TEXT)
+
+    @property
+    def prompts(self) -> list[str]:
+        return self.paced.prompts
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        return [request.params for request in self.paced.added if isinstance(request.params, SamplingParams)]
+
+
+def saying(scripts: Any, **options: Any) -> Saying:
+    return Saying(scripts, **options)
 
 
 class Visit:
@@ -64,6 +81,12 @@ class Visit:
     def ask(self, text: str) -> None:
         self.page.locator("#text").fill(text)
         self.page.locator("#text").press("Enter")
+
+    def longest(self, tokens: int) -> None:
+        """Set the longest answer."""
+        self.page.locator("#open-settings").click()
+        self.page.get_by_label("Longest answer").fill(str(tokens))
+        self.page.locator("#close-settings").click()
 
     def answered(self) -> Locator:
         """The last answer, once it is complete."""

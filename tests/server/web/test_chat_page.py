@@ -65,9 +65,7 @@ def test_escape_stops_an_answer_and_the_engine(visit: Visit) -> None:
     provider = saying("word " * 4000, pace=0.01, chunk=5)
     with live_server(provider=provider, max_body_bytes=1 << 20) as server:
         page = visit.open(server)
-        page.locator("#open-settings").click()
-        page.get_by_label("Longest answer").fill("100000")
-        page.locator("#close-settings").click()
+        visit.longest(100000)
         visit.ask("Go on and on")
         expect(page.locator(".message.assistant .prose").last).to_contain_text("word word")
         page.keyboard.press("Escape")
@@ -99,7 +97,7 @@ def test_branches_of_answers_and_of_edits(visit: Visit) -> None:
         page.locator(".message.user").get_by_role("button", name="Previous branch").click()
         expect(page.locator(".message.user .said")).to_have_text("original")
         expect(page.locator(".message.assistant .prose").last).to_have_text("second answer")
-    assert [prompt.count("[user]") for prompt in provider.client.prompts] == [1, 1, 1]  # type: ignore[attr-defined]
+    assert [prompt.count("[user]") for prompt in provider.prompts] == [1, 1, 1]
 
 
 def test_tool_calls_are_shown_and_take_results(visit: Visit) -> None:
@@ -118,7 +116,7 @@ def test_tool_calls_are_shown_and_take_results(visit: Visit) -> None:
         page.get_by_role("button", name="Give result").click()
         expect(page.locator(".message.assistant .prose").last).to_have_text("It is sunny.")
         expect(page.locator(".message.tool pre")).to_have_text("21 degrees")
-    asked = provider.client.prompts[1]  # type: ignore[attr-defined]
+    asked = provider.prompts[1]
     assert "CALL weather" in asked
     assert "[tool]21 degrees" in asked
 
@@ -128,7 +126,7 @@ def test_files_and_settings_reach_the_model(visit: Visit) -> None:
     with live_server(provider=provider) as server:
         page = visit.open(server)
         page.locator("#open-settings").click()
-        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_label("System prompt of all chats").fill("Be brief.")
         page.get_by_label("Temperature").fill("9")
         page.get_by_label("Temperature").press("Tab")
         expect(page.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
@@ -140,13 +138,71 @@ def test_files_and_settings_reach_the_model(visit: Visit) -> None:
         visit.ask("Read it")
         visit.answered()
         expect(page.locator(".chips li")).to_have_text("a.txt")
-        page.locator("#file").set_input_files({"name": "b.bin", "mimeType": "text/plain", "buffer": b"a\0b"})
-        expect(page.locator("#problem")).to_contain_text("not a text file")
-    (request,) = provider.client.added
-    assert (request.params.temperature, request.params.seed) == (0.25, 7)  # type: ignore[union-attr]
-    prompt = provider.client.prompts[0]  # type: ignore[attr-defined]
+        for name, kind, problem in (
+            ("b.bin", "text/plain", "b.bin is not a text file"),
+            ("c.png", "image/png", "c.png is an image or a recording, and this model reads text only"),
+        ):
+            page.locator("#file").set_input_files({"name": name, "mimeType": kind, "buffer": b"a\0b"})
+            expect(page.locator("#problem")).to_contain_text(problem)
+            expect(page.locator("#files li")).to_have_count(0)
+    (params,) = provider.params
+    assert (params.temperature, params.seed) == (0.25, 7)
+    prompt = provider.prompts[0]
     assert prompt.startswith("[system]Be brief.")
     assert "file content" in prompt
+
+
+def test_a_chat_may_have_a_system_prompt_of_its_own(visit: Visit) -> None:
+    provider = saying("ok")
+    with live_server(provider=provider) as server:
+        page = visit.open(server)
+        page.keyboard.press("Alt+Comma")
+        page.get_by_label("System prompt of all chats").fill("For all.")
+        page.get_by_label("System prompt of this chat").fill("For one.")
+        page.keyboard.press("Escape")
+        visit.ask("first")
+        visit.answered()
+        page.keyboard.press("Alt+n")
+        expect(page.locator("#chat-system")).to_have_value("")
+        visit.ask("second")
+        visit.answered()
+        page.reload()
+        page.locator("#conversations .open").filter(has_text="first").click()
+        expect(page.locator("#chat-system")).to_have_value("For one.")
+    assert [prompt.split("\n")[0] for prompt in provider.prompts] == ["[system]For one.", "[system]For all."]
+
+
+def test_what_ended_an_answer_is_said(visit: Visit) -> None:
+    with live_server(provider=saying(["one two three four", "", "word\n\n" * 60])) as server:
+        page = visit.open(server)
+        visit.longest(3)
+        visit.ask("cut me off")
+        expect(visit.answered().locator(".figures")).to_contain_text("cut off at the length limit")
+        visit.ask("say nothing")
+        expect(visit.answered().locator(".problem")).to_have_text("The model said nothing.")
+        visit.longest(4000)
+        visit.ask("go on")
+        visit.answered()
+        expect(page.locator("#to-end")).to_be_hidden()
+        page.locator("#thread").evaluate("(one) => (one.scrollTop = 0)")
+        page.get_by_role("button", name="Go to the end").click()
+        expect(page.locator("#to-end")).to_be_hidden()
+        page.reload()
+        expect(page.locator(".figures").first).to_contain_text("cut off at the length limit")
+
+
+def test_a_server_that_is_not_ready_says_what_it_does(visit: Visit) -> None:
+    provider = saying("hello")
+    provider.status, provider.unavailable = "starting", "loading weights 40 %"
+    with live_server(provider=provider) as server:
+        page = visit.open(server)
+        expect(page.locator("#status")).to_contain_text("Server starting: loading weights 40 %")
+        visit.ask("too early")
+        expect(visit.answered().locator(".problem")).to_contain_text("loading weights")
+        provider.status, provider.unavailable = "ready", None
+        expect(page.locator("#status")).to_be_empty()
+        visit.answered().get_by_role("button", name="Regenerate").click()
+        expect(page.locator(".message.assistant .prose").last).to_have_text("hello")
 
 
 def test_the_key_is_asked_for_and_stays_in_headers(visit: Visit) -> None:
@@ -155,7 +211,7 @@ def test_the_key_is_asked_for_and_stays_in_headers(visit: Visit) -> None:
         dialog = page.locator("#key-dialog")
         for key, problem in (("wrong-key", "did not accept"), ("right-key", None)):
             dialog.get_by_label("Key").fill(key)
-            dialog.get_by_role("button", name="Use this key").click()
+            dialog.get_by_label("Key").press("Enter")
             if problem:
                 expect(dialog.locator(".problem")).to_contain_text(problem)
         expect(page.locator("#model option").first).to_have_text("fake-model")
@@ -202,9 +258,7 @@ def test_what_a_model_writes_is_text(visit: Visit) -> None:
     settings: dict[str, Any] = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes"}
     with live_server(provider=saying([script, said], chunk=7), **settings) as server:
         page = visit.open(server)
-        page.locator("#open-settings").click()
-        page.get_by_label("Longest answer").fill("20000")
-        page.locator("#close-settings").click()
+        visit.longest(20000)
         visit.ask("<script>window.hit = 1</script>")
         answer = visit.answered()
         for _ in range(2):
@@ -227,9 +281,7 @@ def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
     with live_server(provider=saying("word " * 4000, pace=0.02, chunk=5)) as server:
         page = visit.open(server)
         port = server.port
-        page.locator("#open-settings").click()
-        page.get_by_label("Longest answer").fill("20000")
-        page.locator("#close-settings").click()
+        visit.longest(20000)
         visit.ask("Long")
         expect(page.locator(".message.assistant .prose").last).to_contain_text("word word")
     answer = visit.answered()

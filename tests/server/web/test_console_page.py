@@ -10,10 +10,10 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.needs import lacking
 from tests.server.console.engines import WatchedEngine
 from tests.server.helpers import LiveServer, live_server
 from tests.server.npm import package_folder
-from tests.server.web.conftest import lacking
 from tests.server.web.pages import LIMIT, Visit, saying, until
 
 AXE = "axe-core@4.14.0"
