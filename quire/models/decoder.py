@@ -126,7 +126,7 @@ class DecoderLM(CausalLM):
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.hidden_size = config, config.hidden_size
         self.model = Decoder(config, ctx)
         self.lm_head = None
         if not ctx.head:

@@ -1,4 +1,4 @@
-"""The methods of --speculative-config that guess tokens from tokens alone, without a model."""
+"""The methods of --speculative-config: those that guess from tokens alone, and those whose guesses the worker makes."""
 
 from __future__ import annotations
 
@@ -15,5 +15,6 @@ DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
         "ngram": "ngram:NgramDrafter",
         "suffix": "suffix:SuffixDrafter",
         "prediction": "prediction:PredictionDrafter",
+        "draft_model": "proposed:ProposedDrafter",
     },
 )

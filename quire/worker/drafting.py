@@ -1,0 +1,153 @@
+"""The drafter's weights: which model drafts for a target, whether the two fit, and the proposer that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.config.groups import SpeculativeConfig
+from quire.config.speculative import PROPOSING
+from quire.loader.checkpoint import Checkpoint
+from quire.loader.dummy import dummy_schemes, fill_dummy
+from quire.loader.hub import ModelSource, find_model
+from quire.loader.mapper import bytes_in, load_weights, planned_bytes
+from quire.loader.model_config import load_config
+from quire.loader.open import has_weights, open_checkpoint
+from quire.models.base import BuildContext, Model, ModelDescription
+from quire.models.registry import describe, generator_class
+from quire.runner.containment import Containment
+from quire.runner.eager import Eager, Padding
+from quire.runner.forward import StepProgram
+from quire.runner.logits import LogitsHead
+from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.proposers.draft_model import DraftModel
+from quire.runner.request_rows import RequestRows
+from quire.runner.routed_experts import RoutedExpertsRecorder
+from quire.runner.runner import Runner
+from quire.runner.ways import WayContext, make_ways
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """A model that drafts, before its weights are read."""
+
+    method: str
+    source: ModelSource
+    model_config: dict[str, Any]
+    description: ModelDescription
+    made_up: bool  # its weights are
+    seed: int
+    quantization: str | None  # None: as the target's
+
+    def build(self, context: BuildContext) -> Model:
+        """The model without weights, on the current default device."""
+        quantization = self.quantization or context.quantization
+        context = replace(context, quantization=quantization)
+        return generator_class(self.model_config).from_config(self.model_config, context)
+
+    def num_bytes(self, model: Model) -> int:
+        """What its weights take. Allocates them; on any device, which may be "meta"."""
+        if self.made_up or not has_weights(self.source):
+            return bytes_in(model, dummy_schemes(model, self.model_config))
+        return planned_bytes(model, self._checkpoint().tensors())
+
+    def load(self, context: BuildContext, device: torch.device) -> Model:
+        with device:
+            model = self.build(context)
+        if self.made_up:
+            fill_dummy(model, self.seed, device, schemes=dummy_schemes(model, self.model_config))
+        else:
+            load_weights(model, self._checkpoint())
+        return model.eval()
+
+    def _checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.source)
+
+
+def plan_draft(config: EngineConfig, target: ModelDescription, length: int) -> DraftPlan | None:
+    """What the settings name as a drafter, checked against the model that it drafts for; None: no model drafts."""
+    speculative = config.speculation.speculative_config
+    if speculative is None or speculative.method not in PROPOSING:
+        return None
+    size = config.parallel.tensor_parallel_size
+    if speculative.draft_tensor_parallel_size not in (None, size):
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size is {speculative.draft_tensor_parallel_size}, but the"
+            f" drafter runs on the ranks of its target; leave it out or set {size}"
+        )
+    source = find_model(replace(config.model, model=str(speculative.model), revision=speculative.revision))
+    model_config = load_config(source)
+    generator_class(model_config)
+    description = describe(model_config)
+    _check_fits(speculative, description, target, length)
+    made_up = config.model.load_format == "dummy"
+    quantization = speculative.quantization
+    return DraftPlan(
+        speculative.method, source, model_config, description, made_up, config.model.seed, quantization
+    )
+
+
+def _check_fits(
+    config: SpeculativeConfig, draft: ModelDescription, target: ModelDescription, length: int
+) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: {config.model} has a vocabulary of {draft.vocab_size} tokens and its target one of"
+            f" {target.vocab_size}; give a draft model of the same vocabulary"
+        )
+    if draft.max_position_embeddings < length:
+        raise ConfigError(
+            f"speculative_config: {config.model} was trained for {draft.max_position_embeddings} tokens and requests"
+            f" may have {length}; set --max-model-len {draft.max_position_embeddings}"
+        )
+    if any(layer.form is None for layer in draft.layers):
+        raise ConfigError(
+            f"speculative_config: {config.model} has recurrent layers, whose states cannot take rejected tokens back;"
+            " give a draft model of attention layers"
+        )
+
+
+def drafter_context(context: WayContext) -> WayContext | None:
+    """Of the model that drafts for the one of `context`, if there is one."""
+    drafter = context.model.drafter
+    if drafter is None:
+        return None
+    width = drafter.hidden_size
+    token_bytes = drafter.token_bytes(width, context.dtype.itemsize)
+    sizes = replace(context.sizes, hidden_size=width, token_bytes=token_bytes, max_num_drafts=0, speculates=False)
+    return replace(context, model=drafter, sizes=sizes)
+
+
+def make_proposer(
+    context: WayContext, target: Runner, program: StepProgram, ladder: Sequence[int], room: int
+) -> DraftModel | None:
+    """What proposes tokens to the runner of a target, whose steps are as `program` says."""
+    own = drafter_context(context)
+    if own is None:
+        return None
+    model, sizes, platform = own.model, own.sizes, own.platform
+    rows = RequestRows(sizes.max_num_seqs, program.max_model_len, platform.device)
+    with platform.device:
+        inputs = model.token_inputs(sizes.max_num_seqs, program.max_model_len)
+    mine = StepProgram(
+        model, rows, program.tables, program.backend, program.sampler, program.max_model_len, inputs
+    )
+    head = LogitsHead(model, list(ladder))
+    prompt_logprobs = PromptLogprobs(rows, head)
+    eager = Eager(mine, head, prompt_logprobs, Padding(list(ladder), list(ladder), platform.narrow_above))
+    runner = Runner(
+        rows=rows,
+        tables=program.tables,
+        sampler=program.sampler,
+        prompt_logprobs=prompt_logprobs,
+        routed_experts=RoutedExpertsRecorder(model),
+        containment=Containment(model.cached_layers(), program.tables),
+        ways=list(make_ways(own, mine, eager, room)),
+        inputs=inputs,
+    )
+    return DraftModel(target.rows, runner, sizes.max_num_batched_tokens, asynchronous=platform.asynchronous)
