@@ -72,6 +72,7 @@ class Runner:
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
         self.routed_experts = routed_experts
+        self.sampling_kind = sampler.kind
         self.proposer = NoProposer()
         self._newest: RunningStep | None = None  # of a proposer that follows every step
 
@@ -130,7 +131,7 @@ class Runner:
         tokens = None if is_decode else planned_tokens(plan, self.rows)
         rows = plan.rows if tokens is None else tokens.samples.rows
         drafts, unsettled = bool(plan.draft_token_ids), self.rows.unsettled
-        sampling = self.sampler.kind(rows, bool(plan.mask_slots))
+        sampling = self.sampling_kind(rows, bool(plan.mask_slots))
         needs_eager = self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
         shape = StepShape(
             num_tokens=num_tokens,

@@ -87,14 +87,10 @@ def plan_draft(config: EngineConfig, target: ModelDescription, length: int) -> D
     _check_fits(speculative, description, target, length)
     made_up = config.model.load_format == "dummy"
     quantization = speculative.quantization
-    return DraftPlan(
-        speculative.method, source, model_config, description, made_up, config.model.seed, quantization
-    )
+    return DraftPlan(speculative.method, source, model_config, description, made_up, config.model.seed, quantization)
 
 
-def _check_fits(
-    config: SpeculativeConfig, draft: ModelDescription, target: ModelDescription, length: int
-) -> None:
+def _check_fits(config: SpeculativeConfig, draft: ModelDescription, target: ModelDescription, length: int) -> None:
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: {config.model} has a vocabulary of {draft.vocab_size} tokens and its target one of"
@@ -134,9 +130,7 @@ def make_proposer(
     rows = RequestRows(sizes.max_num_seqs, program.max_model_len, platform.device)
     with platform.device:
         inputs = model.token_inputs(sizes.max_num_seqs, program.max_model_len)
-    mine = StepProgram(
-        model, rows, program.tables, program.backend, program.sampler, program.max_model_len, inputs
-    )
+    mine = StepProgram(model, rows, program.tables, program.backend, program.sampler, program.max_model_len, inputs)
     head = LogitsHead(model, list(ladder))
     prompt_logprobs = PromptLogprobs(rows, head)
     eager = Eager(mine, head, prompt_logprobs, Padding(list(ladder), list(ladder), platform.narrow_above))
@@ -150,4 +144,5 @@ def make_proposer(
         ways=list(make_ways(own, mine, eager, room)),
         inputs=inputs,
     )
+    runner.sampling_kind = program.sampler.draft_kind
     return DraftModel(target.rows, runner, sizes.max_num_batched_tokens, asynchronous=platform.asynchronous)

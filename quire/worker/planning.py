@@ -176,7 +176,9 @@ def plan_engine(
         weights = bytes_in(model, dummy_schemes(model, model_config))
     else:
         weights = planned_bytes(model, None, _named_scheme(model_config))
-    sizes = _sizes(config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None)
+    sizes = _sizes(
+        config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
+    )
     note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     if draft is not None:
         with torch.device("meta"):

@@ -27,7 +27,9 @@ class DraftModel(NoProposer):
         self._target, self._runner, self._rows = target, runner, runner.rows
         self._max_tokens, self._asynchronous = max_tokens, asynchronous
         self._block_size = runner.tables.block_size
-        self._proposed: dict[int, list[int]] = {}  # row -> tokens behind its known ones, of which all but one are kept
+        self._proposed: dict[
+            int, list[int]
+        ] = {}  # row -> tokens behind its known ones, of which all but one are kept
 
     def start(self, start: RowStart) -> None:
         self._proposed.pop(start.row, None)
