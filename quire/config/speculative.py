@@ -26,8 +26,12 @@ METHODS: dict[str, tuple[str, ...]] = {
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": _MODEL,
+    "eagle": _MODEL,
+    "eagle3": _MODEL,
+    "medusa": _MODEL,
+    "mtp": (*_COUNT, "draft_tensor_parallel_size"),
 }
-PROPOSING = ("draft_model",)  # methods of models: the worker drafts, and drafts come with results
+PROPOSING = ("draft_model", "eagle", "eagle3", "medusa", "mtp")  # methods with weights: the worker drafts
 MAX_DRAFTS = 64  # of a request in a step; more of them hardly ever hold
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.adapters import NoAdapters
@@ -42,6 +43,11 @@ class RunningStep:
         if self._result is None:
             self._result = self._runner.finish(self._step)
         return self._result
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[m or more, hidden]: what it samples from."""
+        return self._step.hidden
 
     def settle(self) -> None:
         """Wait for the step; if it failed, `result` says so."""

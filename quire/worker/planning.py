@@ -156,7 +156,7 @@ def plan_engine(
     if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
-    draft = None if pooler is not None else plan_draft(config, description, length)
+    draft = None if pooler is not None else plan_draft(config, source, model_config, description, length)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     backend.start()

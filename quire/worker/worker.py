@@ -237,7 +237,7 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
     for note in {module.note for module in model.modules() if isinstance(module, RotaryEmbedding)} - {None}:
         logger.warning("%s", note)
     if plan.draft is not None:
-        model.drafter = plan.draft.load(plan.context, plan.platform.device)
+        model.drafter = plan.draft.load(model, plan.context, plan.platform.device)
     return_free_memory()  # of weights before they were packed, which no plan has
     return model.eval()
 
@@ -287,9 +287,7 @@ def build_runner(
         pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.dtype)),
         adapters=adapters,
     )
-    proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)
-    if proposer is not None:
-        runner.proposer = proposer
+    runner.proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)
     return runner
 
 

@@ -125,7 +125,7 @@ def test_the_measured_lengths_draft_too(models: dict[str, Path], expected: dict[
 
 
 def test_a_sleeping_engine_wakes_with_its_drafter(models: dict[str, Path]) -> None:
-    core, counted = drafting(models["llama"], models["llama"])
+    core, _ = drafting(models["llama"], models["llama"])
     worker = worker_of(core)
     for level in (1, 2):
         worker.sleep(level)

@@ -29,3 +29,9 @@ class NoProposer:
         The rows stand behind what the step gave. hidden [n, width]: of the step's tokens, if it wants them.
         """
         return {}
+
+
+def num_valid(plan: StepPlan, result: StepResult, index: int) -> int:
+    """How many of the tokens that a step computed of a row are the row's: all but the drafts that did not hold."""
+    drafts, tokens = plan.draft_token_ids.get(plan.rows[index], ()), result.token_ids[index]
+    return plan.num_tokens[index] - (1 + len(drafts) - len(tokens) if drafts and tokens else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.config.groups import SpeculativeConfig
+from quire.config.speculative import PROPOSING
 from quire.sched.drafts import Drafter
 from quire.utils.registry import Registry
 
@@ -15,6 +16,6 @@ DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
         "ngram": "ngram:NgramDrafter",
         "suffix": "suffix:SuffixDrafter",
         "prediction": "prediction:PredictionDrafter",
-        "draft_model": "proposed:ProposedDrafter",
+        **dict.fromkeys(PROPOSING, "proposed:ProposedDrafter"),
     },
 )
