@@ -13,7 +13,7 @@ from quire.config.speculative import PROPOSING
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import bytes_in, load_weights, planned_bytes
+from quire.loader.mapper import bytes_in, count_parameters, load_weights, planned_bytes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.loader.part import PartOfCheckpoint
@@ -59,11 +59,15 @@ class DraftPlan:
         quantization = self.quantization or context.quantization
         return self.architecture.from_config(self.model_config, replace(context, quantization=quantization))
 
-    def num_bytes(self, model: Model) -> int:
-        """What its weights take. Allocates them; on any device, which may be "meta"."""
+    def on_meta(self, context: BuildContext) -> tuple[Model, int, str]:
+        """The drafter without storage, the bytes of its weights, and a note on them."""
+        with torch.device("meta"):
+            model = self.build(context)
         if self.made_up or not has_weights(self.source):
-            return bytes_in(model, dummy_schemes(model, self.model_config))
-        return planned_bytes(model, self._checkpoint().tensors())
+            num_bytes = bytes_in(model, dummy_schemes(model, self.model_config))
+        else:
+            num_bytes = planned_bytes(model, self._checkpoint().tensors())
+        return model, num_bytes, f"{count_parameters(model) / 1e6:.1f} M of the drafter"
 
     def load(self, target: Model, context: BuildContext, device: torch.device) -> Model:
         """The drafter with its weights, and with what it shares with its target."""

@@ -181,14 +181,9 @@ def plan_engine(
     )
     note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     if draft is not None:
-        with torch.device("meta"):
-            drafter = draft.build(context)
-        weights += draft.num_bytes(drafter)
-        note += f"; {count_parameters(drafter) / 1e6:.1f} M of the drafter"
-        model.drafter = drafter
-    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
-    if lacking is not None:  # said before anything is loaded; a layer's own check comes after
-        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
+        model.drafter, num_bytes, of_drafter = draft.on_meta(context)
+        weights, note = weights + num_bytes, f"{note}; {of_drafter}"
+    _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
     if config.device.standby:
@@ -222,6 +217,13 @@ def plan_engine(
         group=group,
         draft=draft,
     )
+
+
+def _check_backend(model: Model, backend: AttentionBackend) -> None:
+    """Said before anything is loaded; a layer's own check comes after."""
+    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
+    if lacking is not None:
+        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
 
 
 def _sizes(

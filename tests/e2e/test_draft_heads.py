@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     wide = make_model(tmp_path / "wide", "llama", hidden_size=96)
     with pytest.raises(ConfigError, match="hidden states of size 64 and its target's have 96"):
         make_engine(wide, speculative_config={"method": "eagle", "model": str(head)})
-    with pytest.raises(QuireError, match="mtp.*LlamaForCausalLM.*DeepseekV3ForCausalLM"):
+    with pytest.raises(QuireError, match=r"mtp.*LlamaForCausalLM.*DeepseekV3ForCausalLM"):
         make_engine(target, speculative_config={"method": "mtp"})
     bare = make_model(tmp_path / "bare", "deepseek_v3", **draft_heads.LATENT)
     with pytest.raises(ConfigError, match=r"no module that drafts \(no tensor model.layers.4.\*\)"):

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-2: a decoder layer that extrapolates the target's last hidden states, under the target's LM head."""
+"""EAGLE and EAGLE-2: a layer that extrapolates the target's last hidden states, under the target's LM head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3: a decoder layer over three of the target's layers, with an LM head of its own over a smaller vocabulary."""
+"""EAGLE-3: a decoder layer over three of the target's layers, with an LM head over a smaller vocabulary."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class Eagle3(DraftHead):
     ) -> Tensor:
         """`inputs_embeds` are what the target's layers read, or its own hidden states at tokens that it drafted."""
         hidden = inputs_embeds
-        assert hidden is not None and self.layer.self_attn is not None and self.layer.mlp is not None
+        assert hidden is not None
+        assert self.layer.self_attn is not None
+        assert self.layer.mlp is not None
         if hidden.shape[-1] != self.hidden_size:
             hidden = whole(self.fc(hidden))
         rotation = None if self.rotary is None else self.rotary(positions)

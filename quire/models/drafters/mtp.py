@@ -1,4 +1,4 @@
-"""Next-token-prediction modules (MTP) in the layout of DeepSeek-V3: a layer behind the target's last, with its names."""
+"""Next-token-prediction modules (MTP) in the layout of DeepSeek-V3: one layer behind the target's last."""
 
 from __future__ import annotations
 

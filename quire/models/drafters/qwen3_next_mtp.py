@@ -1,4 +1,4 @@
-"""The next-token-prediction module of Qwen3-Next and Qwen3.5: a layer of full attention, under `mtp.` in checkpoints."""
+"""The next-token-prediction module of Qwen3-Next and Qwen3.5: full attention, under `mtp.` in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that draft: by the method of --speculative-config, and those in a target's own checkpoint by its architecture."""
+"""Heads that draft: by speculative method, and those in a target's own checkpoint by its architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medusa heads: all tokens are proposed from the hidden state that the last token was sampled from. They keep nothing."""
+"""Medusa heads: all tokens are proposed from the hidden state that the last token was sampled from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of --speculative-config: those that guess from tokens alone, and those whose guesses the worker makes."""
+"""The methods of --speculative-config: some guess from tokens alone, for the others the worker proposes."""
 
 from __future__ import annotations
 
