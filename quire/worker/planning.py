@@ -168,18 +168,10 @@ def plan_engine(
     )
     model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
-    decoded: list[str] = []
-    if checkpoint is not None:
-        weights = planned_bytes(model, checkpoint.tensors())
-        decoded = decoded_elements(model, checkpoint.tensors())
-    elif made_up:
-        weights = bytes_in(model, dummy_schemes(model, model_config))
-    else:
-        weights = planned_bytes(model, None, _named_scheme(model_config))
+    weights, note = _weights(model, model_config, checkpoint, settings.dtype, made_up=made_up)
     sizes = _sizes(
         config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
     )
-    note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
@@ -250,6 +242,21 @@ def _sizes(
         speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
         proposes=proposes,
     )
+
+
+def _weights(
+    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, dtype: str, *, made_up: bool
+) -> tuple[int, str]:
+    """Bytes of a model's weights, which it allocates, and a note on them."""
+    decoded: list[str] = []
+    if checkpoint is not None:
+        weights = planned_bytes(model, checkpoint.tensors())
+        decoded = decoded_elements(model, checkpoint.tensors())
+    elif made_up:
+        weights = bytes_in(model, dummy_schemes(model, model_config))
+    else:
+        weights = planned_bytes(model, None, _named_scheme(model_config))
+    return weights, _weights_note(count_parameters(model), weights, decoded, dtype)
 
 
 def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
