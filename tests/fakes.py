@@ -160,7 +160,20 @@ class FakeExecutor:
         result = StepResult(plan.step_id, [])
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             result.token_ids.append(self._run_row(result, index, row, count, plan.draft_token_ids.get(row, [])))
+        for index, row in enumerate(plan.rows):
+            if row in plan.num_proposals and result.token_ids[index]:
+                result.proposals[index] = self._propose(row, plan.num_proposals[row])
         return result
+
+    def _propose(self, row: int, count: int) -> list[int]:
+        """As a draft model would: right most of the time, and only where the row has blocks."""
+        tokens = list(self.rows[row].token_ids)
+        end = len(tokens) - 1 + count
+        for table in self.tables[row]:
+            assert all(index in table for index in range(-(-end // self.layout.block_size))), "a draft has no block"
+        for _ in range(count):
+            tokens.append(next_token(tokens) if self._draw.random() < 0.8 else 41)
+        return tokens[-count:]
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

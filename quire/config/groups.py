@@ -269,7 +269,8 @@ class SpeculationConfig:
     speculative_config: SpeculativeConfig | None = setting(
         None,
         'Who guesses draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, suffix,'
-        " prediction. Unset: only the `prediction` field of requests is used; method none: not even that.",
+        " prediction, draft_model, eagle, eagle3, medusa, mtp."
+        " Unset: only the `prediction` field of requests is used; method none: not even that.",
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import EngineConfig, check_budget
 from quire.config.groups import SpeculativeConfig
+from quire.config.speculative import PROPOSING
 
 _FEW_DRAFTS, _MOST_DRAFTS = 32, 384
 
@@ -110,7 +111,10 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     reasons["max_num_drafts"] = (
         "room for predictions" if config.speculation.speculative_config is None else "as asked"
     )
-    in_flight = int(pick("steps_in_flight", sched.steps_in_flight, defaults.steps_in_flight, on_device))
+    speculative = config.speculation.speculative_config
+    waits = speculative is not None and speculative.method in PROPOSING
+    depth, why = (1, "drafts come with results") if waits else (defaults.steps_in_flight, on_device)
+    in_flight = int(pick("steps_in_flight", sched.steps_in_flight, depth, why))
     fixed = config.device.deterministic and defaults.deterministic_backend
     backend = str(
         pick(

@@ -25,7 +25,13 @@ METHODS: dict[str, tuple[str, ...]] = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+    "draft_model": _MODEL,
+    "eagle": _MODEL,
+    "eagle3": _MODEL,
+    "medusa": _MODEL,
+    "mtp": (*_COUNT, "draft_tensor_parallel_size"),
 }
+PROPOSING = ("draft_model", "eagle", "eagle3", "medusa", "mtp")  # methods with weights: the worker drafts
 MAX_DRAFTS = 64  # of a request in a step; more of them hardly ever hold
 
 
@@ -40,6 +46,8 @@ def read_speculative(value: object) -> SpeculativeConfig:
     method = given.get("method")
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method is {method!r} but must be one of {', '.join(sorted(METHODS))}")
+    if "model" in METHODS[method] and not given.get("model"):
+        raise ConfigError(f"speculative_config: method {method} needs model, the folder or name of its weights")
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in given:
         if name not in known:

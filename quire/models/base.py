@@ -69,6 +69,13 @@ class Model(MappedModule):
     fits_float16: ClassVar[bool] = False
     """Whether activations of the architecture's published models are known to stay below float16's largest, 65504."""
     heads: nn.ModuleDict
+    hidden_size: int
+    drafter: Model | None
+    """What drafts tokens for this model, set once both are built: a part of its caches and of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafter = None
 
     @classmethod
     @abstractmethod

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.base import Rotation
@@ -123,10 +124,13 @@ class DecoderLM(CausalLM):
     """A causal LM over the shared blocks. An architecture gives `decoder_config` and, if need be, a weight map."""
 
     weight_map = PRE_NORM_WEIGHTS
+    taps: tuple[int, ...] = ()
+    """Layers whose inputs a draft head reads; they are kept in `tapped`."""
+    tapped: Tensor  # [n, len(taps) * hidden] of the last forward
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.hidden_size = config, config.hidden_size
         self.model = Decoder(config, ctx)
         self.lm_head = None
         if not ctx.head:
@@ -193,7 +197,9 @@ class DecoderLM(CausalLM):
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden, residual, _ = self.model.run_layers(embeds, None, positions, batch)
+        hidden, residual, captured = self.model.run_layers(embeds, None, positions, batch, capture=self.taps)
+        if self.taps:
+            self.tapped = torch.cat([captured[layer] for layer in self.taps], dim=-1)
         return self.model.finish(hidden, residual)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Eager:
         ahead = upload(step.tokens.samples.ahead, logits.device) if kind.drafted else None
         out = program.sampler.sample(kind, logits, upload(rows, logits.device, torch.int64), program.rows, ahead)
         step.sampled = Sampled(Download(out), errors=program.sampler.errors(rows) if kind.eager else {})
-        wanted = program.sampler.wanted_logprobs(rows)
+        wanted = {} if kind.logprobs is None else program.sampler.wanted_logprobs(rows)
         if wanted:
             places = upload(list(wanted), logits.device, torch.int64)
             chosen = out[:, 0].index_select(0, places)
@@ -95,7 +95,7 @@ class Eager:
             step.sampled.logprobs = Download(found)
             step.sampled.places, step.sampled.counts = list(wanted), list(wanted.values())
             step.sampled.lines = range(len(wanted))
-        asked = program.sampler.asked_logprobs.wanted(rows)
+        asked = program.sampler.asked_logprobs.wanted(rows) if kind.eager else {}
         if asked:
             step.sampled.asked = Download(program.sampler.asked_logprobs.gather(logits, asked))
             step.sampled.asked_ids = asked

@@ -29,8 +29,8 @@ class RequestRows:
         self.token_ids = torch.empty(count, max_model_len + SPARE_TOKENS, dtype=torch.int32, device=device)
         self.token_ids[self.scratch_row, 0] = 0
         # One tensor, as START_ROWS fills it: known tokens, prompt tokens, computed tokens, seeds.
-        self._numbers = torch.zeros(4, count, dtype=torch.int64, device=device)
-        self.num_tokens, self.num_prompt_tokens, self.num_computed, self.seeds = self._numbers.unbind(0)
+        self.numbers = torch.zeros(4, count, dtype=torch.int64, device=device)
+        self.num_tokens, self.num_prompt_tokens, self.num_computed, self.seeds = self.numbers.unbind(0)
         self.host_num_tokens = [0] * count
         self.host_num_computed = [0] * count
         self.request_ids: list[str | None] = [None] * count
@@ -43,7 +43,8 @@ class RequestRows:
     @staticmethod
     def contributes(sizes: EngineSizes) -> Iterable[LedgerLine]:
         count = sizes.max_num_seqs
-        yield LedgerLine("rows", count * (4 * sizes.max_model_len + 64), f"{count} requests at once")
+        copies = 2 if sizes.proposes else 1
+        yield LedgerLine("rows", copies * count * (4 * sizes.max_model_len + 64), f"{count} requests at once")
 
     def start(self, start: RowStart) -> None:
         """Take a row; the device hears of it at `apply_staged_writes`."""
@@ -64,7 +65,7 @@ class RequestRows:
         starts, self._staged = self._staged, []
         longest = max(len(start.token_ids) for start in starts)
         with self._lent.list(pack_starts(starts)) as packed:
-            self._start_rows(self.token_ids, self._numbers, packed, len(starts), longest)
+            self._start_rows(self.token_ids, self.numbers, packed, len(starts), longest)
 
     def free(self, row: int) -> None:
         self.request_ids[row] = None

@@ -29,7 +29,8 @@ class RoutedRows:
 
 class RoutedExpertsRecorder:
     def __init__(self, model: Model) -> None:
-        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        drafter = set() if model.drafter is None else set(model.drafter.modules())
+        self._routers = [each for each in model.modules() if isinstance(each, Router) and each not in drafter]
         self._wanted: set[int] = set()  # rows
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.adapters import NoAdapters
@@ -12,6 +13,7 @@ from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
 from quire.runner.pooling import NoPooling
 from quire.runner.prompt_logprobs import PromptLogprobs
+from quire.runner.proposers.base import NoProposer
 from quire.runner.request_rows import RequestRows
 from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.sampling.sampler import Sampler
@@ -26,6 +28,8 @@ class RunningStep:
 
     def __init__(self, runner: Runner, step: Step, way: Way) -> None:
         self._runner, self._step, self._way = runner, step, way
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
 
     def sample(self, masks: Masks) -> None:
         """Let a step with mask_slots sample under these masks, a line per sample position. Does not wait."""
@@ -34,7 +38,23 @@ class RunningStep:
 
     def result(self) -> StepResult:
         """Wait for the step; tell which of its rows broke, and make their blocks fit for others."""
-        return self._runner.finish(self._step)
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            self._result = self._runner.finish(self._step)
+        return self._result
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[m or more, hidden]: what it samples from."""
+        return self._step.hidden
+
+    def settle(self) -> None:
+        """Wait for the step; if it failed, `result` says so."""
+        try:
+            self.result()
+        except Exception as error:  # whatever it was, it is for who asks for the result
+            self._error = error
 
 
 class Runner:
@@ -58,9 +78,14 @@ class Runner:
         self.rows, self.tables, self.sampler = rows, tables, sampler
         self.prompt_logprobs, self.containment, self.ways = prompt_logprobs, containment, ways
         self.routed_experts = routed_experts
+        self.sampling_kind = sampler.kind
+        self.proposer = NoProposer()
+        self._newest: RunningStep | None = None  # of a proposer that follows every step
 
     def execute(self, plan: StepPlan) -> RunningStep:
         """Start a step. One with mask_slots stops before sampling: its `sample` comes next, with the masks."""
+        if self._newest is not None:  # on every rank proposals are made between the same two steps
+            self._newest.settle()
         if plan.starts or plan.freed_rows or plan.block_ids:
             self._apply(plan)
         step = self._describe(plan)
@@ -77,7 +102,10 @@ class Runner:
         self.rows.note_appended(step.sample_rows)
         if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots:
             way.sample(step)
-        return RunningStep(self, step, way)
+        running = RunningStep(self, step, way)
+        if self.proposer.follows:
+            self._newest = running
+        return running
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -89,6 +117,7 @@ class Runner:
         return any(way.capture_next() for way in self.ways)
 
     def finish(self, step: Step) -> StepResult:
+        self._newest = None
         result, plan = step.result(), step.plan
         if plan.draft_token_ids:
             self._settle(step, result)
@@ -96,6 +125,8 @@ class Runner:
             result.errors[index] = MESSAGE
         for index in result.errors:
             self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        if self.proposer.follows:
+            result.proposals.update(self.proposer.propose(plan, result, step.every_hidden))
         return result
 
     def _describe(self, plan: StepPlan) -> Step:
@@ -106,7 +137,7 @@ class Runner:
         tokens = None if is_decode else planned_tokens(plan, self.rows)
         rows = plan.rows if tokens is None else tokens.samples.rows
         drafts, unsettled = bool(plan.draft_token_ids), self.rows.unsettled
-        sampling = self.sampler.kind(rows, bool(plan.mask_slots))
+        sampling = self.sampling_kind(rows, bool(plan.mask_slots))
         needs_eager = self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
         shape = StepShape(
             num_tokens=num_tokens,
@@ -114,6 +145,7 @@ class Runner:
             num_samples=len(rows),
             is_decode=is_decode,
             every_token=needs_eager
+            or self.proposer.wants_hidden
             or self.prompt_logprobs.wants(plan.rows)
             or self.routed_experts.wants(plan.rows)
             or self.pooler.wants_every_token(plan.rows),
@@ -143,6 +175,7 @@ class Runner:
             self.adapters.load(load)
         for start in plan.starts:
             self.rows.start(start)
+            self.proposer.start(start)
             self.sampler.add_request(start.row, start)
             self.prompt_logprobs.add_request(start.row, start)
             self.routed_experts.add_request(start.row, start)

@@ -7,7 +7,7 @@ drafts cost is learnt from the steps that verified some. Knows counts and second
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Protocol
@@ -32,12 +32,13 @@ _ASKED = 8  # one in this many
 class Track:
     """What is known of the guesses for one request."""
 
-    __slots__ = ("_guess", "_place", "credit", "hits", "num_steps", "seen", "trials")
+    __slots__ = ("_guess", "_place", "cost", "credit", "hits", "num_steps", "seen", "trials")
 
     def __init__(self) -> None:
         self.hits = 0.0  # tokens of guesses that came, the old ones with less weight
         self.trials = 0.0  # tokens that were compared
         self.credit = _CREDIT
+        self.cost = 0.0  # of each token that the worker was asked to propose, as Offer.cost
         self.seen = 0  # tokens of the request when credit was last earned
         self.num_steps = 0
         self._guess: Sequence[int] = ()  # not verified: compared with what comes
@@ -83,7 +84,7 @@ class Offer:
     tokens: list[int]
     drafter: str
     track: Track
-    cost: float = field(default=0.0, init=False)  # tokens that the step could have given in the time of one draft
+    cost: float = 0.0  # tokens that the step could have given in the time of one draft
 
 
 class DraftLengths(Protocol):
@@ -166,7 +167,9 @@ class MeasuredLengths:
 
     def measured(self, step: InFlight, seconds: float) -> None:
         num_drafts = sum(map(len, step.drafts.values()))
-        if seconds > 0.0 and step.work.prompt_tokens == num_drafts:
+        # A step that only proposes is neither of what is compared; of the others, drafting is a part of the cost.
+        is_plain = num_drafts > 0 or not step.plan.num_proposals
+        if seconds > 0.0 and step.work.prompt_tokens == num_drafts and is_plain:
             self._costs.measured(len(step.requests), num_drafts, seconds)
 
     def _best(self, rows: int, gains: list[float]) -> int:

@@ -38,6 +38,8 @@ class Drafter(ABC):
     name: ClassVar[str]
     default_tokens: ClassVar[int] = 4
     """Most drafts of a request in a step, if the settings do not say."""
+    proposes: ClassVar[bool] = False
+    """Whether its guesses come from the worker, with the result of the step that was asked for them."""
 
     def open(self, request: Request) -> bool:
         """A request begins. False if there will never be a guess for it: then it is not closed either."""
@@ -45,6 +47,10 @@ class Drafter(ABC):
 
     def close(self, request: Request) -> None:
         """A request that was opened ends, in whatever way."""
+        return None
+
+    def take(self, request: Request, tokens: list[int]) -> None:
+        """The worker proposes `tokens` behind the known ones of a request."""
         return None
 
     @abstractmethod
@@ -63,6 +69,8 @@ class Drafts:
         self._drafters = {drafter: most or drafter.default_tokens for drafter in drafters}
         self._lengths = lengths or EveryDraft()
         self._requests: dict[Request, tuple[list[Drafter], Track]] = {}
+        self._proposer = next((drafter for drafter in drafters if drafter.proposes), None)
+        self._rests = False  # the next step neither verifies nor proposes, so that its time can be compared with
 
     def open(self, request: Request) -> None:
         params = request.engine_request.params
@@ -81,6 +89,8 @@ class Drafts:
         if not self._requests:
             return
         offers: list[Offer] = []
+        ready: list[Offer] = []  # proposed by the worker: how many was decided when they were asked for
+        ahead: list[tuple[int, Track]] = []
         for index, request in enumerate(step.requests):
             speculated = self._requests.get(request)
             room = min(step.budget, request.max_tokens_total - request.num_tokens, state.kv.most_drafts)
@@ -88,23 +98,53 @@ class Drafts:
                 continue
             drafters, track = speculated
             track.follow(request)
-            if not self._lengths.may_ask(track, step):
-                continue
+            asks = self._lengths.may_ask(track, step)
             for drafter in drafters:
+                if not (asks or drafter.proposes):
+                    continue
                 limit = min(room, self._drafters[drafter])
                 tokens = drafter.propose(request, request.num_pending - 1, limit)
                 assert len(tokens) <= limit
                 if tokens:
-                    offers.append(Offer(index, tokens, drafter.name, track))
+                    of_kind = ready if drafter.proposes else offers
+                    of_kind.append(Offer(index, tokens, drafter.name, track, track.cost))
+                if drafter.proposes and asks:
+                    ahead.append((index, track))
+                if tokens:
                     break
-        if not offers:
+        if offers or ready:
+            counts = self._lengths.choose(step, offers) if offers else []
+            for offer, count in zip([*ready, *offers], [*(len(o.tokens) for o in ready), *counts], strict=True):
+                count = min(count, step.budget, state.limits.max_num_drafts - step.num_drafts)
+                count = self._room(state, step, step.requests[offer.index], count) if count > 0 else 0
+                if count:
+                    step.add_drafts(offer.index, offer.tokens[:count], is_prediction=offer.drafter == "prediction")
+            step.offers = [*ready, *offers]
+        if ahead:
+            self._ask_ahead(state, step, ahead)
+
+    def _ask_ahead(self, state: SchedulerState, step: StepDraft, ahead: list[tuple[int, Track]]) -> None:
+        """Ask the worker's drafter for the tokens that the next step verifies."""
+        assert self._proposer is not None
+        if self._rests:
+            self._rests = False
             return
-        for offer, count in zip(offers, self._lengths.choose(step, offers), strict=True):
-            count = min(count, step.budget)
-            count = self._room(state, step, step.requests[offer.index], count) if count else 0
-            if count:
-                step.add_drafts(offer.index, offer.tokens[:count], is_prediction=offer.drafter == "prediction")
-        step.offers = offers
+        offers: list[Offer] = []
+        for index, track in ahead:
+            left = step.requests[index].max_tokens_total - step.requests[index].num_tokens - 1
+            limit = min(self._drafters[self._proposer], left, state.kv.most_drafts)
+            if limit > 0:
+                offers.append(Offer(index, [0] * limit, self._proposer.name, track))
+        counts = self._lengths.choose(step, offers) if offers else []
+        self._rests = bool(step.drafts) and not any(counts)
+        num_left = state.limits.max_num_drafts
+        for offer, count in zip(offers, counts, strict=True):
+            count = min(count, num_left)
+            count = self._room(state, step, step.requests[offer.index], count) if count > 0 else 0
+            if count > 0:
+                num_left -= count
+                offer.track.cost = offer.cost
+                step.proposals[offer.index] = count
 
     def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
         """Learn from a result, after it was applied."""
@@ -121,10 +161,13 @@ class Drafts:
             elif request.status is not Status.FINISHED:
                 offer.track.watch(offer.tokens, len(request.token_ids) - 1)
                 offer.track.follow(request)
+        if self._proposer is not None:
+            for index, tokens in result.proposals.items():
+                if step.requests[index] in self._requests:
+                    self._proposer.take(step.requests[index], tokens)
 
     def _room(self, state: SchedulerState, step: StepDraft, request: Request, count: int) -> int:
-        """Return how many of `count` drafts there are blocks for, and places to sample at."""
-        count = min(count, state.limits.max_num_drafts - step.num_drafts)
+        """Return how many of `count` tokens behind those that are planned there are blocks for."""
         end = request.num_computed_tokens + count
         if end > request.capacity and state.kv.allocate(
             request.kv, request.num_certain_tokens, end, request.row, step.deltas, drafts=True

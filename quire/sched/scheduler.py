@@ -290,6 +290,7 @@ class Scheduler:
             {rows[index]: token_ids for index, token_ids in step.drafts.items()} if step.drafts else {},
             _mask_slots(step) if state.num_constrained else {},
             step.adapter_loads,
+            {rows[index]: count for index, count in step.proposals.items()} if step.proposals else {},
         )
         self._next_step_id += 1
         state.in_flight.append(

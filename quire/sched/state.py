@@ -55,6 +55,7 @@ class StepDraft:
         "pairs",
         "predicted",
         "prompt_tokens",
+        "proposals",
         "requests",
         "retry",
         "shares",
@@ -70,6 +71,7 @@ class StepDraft:
         self.drafts: dict[int, list[int]] = {}  # index into requests -> tokens to verify
         self.offers: Sequence[Offer] = ()  # guesses, of which some are drafts
         self.predicted: set[int] = set()  # indices whose drafts are of the request's own prediction
+        self.proposals: dict[int, int] = {}  # index into requests -> tokens that the worker's drafter is to propose
         self.starts: list[RowStart] = []
         self.adapter_loads: list[AdapterLoad] = []
         self.deltas = BlockDeltas()

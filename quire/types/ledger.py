@@ -29,6 +29,7 @@ class EngineSizes:
     token_bytes: float  # what a step takes for each of its tokens, estimated or measured
     max_num_drafts: int = 0  # tokens of one step that verify drafts, besides one a request
     speculates: bool = False  # whether drafts are usual
+    proposes: bool = False  # whether a model drafts, with rows of its own
 
     @property
     def max_num_samples(self) -> int:

@@ -62,6 +62,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     draft_token_ids: dict[int, list[int]] = {}
     mask_slots: dict[int, int] = {}  # row -> line of its first sample position among the step's grammar masks
     adapter_loads: list[AdapterLoad] = []  # before the starts; no row that runs has one of these slots
+    # row -> number of tokens that the worker's drafter is to propose once the row has sampled; they have blocks.
+    num_proposals: dict[int, int] = {}
 
 
 class MaskedRow(NamedTuple):
@@ -111,3 +113,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: dict[int, Pooled] = {}  # of rows whose prompts are computed
     routed_experts: dict[int, RoutedExperts] = {}
     way: str = ""  # how it ran, by the name of its way
+    proposals: dict[int, list[int]] = {}  # what the worker's drafter says may follow, as num_proposals asks

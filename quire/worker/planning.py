@@ -46,6 +46,7 @@ from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.types.pooling import PoolerConfig
+from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
 
 # What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
@@ -71,6 +72,7 @@ class EnginePlan:
     pooler: PoolerConfig | None  # None: it generates
     adapters: AdapterSizes | None  # None: there are none
     group: ParallelGroup  # of the ranks that share every layer
+    draft: DraftPlan | None  # the model that drafts; None: none does
 
     def way_context(self, model: Model) -> WayContext:
         return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
@@ -154,9 +156,11 @@ def plan_engine(
     if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
-    backend = choose_backend(settings.attention_backend, (layer.form for layer in description.layers))()
+    draft = None if pooler is not None else plan_draft(config, source, model_config, description, length)
+    kept = (*description.layers, *(() if draft is None else draft.description.layers))
+    backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     backend.start()
-    _check_heads(description, backend)
+    _check_heads(kept, backend)
     kv_dtype = _kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     context = _build_context(
@@ -164,19 +168,14 @@ def plan_engine(
     )
     model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
-    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
-    if lacking is not None:  # said before anything is loaded; a layer's own check comes after
-        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
-    decoded: list[str] = []
-    if checkpoint is not None:
-        weights = planned_bytes(model, checkpoint.tensors())
-        decoded = decoded_elements(model, checkpoint.tensors())
-    elif made_up:
-        weights = bytes_in(model, dummy_schemes(model, model_config))
-    else:
-        weights = planned_bytes(model, None, _named_scheme(model_config))
-    sizes = _sizes(config, settings, description, model, length, dtype, is_pooler=pooler is not None)
-    note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
+    weights, note = _weights(model, model_config, checkpoint, settings.dtype, made_up=made_up)
+    sizes = _sizes(
+        config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
+    )
+    if draft is not None:
+        model.drafter, num_bytes, of_drafter = draft.on_meta(context)
+        weights, note = weights + num_bytes, f"{note}; {of_drafter}"
+    _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes))
     if config.device.standby:
@@ -208,7 +207,15 @@ def plan_engine(
         pooler=pooler,
         adapters=adapter_sizes(config),
         group=group,
+        draft=draft,
     )
+
+
+def _check_backend(model: Model, backend: AttentionBackend) -> None:
+    """Said before anything is loaded; a layer's own check comes after."""
+    lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
+    if lacking is not None:
+        raise ConfigError(f"the model has {lacking}, which {backend.name} attention does not do; set --device cpu")
 
 
 def _sizes(
@@ -220,6 +227,7 @@ def _sizes(
     dtype: torch.dtype,
     *,
     is_pooler: bool,
+    proposes: bool,
 ) -> EngineSizes:
     return EngineSizes(
         max_num_seqs=settings.max_num_seqs,
@@ -232,7 +240,23 @@ def _sizes(
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
         max_num_drafts=0 if is_pooler else settings.max_num_drafts,
         speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
+        proposes=proposes,
     )
+
+
+def _weights(
+    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, dtype: str, *, made_up: bool
+) -> tuple[int, str]:
+    """Bytes of a model's weights, which it allocates, and a note on them."""
+    decoded: list[str] = []
+    if checkpoint is not None:
+        weights = planned_bytes(model, checkpoint.tensors())
+        decoded = decoded_elements(model, checkpoint.tensors())
+    elif made_up:
+        weights = bytes_in(model, dummy_schemes(model, model_config))
+    else:
+        weights = planned_bytes(model, None, _named_scheme(model_config))
+    return weights, _weights_note(count_parameters(model), weights, decoded, dtype)
 
 
 def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
@@ -275,13 +299,14 @@ def _buffer_bytes(model: Model) -> int:
 
 def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     """What the parts of an engine say that they take, weights and KV blocks apart."""
-    model, sizes = context.model, context.sizes
+    model, sizes, of_drafter = context.model, context.sizes, drafter_context(context)
     layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
     lines = chain(
         *(part.contributes(sizes) for part in (*PARTS, model)),
         slots_line(model),
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
+        *(() if of_drafter is None else (WAYS.get(name).contributes(of_drafter) for name in WAYS)),
     )
     return tuple(line for line in lines if line.num_bytes)
 
@@ -356,8 +381,8 @@ def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
     return float_scheme({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
 
 
-def _check_heads(description: ModelDescription, backend: AttentionBackend) -> None:
-    widest = max((layer.form.head_dim for layer in description.layers if layer.form is not None), default=0)
+def _check_heads(layers: Sequence[LayerKV], backend: AttentionBackend) -> None:
+    widest = max((layer.form.head_dim for layer in layers if layer.form is not None), default=0)
     limit = backend.max_head_dim
     if limit is not None and widest > limit:
         raise ConfigError(

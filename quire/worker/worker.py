@@ -49,6 +49,7 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
+from quire.worker.drafting import make_proposer
 from quire.worker.planning import EnginePlan, adapter_sizes, plan_engine, with_measured_step
 from quire.worker.replacing import check_same_model
 from quire.worker.selfcheck import coarse_ladder, make_invariant
@@ -235,6 +236,8 @@ def load_model(plan: EnginePlan, config: EngineConfig, progress: Progress | None
         load_weights(model, plan.checkpoint, progress)
     for note in {module.note for module in model.modules() if isinstance(module, RotaryEmbedding)} - {None}:
         logger.warning("%s", note)
+    if plan.draft is not None:
+        model.drafter = plan.draft.load(model, plan.context, plan.platform.device)
     return_free_memory()  # of weights before they were packed, which no plan has
     return model.eval()
 
@@ -272,7 +275,7 @@ def build_runner(
     samples = token_ladder if platform.batch_invariant else coarse_ladder(max_samples)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
     room = ledger.room(ledger.max_model_len)
-    return Runner(
+    runner = Runner(
         rows=rows,
         tables=tables,
         sampler=sampler,
@@ -284,6 +287,8 @@ def build_runner(
         pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.dtype)),
         adapters=adapters,
     )
+    runner.proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)
+    return runner
 
 
 def measure_workspace(plan: EnginePlan, config: EngineConfig, model: Model) -> EnginePlan:

@@ -23,7 +23,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def ngram_server() -> Iterator[Running]:
-    (command,) = [command for command in COMMANDS if "--speculative-config" in command]
+    command = next(command for command in COMMANDS if "--speculative-config" in command)
     assert command[:2] == ["quire", "serve"]
     running = start(*command[2:], "--max-model-len", "1024", "--kv-cache-memory", "64MiB")
     yield running

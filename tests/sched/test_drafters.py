@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.groups import SpeculativeConfig
-from quire.config.speculative import METHODS
+from quire.config.speculative import METHODS, PROPOSING
 from quire.kv.manager import KVCacheManager
 from quire.sched.drafters.forced import ForcedDrafter
 from quire.sched.drafters.index import TokenIndex
@@ -40,7 +40,7 @@ def test_every_method_has_a_drafter_and_every_drafter_its_fields() -> None:
     assert set(DRAFTERS) <= METHODS.keys()
     for name in DRAFTERS:
         drafter = DRAFTERS.get(name)(SpeculativeConfig(method=name))
-        assert drafter.name == name
+        assert drafter.name == ("proposed" if name in PROPOSING else name)
 
 
 @given(FEW, st.integers(1, 3), st.integers(2, 8))

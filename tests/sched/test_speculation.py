@@ -21,7 +21,7 @@ from tests.e2e.covering import covering_rows
 from tests.fakes import VOCAB_SIZE, generate_alone
 from tests.sched.driver import Driver, make_request
 
-METHODS = ("off", "ngram", "suffix", "prediction")
+METHODS = ("off", "ngram", "suffix", "prediction", "draft_model")
 MAX_LEN = 64
 
 

@@ -102,7 +102,9 @@ def plan_digests(plan: StepPlan) -> tuple[int, int, int, int]:
     """A digest of each of PLAN_PARTS."""
     starts = [plan.freed_rows, plan.starts] if plan.freed_rows or plan.starts else None
     blocks = [plan.block_rows, plan.block_groups, plan.block_indices, plan.block_ids] if plan.block_rows else None
-    others = (plan.draft_token_ids, plan.mask_slots, plan.adapter_loads)
+    others = (plan.draft_token_ids, plan.mask_slots, plan.adapter_loads, plan.num_proposals)[
+        : 4 if plan.num_proposals else 3
+    ]
     return (
         crc32(_encode([plan.rows, plan.num_tokens])),
         crc32(_encode(starts)) if starts else 0,

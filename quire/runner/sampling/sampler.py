@@ -139,6 +139,12 @@ class Sampler:
             self._last = (masked, list(row_list), self._find_kind(row_list, masked))
         return self._last[2]
 
+    def draft_kind(self, row_list: list[int], masked: bool) -> SamplingKind:
+        """The same for tokens that are only proposed: without features that keep something of a row, and logprobs."""
+        kind = self.kind(row_list, masked)
+        kept = frozenset(feature.group for feature in self._features if feature.capturable)
+        return kind._replace(groups=kind.groups & kept, logprobs=None, eager=False)
+
     @property
     def usual_kinds(self) -> list[SamplingKind]:
         """Those that nearly every engine comes to."""

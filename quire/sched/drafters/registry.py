@@ -1,10 +1,11 @@
-"""The methods of --speculative-config that guess tokens from tokens alone, without a model."""
+"""The methods of --speculative-config: some guess from tokens alone, for the others the worker proposes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from quire.config.groups import SpeculativeConfig
+from quire.config.speculative import PROPOSING
 from quire.sched.drafts import Drafter
 from quire.utils.registry import Registry
 
@@ -15,5 +16,6 @@ DRAFTERS: Registry[Callable[[SpeculativeConfig], Drafter]] = Registry(
         "ngram": "ngram:NgramDrafter",
         "suffix": "suffix:SuffixDrafter",
         "prediction": "prediction:PredictionDrafter",
+        **dict.fromkeys(PROPOSING, "proposed:ProposedDrafter"),
     },
 )

@@ -1,0 +1,85 @@
+"""DraftHead: a small module on top of a target's hidden states that guesses the token after the next.
+
+A head reads pairs: the hidden state of a token, and the token after it. It has a decoder layer of its own, which sees
+the pairs before. The target's embeddings, and mostly its LM head, are used and not copied.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import ForwardBatch
+from quire.layers.fusion import whole
+from quire.layers.linear import Linear, Piece
+from quire.layers.norm import merge_residual
+from quire.layers.rope.embedding import rotary_embedding
+from quire.models.base import BuildContext, CausalLM, Model, ModelDescription
+from quire.models.blocks import DecoderLayer
+from quire.models.config import DecoderConfig
+from quire.models.kinds import MIXERS
+
+
+class DraftHead(Model):
+    capabilities = frozenset()
+    prefix: ClassVar[str] = ""
+    """What names of its tensors begin with in the target's checkpoint; "": it has a checkpoint of its own."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target whose inputs it reads, side by side; none: it reads the last hidden states."""
+
+    def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.layer = DecoderLayer(config, ctx, 0)
+        rope = config.rope[0]
+        self.rotary = None if rope is None else rotary_embedding(rope, ctx.max_model_len, ctx.target)
+        self._embed: Callable[[Tensor], Tensor]
+        self._target_logits: Callable[[Tensor], Tensor]
+
+    def use(self, target: CausalLM) -> None:
+        """Take what it shares with the target, which has its weights."""
+        self._embed, self._target_logits = target.embed, target.compute_logits
+
+    @classmethod
+    @abstractmethod
+    def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        """Of its one layer, by the config of the checkpoint that it is in."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Self:
+        return cls(cls.layer_config(config), ctx)
+
+    @classmethod
+    def describe(cls, config: dict[str, Any]) -> ModelDescription:
+        layer = cls.layer_config(config)
+        kept = (MIXERS.get(name).keeps_all(layer, 0) for name in layer.mixers)
+        return ModelDescription(
+            vocab_size=layer.vocab_size,
+            hidden_size=layer.hidden_size,
+            num_layers=1,
+            max_position_embeddings=layer.max_position_embeddings,
+            layers=tuple(chain.from_iterable(kept)),
+        )
+
+    def run_layer(self, hidden: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+        """The residual stream that leaves its layer."""
+        rotation = None if self.rotary is None else self.rotary(positions)
+        return merge_residual(*self.layer(hidden, None, rotation, batch))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._target_logits(hidden)
+
+
+def whole_linear(in_features: int, out_features: int, ctx: BuildContext, *, bias: bool = False) -> Linear:
+    """A matrix that every rank has all of."""
+    return Linear(in_features, (Piece(None, out_features, 0, out_features),), bias=bias, target=ctx.target)
+
+
+def joined(first: Tensor, second: Tensor, project: Linear) -> Tensor:
+    """A projection of two vectors of each token, side by side."""
+    return whole(project(torch.cat((first, second), dim=-1)))

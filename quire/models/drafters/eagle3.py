@@ -1,0 +1,103 @@
+"""EAGLE-3: a decoder layer over three of the target's layers, with an LM head over a smaller vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import ForwardBatch
+from quire.layers.embedding import HeadProjection, LMHead
+from quire.layers.fusion import whole
+from quire.layers.linear import QKVParallelLinear
+from quire.layers.norm import merge_residual
+from quire.layers.weights import WeightedLayer
+from quire.models.base import BuildContext
+from quire.models.blocks import AttentionBlock, make_norm
+from quire.models.config import DecoderConfig
+from quire.models.drafters.base import DraftHead, whole_linear
+from quire.models.drafters.eagle import WEIGHTS
+from quire.models.llama import Llama
+
+_NAMES = (
+    ("midlayer", "layer"),
+    ("layer.hidden_norm", "hidden_norm"),
+    ("model.norm", "norm"),
+    ("model.fc", "fc"),
+    ("lm_head", "lm_head.projection"),
+    ("d2t", "draft_tokens.offsets"),
+)
+
+
+class DraftTokens(WeightedLayer):
+    """The token of the target that each of a smaller vocabulary is: its number plus an offset."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.offsets = torch.nn.Parameter(torch.zeros(size, dtype=torch.int64), requires_grad=False)
+
+    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits [m, size] over the target's vocabulary; its other tokens are never chosen."""
+        tokens = torch.arange(len(self.offsets), device=logits.device) + self.offsets
+        return logits.new_full((logits.shape[0], vocab_size), -torch.inf).index_copy_(1, tokens, logits)
+
+
+class Eagle3(DraftHead):
+    weight_map = WEIGHTS.renaming(*_NAMES).ignoring("*embed_tokens.weight", "t2d")
+
+    def __init__(
+        self, config: DecoderConfig, ctx: BuildContext, draft_vocab_size: int, taps: tuple[int, ...]
+    ) -> None:
+        super().__init__(config, ctx)
+        self.taps, self._vocab_size = taps, config.vocab_size
+        attention, width = self.layer.self_attn, config.hidden_size
+        assert isinstance(attention, AttentionBlock)
+        attention.qkv_proj = QKVParallelLinear(
+            2 * width,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.qkv_bias,
+            target=ctx.target,
+            group=ctx.group,
+        )
+        self.hidden_norm, self.norm = make_norm(config, ctx), make_norm(config, ctx)
+        self.fc = whole_linear(len(taps) * width, width, ctx)
+        self.draft_tokens = DraftTokens(draft_vocab_size) if draft_vocab_size < config.vocab_size else None
+        projection = HeadProjection(width, draft_vocab_size, bias=False, target=ctx.target, group=ctx.group)
+        self.lm_head = LMHead(projection, logit_divisor=None, logit_soft_cap=None, target=ctx.target, group=ctx.group)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], ctx: BuildContext) -> Eagle3:
+        layer = cls.layer_config(config)
+        return cls(layer, ctx, config.get("draft_vocab_size") or layer.vocab_size, tuple(config["taps"]))
+
+    @classmethod
+    def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        return Llama.decoder_config({**config, "num_hidden_layers": 1})
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """`inputs_embeds` are what the target's layers read, or its own hidden states at tokens that it drafted."""
+        hidden = inputs_embeds
+        assert hidden is not None
+        assert self.layer.self_attn is not None
+        assert self.layer.mlp is not None
+        if hidden.shape[-1] != self.hidden_size:
+            hidden = whole(self.fc(hidden))
+        rotation = None if self.rotary is None else self.rotary(positions)
+        both = torch.cat((self.layer.attn_norm(self._embed(input_ids)), self.hidden_norm(hidden)), dim=-1)
+        mixed, residual = self.layer.mlp_norm.merge(self.layer.self_attn(both, rotation, batch), hidden)
+        return merge_residual(self.layer.mlp(mixed), residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head(self.norm(hidden))
+        return logits if self.draft_tokens is None else self.draft_tokens.spread(logits, self._vocab_size)
+
+
+def tapped_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers of the target that a head reads the inputs of, as its config says or as published heads have it."""
+    named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return tuple(named or (2, num_layers // 2, num_layers - 3))

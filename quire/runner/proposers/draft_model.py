@@ -1,0 +1,110 @@
+"""draft_model: a smaller model of the same vocabulary says what may follow, a token at a time.
+
+It runs steps as the target does, on rows of its own: copies of the target's, behind which it appends what it samples.
+Full blocks may be found by other requests, so it computes their tokens in the step that fills them, and all others
+when it is asked to propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quire.platform.transfer import upload
+from quire.runner.proposers.base import NoProposer
+from quire.runner.request_rows import RequestRows
+from quire.runner.runner import Runner, RunningStep
+from quire.types.step import RowStart, StepPlan, StepResult
+
+
+class DraftModel(NoProposer):
+    follows = True
+
+    def __init__(self, target: RequestRows, runner: Runner, max_tokens: int, *, asynchronous: bool) -> None:
+        """`runner` is of the draft model, over rows of its own; a step of it takes at most `max_tokens`."""
+        self._target, self._runner, self._rows = target, runner, runner.rows
+        self._max_tokens, self._asynchronous = max_tokens, asynchronous
+        self._block_size = runner.tables.block_size
+        self._proposed: dict[
+            int, list[int]
+        ] = {}  # row -> tokens behind its known ones, of which all but one are kept
+
+    def start(self, start: RowStart) -> None:
+        self._proposed.pop(start.row, None)
+        self._runner.inputs.remove_request(start.row)
+        self._runner.inputs.add_request(start)
+        self._rows.host_num_tokens[start.row] = len(start.token_ids)
+        self._rows.host_num_computed[start.row] = start.num_computed_tokens
+
+    def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
+        rows = self._rows
+        wanted: dict[int, int] = {}  # row -> tokens to compute
+        for index, row in enumerate(plan.rows):
+            if index in result.errors:
+                continue
+            known, computed = self._target.host_num_tokens[row], self._target.host_num_computed[row]
+            kept = rows.host_num_tokens[row] + _num_common(self._proposed.pop(row, ()), result.token_ids[index])
+            kept = min(kept, rows.host_num_computed[row], known - 1)
+            rows.host_num_tokens[row], rows.host_num_computed[row] = known, kept
+            end = known if row in plan.num_proposals else computed // self._block_size * self._block_size
+            if end > kept:
+                wanted[row] = end - kept
+        if not wanted:
+            return {}
+        self._copy_rows(list(wanted))
+        steps = [self._run(part) for part in _parts(wanted, self._max_tokens)]
+        count = 1
+        while more := [row for row, number in plan.num_proposals.items() if number > count and row in wanted]:
+            steps.append(self._run(dict.fromkeys(more, 1)))
+            count += 1
+        found: dict[int, list[int]] = {row: [] for row in plan.num_proposals if row in wanted}
+        broken: set[int] = set()
+        for part, step in steps:
+            given = step.result()
+            for index, (row, tokens) in enumerate(zip(part, given.token_ids, strict=True)):
+                broken |= {row} if index in given.errors else set()
+                if tokens and row in found:
+                    found[row] += tokens
+        for row, tokens in found.items():
+            rows.host_num_tokens[row] -= len(tokens)
+            self._proposed[row] = tokens
+        return {index: found[row] for index, row in enumerate(plan.rows) if row in found and row not in broken}
+
+    def _run(self, part: dict[int, int]) -> tuple[list[int], RunningStep]:
+        step = self._runner.execute(StepPlan(0, list(part), list(part.values())))
+        if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
+            step.result()
+        return list(part), step
+
+    @torch.inference_mode()
+    def _copy_rows(self, row_list: list[int]) -> None:
+        """Make the rows on the device what the target's are, but for the tokens that are computed."""
+        mine, theirs = self._rows, self._target
+        place = upload(row_list, mine.token_ids.device, torch.int64)
+        computed = [mine.host_num_computed[row] for row in row_list]
+        mine.token_ids[place] = theirs.token_ids[place]
+        mine.numbers[:, place] = theirs.numbers[:, place]
+        mine.num_computed[place] = upload(computed, place.device, torch.int64)
+
+
+def _num_common(proposed: list[int] | tuple[int, ...], tokens: list[int]) -> int:
+    """How many of the first tokens are as they were proposed."""
+    pairs = enumerate(zip(proposed, tokens, strict=False))
+    return next((n for n, (guess, token) in pairs if guess != token), min(len(proposed), len(tokens)))
+
+
+def _parts(wanted: dict[int, int], most: int) -> Iterator[dict[int, int]]:
+    """Steps of at most `most` tokens that compute so many tokens of each row."""
+    part: dict[int, int] = {}
+    left = most
+    for row, count in wanted.items():
+        while count:
+            part[row] = min(count, left)
+            count, left = count - part[row], left - part[row]
+            if not left:
+                yield part
+                part, left = {}, most
+    if part:
+        yield part

@@ -1,0 +1,275 @@
+"""Tiny random heads in the layouts in which heads are published, and the same heads in plain torch.
+
+A reference says what a head drafts behind a sequence: it computes every pair anew, over hidden states that
+transformers gives, and keeps no cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, SIZES, VOCAB, make_model
+
+HIDDEN = SIZES["hidden_size"]
+DRAFT_VOCAB = 120
+TAPS = (1, 2, 3)
+Draft = Callable[[list[int], int], list[int]]  # known tokens, number of drafts -> drafts
+
+
+def random_weights(module: nn.Module, seed: int = 7) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in module.named_parameters():
+        spread = torch.empty_like(weight).uniform_(-0.3, 0.3, generator=generator)
+        weight.data.copy_(spread + 1 if weight.dim() == 1 and "norm" in name else spread)
+
+
+def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    save_file(
+        {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Target:
+    """A target as transformers runs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+        self.config = self.model.config
+        self.config._attn_implementation = "eager"
+
+    @torch.inference_mode()
+    def hidden(self, tokens: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """After the final norm, and what each layer reads: [n, hidden]."""
+        given = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        return given.last_hidden_state[0], tuple(part[0] for part in given.hidden_states)
+
+    def embed(self, tokens: list[int]) -> Tensor:
+        found: Tensor = self.model.model.embed_tokens(torch.tensor(tokens))
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.model.lm_head(hidden)
+        return found
+
+
+def causal(layer: nn.Module, rotary: nn.Module, hidden: Tensor) -> Tensor:
+    """A decoder layer of transformers over a whole sequence [n, hidden]."""
+    count = hidden.shape[0]
+    positions = torch.arange(count)[None]
+    mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+    place = rotary(hidden[None], positions)
+    out = layer(hidden[None], attention_mask=mask, position_ids=positions, position_embeddings=place)
+    found: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return found
+
+
+def drafts_of(
+    target: Target,
+    step: Callable[[Tensor, Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    first: Callable[[Tensor, tuple[Tensor, ...]], Tensor] = lambda last, layers: last,
+) -> Draft:
+    """What a head drafts: step(embeddings, hidden states) of all pairs gives its own hidden states."""
+
+    @torch.inference_mode()
+    def draft(known: list[int], count: int) -> list[int]:
+        hidden, tokens = first(*target.hidden(known))[:-1], list(known)
+        for _ in range(count):
+            own = step(target.embed(tokens[1:]), hidden)
+            tokens.append(int(logits(own[-1:]).argmax()))
+            hidden = torch.cat((hidden, own[-1:]))
+        return tokens[len(known) :]
+
+    return draft
+
+
+def one_layer(target: Target) -> Any:
+    return AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 1, "attn_implementation": "eager"})
+
+
+def eagle(folder: Path, target: Target) -> tuple[Path, Draft]:
+    config = one_layer(target)
+    layer, fc, rotary = (
+        llama.LlamaDecoderLayer(config, 0),
+        nn.Linear(2 * HIDDEN, HIDDEN),
+        llama.LlamaRotaryEmbedding(config),
+    )
+    layer.input_layernorm = nn.Identity()
+    random_weights(layer)
+    random_weights(fc, 8)
+    tensors = {f"layers.0.{name}": weight for name, weight in layer.state_dict().items()}
+    tensors |= {
+        "fc.weight": fc.weight,
+        "fc.bias": fc.bias,
+        "embed_tokens.weight": target.model.model.embed_tokens.weight,
+    }
+    saved = save_head(
+        folder, tensors, {**SIZES, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "bias": True}
+    )
+    draft = drafts_of(target, lambda e, h: causal(layer, rotary, fc(torch.cat((e, h), -1))), target.logits)
+    return saved, draft
+
+
+class Eagle3Layer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = llama.LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * HIDDEN, old.out_features, bias=False))
+        self.mlp = llama.LlamaMLP(config)
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self, name, llama.LlamaRMSNorm(HIDDEN, config.rms_norm_eps))
+
+    def forward(self, pairs: Tensor, **place: Any) -> Tensor:
+        embeds, hidden = pairs.split(HIDDEN, -1)
+        both = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), -1)
+        hidden = hidden + self.self_attn(both, **place)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def eagle3(folder: Path, target: Target) -> tuple[Path, Draft]:
+    config = one_layer(target)
+    layer, rotary = Eagle3Layer(config), llama.LlamaRotaryEmbedding(config)
+    fc, norm = nn.Linear(3 * HIDDEN, HIDDEN, bias=False), llama.LlamaRMSNorm(HIDDEN, config.rms_norm_eps)
+    head = nn.Linear(HIDDEN, DRAFT_VOCAB, bias=False)
+    for seed, module in enumerate((layer, fc, norm, head)):
+        random_weights(module, seed)
+    kept = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:DRAFT_VOCAB].sort().values
+    tensors: dict[str, Tensor] = {f"midlayer.{name}": weight for name, weight in layer.state_dict().items()}
+    tensors |= {"fc.weight": fc.weight, "norm.weight": norm.weight, "lm_head.weight": head.weight}
+    tensors |= {"d2t": kept - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), kept)}
+    shape = {"draft_vocab_size": DRAFT_VOCAB, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)}}
+    saved = save_head(
+        folder, tensors, {**SIZES, **shape, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    )
+
+    def first(last: Tensor, layers: tuple[Tensor, ...]) -> Tensor:
+        mixed: Tensor = fc(torch.cat([layers[index] for index in TAPS], -1))
+        return mixed
+
+    def logits(hidden: Tensor) -> Tensor:
+        return torch.full((1, VOCAB), -torch.inf).index_copy_(1, kept, head(norm(hidden)))
+
+    return saved, drafts_of(target, lambda e, h: causal(layer, rotary, torch.cat((e, h), -1)), logits, first)
+
+
+def medusa(folder: Path, target: Target, *, converted: bool = False) -> tuple[Path, Draft]:
+    """In the layout of its authors, or in that of vLLM."""
+    blocks = [nn.Linear(HIDDEN, HIDDEN) for _ in range(3)]
+    heads = [nn.Linear(HIDDEN, VOCAB, bias=False) for _ in range(3)]
+    for seed, module in enumerate((*blocks, *heads)):
+        random_weights(module, seed)
+    tensors: dict[str, Tensor] = {}
+    for index, (block, head) in enumerate(zip(blocks, heads, strict=True)):
+        place = (
+            (f"blocks.{index}.layers.0", f"lm_heads.{index}") if converted else (f"{index}.0.linear", f"{index}.1")
+        )
+        tensors |= {
+            f"{place[0]}.weight": block.weight,
+            f"{place[0]}.bias": block.bias,
+            f"{place[1]}.weight": head.weight,
+        }
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
+    config = {"num_heads": 3, "num_hidden_layers": 1, "medusa_fc_bias": True, "architectures": ["MedusaModel"]}
+    saved = save_head(
+        folder, tensors, {**sizes, **(config if converted else {"medusa_num_heads": 3, "medusa_num_layers": 1})}
+    )
+
+    @torch.inference_mode()
+    def draft(known: list[int], count: int) -> list[int]:
+        hidden = target.hidden(known)[0][-2]
+        pairs = list(zip(blocks, heads, strict=True))[:count]
+        return [int(head(hidden + nn.functional.silu(block(hidden))).argmax()) for block, head in pairs]
+
+    return saved, draft
+
+
+def mtp_deepseek(folder: Path) -> tuple[Path, Draft]:
+    """A target whose checkpoint has one layer more."""
+    make_model(folder, "deepseek_v3", **LATENT, head_dim=8, num_nextn_predict_layers=1)
+    target = Target(folder)
+    layer, rotary = (
+        deepseek.DeepseekV3DecoderLayer(target.config, 1),
+        deepseek.DeepseekV3RotaryEmbedding(target.config),
+    )
+    enorm, hnorm, norm = (deepseek.DeepseekV3RMSNorm(HIDDEN, target.config.rms_norm_eps) for _ in range(3))
+    project = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+    for seed, module in enumerate((layer, enorm, hnorm, norm, project)):
+        random_weights(module, seed)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(3))
+    prefix = f"model.layers.{SIZES['num_hidden_layers']}"
+    own = {f"{prefix}.{name}": weight for name, weight in split_experts(layer.state_dict()).items()}
+    for name, part in {"enorm": enorm, "hnorm": hnorm, "shared_head.norm": norm, "eh_proj": project}.items():
+        own[f"{prefix}.{name}.weight"] = part.weight
+    own |= {f"{prefix}.embed_tokens.weight": target.model.model.embed_tokens.weight}
+    own |= {f"{prefix}.shared_head.head.weight": target.model.lm_head.weight}
+    add_tensors(folder, own)
+    draft = drafts_of(
+        target,
+        lambda e, h: causal(layer, rotary, project(torch.cat((enorm(e), hnorm(h)), -1))),
+        lambda hidden: target.logits(norm(hidden)),
+    )
+    return folder, draft
+
+
+def mtp_qwen(folder: Path) -> tuple[Path, Draft]:
+    make_model(folder, "qwen3_next", **{**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32})
+    target = Target(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.layer_types, config.num_hidden_layers, config._attn_implementation = ["full_attention"], 1, "eager"
+    layer, rotary = qwen.Qwen3NextDecoderLayer(config, 0), qwen.Qwen3NextRotaryEmbedding(config)
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norms = {name: qwen.Qwen3NextRMSNorm(HIDDEN, config.rms_norm_eps) for name in names}
+    project = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+    for seed, module in enumerate((layer, *norms.values(), project)):
+        random_weights(module, seed)
+    own = {f"mtp.layers.0.{name}": weight for name, weight in split_experts(layer.state_dict()).items()}
+    own |= {f"mtp.{name}.weight": part.weight for name, part in {**norms, "fc": project}.items()}
+    add_tensors(folder, own)
+    embedded, hidden_norm, norm = norms.values()
+    draft = drafts_of(
+        target,
+        lambda e, h: norm(causal(layer, rotary, project(torch.cat((embedded(e), hidden_norm(h)), -1)))),
+        target.logits,
+    )
+    return folder, draft
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As checkpoints hold experts: a matrix of each."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".experts.")
+        for index, part in enumerate(tensor if path and tensor.dim() == 3 else ()):
+            if kind.startswith("gate_up_proj"):
+                gate, up = part.chunk(2)
+                found[f"{path}.experts.{index}.gate_proj.weight"] = gate
+                found[f"{path}.experts.{index}.up_proj.weight"] = up
+            else:
+                found[f"{path}.experts.{index}.down_proj.weight"] = part
+        if not (path and tensor.dim() == 3):
+            found[name] = tensor
+    return found
+
+
+def add_tensors(folder: Path, more: dict[str, Tensor]) -> None:
+    (path,) = folder.glob("*.safetensors")
+    both = {**load_file(path), **{name: tensor.detach().clone().contiguous() for name, tensor in more.items()}}
+    save_file(both, path, metadata={"format": "pt"})

@@ -1,0 +1,154 @@
+"""A draft model changes when tokens come and never which, and is always right where it is the target itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.core import EngineCore
+from quire.platform.cpu import CpuPlatform
+from quire.types.errors import ConfigError
+from quire.types.sampling import SamplingParams
+from quire.worker.planning import plan_memory
+from tests.e2e.drafting import Counting, assert_same, draft_always, engine, run
+from tests.e2e.tiny import Answer, Driver, make_engine, make_model
+from tests.runner.engines import capture_steps, run_eagerly, worker_of
+
+GEMMA: dict[str, Any] = {
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+# What a drafter does not know of a request, so that it may propose other tokens.
+UNKNOWN = {"grammar", "thinking"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("draft_model")
+    return {
+        "llama": make_model(folder / "llama", "llama"),
+        "small": make_model(
+            folder / "small", "llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+        ),
+        "gemma3": make_model(folder / "gemma3", "gemma3_text", **GEMMA),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, dict[str, Answer]]:
+    return {name: run(engine(models[name])) for name in ("llama", "gemma3")}
+
+
+def drafting(target: Path, draft: Path, **settings: Any) -> tuple[EngineCore, Counting]:
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    core = engine(target, speculative_config=config, **settings)
+    draft_always(core)
+    return core, Counting(core)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("target", "draft"), [("llama", "small"), ("gemma3", "llama")])
+def test_tokens_are_those_of_no_speculation(
+    models: dict[str, Path], expected: dict[str, dict[str, Answer]], target: str, draft: str, depth: int
+) -> None:
+    core, counted = drafting(models[target], models[draft], steps_in_flight=depth)
+    assert_same(run(core, seed=depth), expected[target])
+    assert counted.num_drafts > 100
+
+
+@pytest.mark.parametrize("ways", ["kernel list", "eager", "captured"])
+@pytest.mark.parametrize("target", ["llama", "gemma3"])
+def test_a_target_that_drafts_for_itself_is_always_right(
+    models: dict[str, Path],
+    expected: dict[str, dict[str, Answer]],
+    target: str,
+    ways: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That proves its positions, its keys and values, and its noise: also behind chunks, prefix hits and drafts."""
+    if ways == "captured":
+        capture_steps(monkeypatch)
+    core, counted = drafting(models[target], models[target], max_num_batched_tokens=24, max_num_seqs=8)
+    if ways == "eager":
+        run_eagerly(core)
+        runner = worker_of(core).runner.proposer._runner  # type: ignore[attr-defined]
+        runner.ways = runner.ways[-1:]
+    assert_same(run(core, seed=1), expected[target])
+    assert counted.num_drafts > 100
+    assert {str(name).partition(",")[0] for name in counted.rejected} <= UNKNOWN
+
+
+def test_without_grammars_every_draft_holds(models: dict[str, Path]) -> None:
+    core, counted = drafting(models["llama"], models["llama"])
+    driver = Driver(core)
+    for index in range(6):
+        params = SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=40, ignore_eos=True)
+        driver.add(str(index), list(range(5, 9 + 5 * index)), params)
+    driver.finish()
+    assert counted.num_accepted == counted.num_drafts > 150
+    assert counted.num_steps < 20
+
+
+def test_results_may_come_late(
+    models: dict[str, Path], expected: dict[str, dict[str, Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "asynchronous", True)
+    core, counted = drafting(models["llama"], models["small"], steps_in_flight=2)
+    run_eagerly(core)
+    runner = worker_of(core).runner.proposer._runner  # type: ignore[attr-defined]
+    runner.ways = runner.ways[-1:]
+    assert_same(run(core, seed=3), expected["llama"])
+    assert counted.num_drafts > 100
+
+
+def test_preempted_requests_go_on(models: dict[str, Path]) -> None:
+    config = {"method": "draft_model", "model": str(models["llama"]), "num_speculative_tokens": 4}
+    layout = plan_memory(EngineConfig.from_flat(model=str(models["llama"]), speculative_config=config)).layout
+    blocks = sum(layout.blocks_for(140, 64)) + 2
+    small = {"kv_cache_memory": blocks * layout.page_bytes, "max_model_len": 140, "max_num_batched_tokens": 64}
+    expected = run(engine(models["llama"], max_model_len=140), outputs=80)
+    core, counted = drafting(models["llama"], models["llama"], max_num_seqs=8, **small)
+    assert_same(run(core, outputs=80), expected)
+    assert core.scheduler.stats().num_preemptions > 0
+    assert {str(name).partition(",")[0] for name in counted.rejected} <= UNKNOWN
+
+
+def test_the_measured_lengths_draft_too(models: dict[str, Path], expected: dict[str, dict[str, Answer]]) -> None:
+    config = {"method": "draft_model", "model": str(models["llama"]), "num_speculative_tokens": 4}
+    core = engine(models["llama"], speculative_config=config)
+    assert_same(run(core), expected["llama"])
+
+
+def test_a_sleeping_engine_wakes_with_its_drafter(models: dict[str, Path]) -> None:
+    core, _ = drafting(models["llama"], models["llama"])
+    worker = worker_of(core)
+    for level in (1, 2):
+        worker.sleep(level)
+        worker.wake()
+    driver = Driver(core)
+    driver.add("a", [5, 6, 7], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0))
+    driver.finish()
+    stats = core.scheduler.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
+
+
+def test_what_does_not_fit_is_refused_by_name(models: dict[str, Path], tmp_path: Path) -> None:
+    def refused(match: str, change: Callable[[dict[str, Any]], None], **settings: Any) -> None:
+        config: dict[str, Any] = {"method": "draft_model", "model": str(models["small"])}
+        change(config)
+        with pytest.raises(ConfigError, match=match):
+            make_engine(models["llama"], speculative_config=config, **settings)
+
+    other = make_model(tmp_path / "vocab", "llama", vocab_size=150)
+    short = make_model(tmp_path / "short", "llama", max_position_embeddings=64)
+    states = make_model(tmp_path / "states", "mamba", state_size=8, expand=2)
+    refused("vocabulary of 150 tokens and its target one of 199", lambda config: config.update(model=str(other)))
+    refused("trained for 64 tokens .* --max-model-len 64", lambda config: config.update(model=str(short)))
+    refused("has recurrent layers", lambda config: config.update(model=str(states)))
+    refused("method draft_model needs model", lambda config: config.pop("model"))
+    refused("draft_tensor_parallel_size is 2", lambda config: config.update(draft_tensor_parallel_size=2))
