@@ -28,6 +28,7 @@ from quire.engine.trace.records import (
     result_digests,
 )
 from quire.replay.turns import Turn, turns
+from quire.sched.drafters.forced import Forced
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import TraceError
 from quire.types.messages import AbortRequests, Command
@@ -86,6 +87,12 @@ class Comparison(StepLog):
 
     def names(self, plan: StepPlan) -> tuple[str, ...]:
         return tuple(self._owners.get(row, "?") for row in plan.rows)
+
+    def recorded_forced(self, request_id: str) -> Forced:
+        """What the request's grammar had found when the plan that is next was made."""
+        if self.num_planned == len(self.turn.planned):
+            return 0, ()
+        return self.turn.planned[self.num_planned].forced.get(request_id, (0, ()))
 
     def planned(self, plan: StepPlan) -> None:
         self._owners.update({start.row: start.request_id for start in plan.starts})
