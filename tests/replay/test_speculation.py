@@ -1,4 +1,4 @@
-"""Runs that speculate under grammars: what a grammar forces is found on another thread, so traces keep when it was."""
+"""Runs that speculate under grammars: what a grammar forces is found on another thread, so traces keep it."""
 
 from __future__ import annotations
 
