@@ -20,7 +20,7 @@ class StepLog:
         """EngineCore.step() is called, at `now` on the core's clock."""
 
     def ready(self, request_id: str, condition: str) -> None:
-        """A parked request was handed what it waited for, in this step."""
+        """A parked request was handed what it waited for, in this step; or, without a name, a change is done."""
 
     def forced(self, request_id: str, forced: Forced) -> None:
         """The plan in the making was given these tokens, which the request's grammar leaves no choice about."""
