@@ -1,6 +1,6 @@
 """Streams over an engine that is killed again and again: what clients see of it.
 
-    python benchmarks/kills.py --kills 200 [--standby --life 8] [--streams 32] [--model smollm2]
+    python benchmarks/kills.py --kills 200 [--standby --life 8] [--streams 32] [--model smollm2] [--minutes 40]
 
 `quire serve` answers mixed requests (greedy and sampled, several completions, log-probabilities, grammars, stop
 strings, tools, Responses and Messages), `--streams` at a time, first undisturbed and then while its engine gets
@@ -161,7 +161,7 @@ def put_together(events: list[Any]) -> Any:
 
 async def kill(server: Server, clients: Clients, pauses: list[float], args: argparse.Namespace) -> None:
     """Kill the engine each time it has given tokens for a while."""
-    while len(pauses) < args.kills:
+    while len(pauses) < args.kills and time.monotonic() < args.end:
         pid, begin = server.pid, time.monotonic()
         while clients.last_news < begin + args.life:
             await asyncio.sleep(0.01)
@@ -185,7 +185,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     num_requests = num_differ = most_deaths = 0
     pauses: list[float] = []
     errors: list[str] = []
-    while len(pauses) < args.kills and not errors:
+    while len(pauses) < args.kills and not errors and time.monotonic() < args.end:
         clients = Clients(server.url, args.requests, args.streams, args.tokens)
         killing = asyncio.create_task(kill(server, clients, pauses, args))
         await clients.run()
@@ -214,7 +214,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--standby", action="store_true", help="with a loaded engine that takes over; --life 8")
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no more engines are killed")
     args = parser.parse_args()
+    args.end = time.monotonic() + 60 * args.minutes
     with serving(args.model, args.standby) as server:
         found = asyncio.run(measure(server, args))
     pauses = found["pauses"]
@@ -225,7 +227,8 @@ def main() -> None:
     table.add_row("pause, median and worst", f"{statistics.median(pauses):.2f} s, {max(pauses):.2f} s")
     Console().print(table)
     print(*found["errors"][:5], sep="\n")
-    results = {**vars(args), **found}
+    del args.end
+    results = {**vars(args), **found, "median_pause": statistics.median(pauses)}
     name = "kills_standby" if args.standby else "kills"
     print(f"written to {write_results(name, environment('quire', 'torch'), results)}")
     if found["errors"] or found["answers_that_differ"]:

@@ -320,6 +320,7 @@ def _run_steps(args: argparse.Namespace) -> int:
     bench.executor.shutdown()
     text = msgspec.json.format(msgspec.json.encode(table)) + b"\n"
     if args.table is not None:
+        args.table.parent.mkdir(parents=True, exist_ok=True)
         args.table.write_bytes(text)
         _tell([args.table])
     if args.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
@@ -19,6 +20,7 @@ from quire.engine.step_log import NO_LOG, StepLog, join_logs
 from quire.engine.trace.recorder import make_recorder
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
+from quire.sched.drafters.forced import Forced
 from quire.structured.manager import GrammarManager
 from quire.structured.registry import check_backend
 from quire.types.console import Memory, MemoryLine
@@ -47,13 +49,14 @@ def build_engine(
     settings, ledger = worker.settings, worker.ledger
     setup = scheduler_setup(config, worker)
     grammars = make_grammars(config, executor)
+    log = _step_log(config, setup, worker.kernel_path)
     core = EngineCore(
-        setup.make_scheduler(grammars.forced),
+        setup.make_scheduler(_noted(grammars.forced, log)),
         executor,
         settings.steps_in_flight,
         Constraints(grammars),
         conditions=make_conditions(config, executor),
-        log=_step_log(config, setup, worker.kernel_path),
+        log=log,
         memory=Memory([MemoryLine(e.name, e.num_bytes, e.note) for e in ledger.entries], ledger.supply.num_bytes),
     )
     info = EngineInfo(
@@ -97,14 +100,24 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
     )
 
 
-def make_grammars(config: EngineConfig, executor: Executor) -> GrammarManager:
+def make_grammars(config: EngineConfig, executor: Executor, *, looks_ahead: bool = True) -> GrammarManager:
     speculative = config.speculation.speculative_config
     return GrammarManager(
         grammar_limits(config.structured),
         config.structured.structured_outputs_cache_size,
         executor.mask_room,
-        look_ahead=0 if speculative is None or speculative.method == "none" else _LOOK_AHEAD,
+        look_ahead=_LOOK_AHEAD if looks_ahead and speculative is not None and speculative.method != "none" else 0,
     )
+
+
+def _noted(forced: Callable[[str], Forced], log: StepLog) -> Callable[[str], Forced]:
+    def read(request_id: str) -> Forced:
+        found = forced(request_id)
+        if found[1]:
+            log.forced(request_id, found)
+        return found
+
+    return read
 
 
 def make_conditions(config: EngineConfig, executor: Executor) -> list[Condition]:

@@ -123,6 +123,8 @@ class Hold:
             return
         work, change = self._work, self._changing
         assert work is not None
+        assert change is not None
+        self._core.log.ready("", change)
         self._work = self._changing = None
         try:
             digest = work.result()

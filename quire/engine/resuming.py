@@ -99,7 +99,7 @@ class ResumingClient(EngineClient):
         self._aborting.clear()
         has_progressed, was_trying = self._journal.has_progressed, self._journal.is_trying
         refused = self._journal.end_life(is_planned=is_planned)
-        last += [_refusal(entry, cause) for entry in refused]
+        last += [refused_output(entry, cause) for entry in refused]
         self._said.append(EngineOutputs(last, EngineStats()))
         self._tell_change()
         return EngineLoss(has_progressed, was_trying, len(refused))
@@ -205,7 +205,7 @@ class ResumingClient(EngineClient):
         await self._changed.wait()
 
 
-def _refusal(entry: Entry, cause: str) -> EngineOutput:
+def refused_output(entry: Entry, cause: str) -> EngineOutput:
     where = f"after {len(entry.token_ids)} tokens" if entry.token_ids else "before its first token"
     error = (
         f"the engine died twice while it ran this request and no other, {where}; it will not be tried again."

@@ -5,6 +5,7 @@ Everything is called on the thread that runs the engine; none of it may raise or
 
 from __future__ import annotations
 
+from quire.sched.drafters.forced import Forced
 from quire.types.messages import ToEngine
 from quire.types.step import StepPlan, StepResult
 
@@ -19,7 +20,10 @@ class StepLog:
         """EngineCore.step() is called, at `now` on the core's clock."""
 
     def ready(self, request_id: str, condition: str) -> None:
-        """A parked request was handed what it waited for, in this step."""
+        """A parked request was handed what it waited for, in this step; or, without a name, a change is done."""
+
+    def forced(self, request_id: str, forced: Forced) -> None:
+        """The plan in the making was given these tokens, which the request's grammar leaves no choice about."""
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be executed."""
@@ -51,6 +55,10 @@ class StepLogs(StepLog):
     def ready(self, request_id: str, condition: str) -> None:
         for log in self._logs:
             log.ready(request_id, condition)
+
+    def forced(self, request_id: str, forced: Forced) -> None:
+        for log in self._logs:
+            log.forced(request_id, forced)
 
     def planned(self, plan: StepPlan) -> None:
         for log in self._logs:

@@ -97,8 +97,6 @@ class InputProcessor:
         """
         self._tokenizer = tokenizer
         self._info = info
-        # What generates needs room for a token.
-        self._longest_prompt = info.max_model_len - (info.pooler is None)
         self._find_thinking = thinking
         self.default_params = default_params or SamplingParams()
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
@@ -108,6 +106,11 @@ class InputProcessor:
     def set_info(self, info: EngineInfo) -> None:
         """Another engine of the same model serves from now on; its limits may differ."""
         self._info = info
+
+    @property
+    def _longest_prompt(self) -> int:
+        # What generates needs room for a token.
+        return self._info.max_model_len - (self._info.pooler is None)
 
     @property
     def takes_grammars(self) -> bool:

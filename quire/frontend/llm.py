@@ -32,6 +32,7 @@ from quire.frontend.pooled import (
     with_task,
 )
 from quire.frontend.progress import make_progress
+from quire.frontend.restarting import make_process_client
 from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.frontend.thinking import thinking_marks
@@ -67,7 +68,7 @@ T = TypeVar("T")
 
 
 class LLM(Controls):
-    """A model and its engine in this process. Not for use from several threads at once.
+    """A model and its engine, in this process unless told otherwise. Not for use from several threads at once.
 
     A bad request in a batch fails alone: the others run, then BatchError is raised with their results.
     """
@@ -79,12 +80,14 @@ class LLM(Controls):
         tokenizer: str | None = None,
         seed: int | None = None,
         on_phase: ReportPhase = ignore_phase,
+        engine_process: bool = False,
         **settings: Any,
     ) -> None:
         """`settings` are the fields of quire.config.groups, e.g. max_model_len=2048.
 
         With a `seed`, requests that bring none are reproducible too: those of another LLM, asked in the same order.
-        `on_phase` hears what loading is busy with.
+        `on_phase` hears what loading is busy with. With `engine_process` the engine is a process of its own: if it
+        dies, another one goes on with every open request.
         """
         if seed is not None:
             settings["seed"] = seed
@@ -93,7 +96,8 @@ class LLM(Controls):
         check_settings(config)
         with paused_collector():
             text = load_text_model(config.model)
-            self._wire(make_inproc_client(config, on_phase), text, seed)
+            make = make_process_client if engine_process else make_inproc_client
+            self._wire(make(config, on_phase), text, seed)
 
     @classmethod
     def from_client(cls, client: EngineClient, text: TextModel, seed: int | None = None) -> Self:

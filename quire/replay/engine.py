@@ -69,10 +69,10 @@ def make_executor(header: Header, config: EngineConfig) -> Executor:
 
 
 def make_replayed_core(header: Header, config: EngineConfig, executor: Executor, log: Comparison) -> ReplayedCore:
-    """A core that takes its times from the trace."""
-    grammars = make_grammars(config, executor)
+    """A core that takes its times, and what grammars force, from the trace."""
+    grammars = make_grammars(config, executor, looks_ahead=False)
     return ReplayedCore(
-        header.setup.make_scheduler(grammars.forced),
+        header.setup.make_scheduler(log.recorded_forced),
         executor,
         header.setup.steps_in_flight,
         Constraints(grammars),

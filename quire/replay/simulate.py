@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
@@ -179,8 +179,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.executor = SimulatedExecutor(self.costs, self.clock)
+        plain = replace(self.setup, speculative=None)  # how many drafts would hold, a cost table does not know
         self.core = EngineCore(
-            self.setup.make_scheduler(), self.executor, self.setup.steps_in_flight, clock=self.clock, log=self.log
+            plain.make_scheduler(), self.executor, self.setup.steps_in_flight, clock=self.clock, log=self.log
         )
         self._open: dict[str, SimulatedRequest] = {}
         self._next = next(self.arrivals, None)

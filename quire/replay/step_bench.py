@@ -68,6 +68,7 @@ class StepBench:
             self.setup,
             step_time_target=0.0,
             caches_prefixes=False,
+            speculative=None,
             long_prefill_token_threshold=self.setup.max_num_batched_tokens,
         )
         self._core = EngineCore(alone.make_scheduler(), self.executor, self.setup.steps_in_flight, log=self._watch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 from quire.engine.constraints import Constraints
 from quire.engine.control import obey
 from quire.engine.core import EngineCore
+from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests
 from quire.engine.step_log import StepLog
 from quire.engine.trace.records import (
@@ -28,6 +29,7 @@ from quire.engine.trace.records import (
     result_digests,
 )
 from quire.replay.turns import Turn, turns
+from quire.sched.drafters.forced import Forced
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import TraceError
 from quire.types.messages import AbortRequests, Command
@@ -86,6 +88,12 @@ class Comparison(StepLog):
 
     def names(self, plan: StepPlan) -> tuple[str, ...]:
         return tuple(self._owners.get(row, "?") for row in plan.rows)
+
+    def recorded_forced(self, request_id: str) -> Forced:
+        """What the request's grammar had found when the plan that is next was made."""
+        if self.num_planned == len(self.turn.planned):
+            return 0, ()
+        return self.turn.planned[self.num_planned].forced.get(request_id, (0, ()))
 
     def planned(self, plan: StepPlan) -> None:
         self._owners.update({start.row: start.request_id for start in plan.starts})
@@ -155,6 +163,27 @@ class _GatedRequests(ParkedRequests):
             self._changed.notify_all()
 
 
+class _GatedHold(Hold):
+    """Changes (sleep, wake, other weights) that are done when the trace says so."""
+
+    is_released = False
+
+    @property
+    def has_news(self) -> bool:
+        return super().has_news if self._drains_for is not None else self.is_released
+
+    def release(self) -> None:
+        """Wait until the change under way is done, and let the next step have it."""
+        if self._work is None:
+            raise TraceError("a change of the engine is done that did not begin here")
+        self._work.exception(_READY_LIMIT)
+        self.is_released = True
+
+    def advance(self) -> None:
+        super().advance()
+        self.is_released = False
+
+
 class ReplayedCore(EngineCore):
     """A core that takes its times, and how far it plans ahead, from a trace."""
 
@@ -171,6 +200,28 @@ class ReplayedCore(EngineCore):
         super().__init__(scheduler, executor, steps_in_flight, constraints, conditions=conditions, log=log)
         self._comparison = log
         self.parked = self._gated = _GatedRequests(self.parked.conditions)
+        self.hold = self._gated_hold = _GatedHold(self)
+        self._turn: Turn | None = None
+        self._later: Iterator[Turn] = iter(())
+
+    def replay(self, recorded: Iterator[Turn]) -> Iterator[Turn]:
+        """Run turns; yields each after its messages were taken and before its steps, which a caller may prevent."""
+        self._later = recorded
+        for turn in recorded:
+            self._turn = turn
+            for took in turn.took:
+                if not isinstance(took, Took):
+                    raise TraceError("the trace is redacted: it has no tokens to run")
+                self.take(took.message)
+            yield turn
+            if self._turn is not None and turn.begin is not None:
+                self.run_turn(turn)
+
+    def finish_steps(self) -> None:
+        """A message made the recorded engine finish them: what follows in the trace is that."""
+        while self._in_flight:
+            turn, self._turn = self._turn or next(self._later), None
+            self.run_turn(turn)
 
     def take(self, message: EngineRequest | AbortRequests | Command) -> None:
         match message:
@@ -183,7 +234,9 @@ class ReplayedCore(EngineCore):
 
     def run_turn(self, turn: Turn) -> None:
         self._comparison.start(turn)
-        self._gated.release(turn.ready)
+        self._gated.release([(name, condition) for name, condition in turn.ready if name])
+        if any(not name for name, _ in turn.ready):
+            self._gated_hold.release()
         self.step()
         if self._comparison.num_planned < len(turn.planned):
             missing = turn.planned[self._comparison.num_planned]
@@ -212,21 +265,13 @@ def replay_steps(records: Iterable[Record], make_core: MakeCore, *, into_crash: 
     crashed: Planned | None = None
     suspects: tuple[str, ...] = ()
     try:
-        for turn in turns(records):
-            for took in turn.took:
-                if not isinstance(took, Took):
-                    raise TraceError("the trace is redacted: it has no tokens to run")
-                core.take(took.message)
-                if isinstance(took.message, EngineRequest):
-                    num_requests += 1
-            if turn.begin is None:
-                continue
-            last = turn.begin
+        for turn in core.replay(turns(records)):
+            num_requests += sum(isinstance(t, Took) and isinstance(t.message, EngineRequest) for t in turn.took)
+            last = last if turn.begin is None else turn.begin
             if turn.planned and turn.end is None and not turn.is_last:
                 crashed, suspects = turn.planned[-1], tuple(core.scheduler.request_ids)
                 if not into_crash:
                     break
-            core.run_turn(turn)
     except _StopReplayError as stop:
         difference = stop.difference
     finally:

@@ -12,10 +12,15 @@ import msgspec
 import pytest
 
 from quire.cli.main import build_parser, main
+from quire.cli.replay import EXIT_DIFFERS
+from quire.engine.trace.file import Trace, TraceWriter
+from quire.engine.trace.records import Finished
 from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.capacity import OBJECTIVES, TUNABLE
 from quire.replay.costs import CostTable
+from tests.e2e.tiny import make_model
 from tests.replay.runs import record, setup
+from tests.replay.test_speculation import record as run_engine
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 TEXTS = {name: (GUIDES / f"{name}.md").read_text(encoding="utf-8") for name in ("replay", "capacity-planning")}
@@ -59,6 +64,32 @@ def test_plans_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.Monke
     for command in plans:
         assert main(shlex.split(command)) == 0
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_replays_run_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a trace in which one token of one request is another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIRE_CPU_ISA", "")
+    run_engine(make_model(tmp_path / "model", "llama"), tmp_path / "right", 0)
+    trace = Trace(tmp_path / "right")
+    records = list(trace.records())
+    where = next(i for i, r in enumerate(records) if isinstance(r, Finished) and any(r.token_ids))
+    end = records[where]
+    assert isinstance(end, Finished)
+    records[where] = msgspec.structs.replace(end, token_ids=[[i + 1 for i in ids] for ids in end.token_ids])
+    writer = TraceWriter(tmp_path / "quire.trace", trace.header, 1 << 24)
+    writer.write(records)
+    writer.close()
+    replays = [command for command in COMMANDS if command.startswith("replay ")]
+    assert len(replays) == 3
+    for command in replays:
+        assert main(shlex.split(command)) == EXIT_DIFFERS
+        assert "DIFFERENT" in capsys.readouterr().out
+    assert (tmp_path / "few.ids").read_text() == "r0\n"
+    (tmp_path / "others.ids").write_text("r1\nr2\n")
+    assert main(["replay", "quire.trace", "--requests", "others.ids"]) == 0
 
 
 def test_settings_and_objectives_are_named() -> None:

@@ -57,6 +57,18 @@ def test_default_params_are_used_when_none_are_given() -> None:
     assert InputProcessor(TOKENIZER, INFO, default).process("Hi").params is default
 
 
+def test_another_engine_brings_its_own_limits() -> None:
+    processor = InputProcessor(TOKENIZER, INFO)
+    processor.set_info(EngineInfo(VOCAB_SIZE, 8, 16, 64, 8))
+    assert len(processor.process([1] * 7).prompt_token_ids) == 7
+    with pytest.raises(RequestError, match="8"):
+        processor.process([1] * 8)
+    kept = processor.process([1] * 20, SamplingParams(truncate_prompt_tokens=-1))
+    assert len(kept.prompt_token_ids) == 7
+    processor.set_info(INFO)
+    assert len(processor.process([1] * 8).prompt_token_ids) == 8
+
+
 def test_no_text_reaches_the_engine() -> None:
     params = SamplingParams(stop=["END"], bad_words=["bad"])
     request = PROCESSOR.process("Hi", params)

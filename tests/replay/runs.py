@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
+from quire.config.groups import SpeculativeConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.setup import SchedulerSetup
@@ -14,12 +15,16 @@ from quire.engine.trace.file import Trace
 from quire.engine.trace.recorder import TraceRecorder, make_recorder
 from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.steps import Comparison, ReplayedCore
+from quire.sched.draft_lengths import EveryDraft, MeasuredLengths
+from quire.sched.drafts import Drafts
+from quire.sched.scheduler import Scheduler
+from quire.sched.step_times import StepTimes
 from quire.types.messages import AbortRequests, Command
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
 from quire.worker.executor import Executor
-from tests.fakes import FakeExecutor, FakeStep, FakeStepError
+from tests.fakes import FakeDrafter, FakeExecutor, FakeStep, FakeStepError
 
 LAYOUT = plan_layout([LayerKV("full", None, 4)] * 2, 4)
 KERNEL_PATH = {"device": "cpu", "instruction_set": "avx2"}
@@ -41,7 +46,18 @@ def setup(draw: random.Random, depth: int | None = None) -> SchedulerSetup:
         step_times=(0.001, 0.001, 0.001, 1e-6),
         step_sizes=(),
         steps_in_flight=depth or draw.randint(1, 3),
+        max_num_drafts=8,
+        speculative=draw.choice([None, SpeculativeConfig(method="ngram", num_speculative_tokens=3)]),
     )
+
+
+def make_scheduler(made: SchedulerSetup) -> Scheduler:
+    """Where the setup speculates, a drafter that knows the fake model: most of its drafts hold."""
+    scheduler = made.make_scheduler()
+    if made.speculative is not None:
+        lengths = EveryDraft() if made.max_num_seqs % 2 else MeasuredLengths(StepTimes())
+        scheduler._state.drafting = Drafts(FakeDrafter(0.7, 3, seed=0), lengths=lengths)
+    return scheduler
 
 
 class Device(Executor):
@@ -101,7 +117,7 @@ def record(
     made = setup(draw, depth)
     poisoned = frozenset(f"r{i}" for i in range(num_requests) if draw.random() < 0.05)
     log = recorder(path, made, **tracing)
-    core = EngineCore(made.make_scheduler(), Device(made, poisoned, dies=dies), made.steps_in_flight, log=log)
+    core = EngineCore(make_scheduler(made), Device(made, poisoned, dies=dies), made.steps_in_flight, log=log)
     drive(core, draw, num_requests)
     return Trace(path), poisoned
 
@@ -135,8 +151,8 @@ class MakeReplayed:
     def __call__(self, log: Comparison) -> ReplayedCore:
         made = self._trace.header.setup
         device = Device(made, self._poisoned, **self._faults)
-        return ReplayedCore(made.make_scheduler(), device, made.steps_in_flight, log=log)
+        return ReplayedCore(make_scheduler(made), device, made.steps_in_flight, log=log)
 
     def plain(self, log: StepLog | None = None) -> EngineCore:
         made = self._trace.header.setup
-        return EngineCore(made.make_scheduler(), Device(made, self._poisoned, **self._faults), made.steps_in_flight)
+        return EngineCore(make_scheduler(made), Device(made, self._poisoned, **self._faults), made.steps_in_flight)

@@ -39,7 +39,7 @@ def last_hash(trace: Trace) -> str:
 
 @pytest.mark.usefixtures("_quiet")
 def test_a_thousand_random_schedules_are_replayed_to_the_recorded_hash(tmp_path: Path) -> None:
-    num_steps = num_preempted = 0
+    num_steps = num_preempted = num_drafted = 0
     for seed in range(1000):
         trace, poisoned = record(seed, tmp_path / str(seed), num_requests=5)
         report = replay_steps(trace.records(), core_for(trace, poisoned))
@@ -48,8 +48,10 @@ def test_a_thousand_random_schedules_are_replayed_to_the_recorded_hash(tmp_path:
         assert report.rolling == last_hash(trace)
         num_steps += report.num_steps
         num_preempted += trace.header.setup.pool_blocks[0] < 20
+        num_drafted += any(len(ids) > 1 for r in trace.records() if isinstance(r, Finished) for ids in r.token_ids)
     assert num_steps > 8_000
     assert num_preempted > 100
+    assert num_drafted > 200
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from quire.config.groups import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.text_model import TextModel
+from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.server.adapters import ServedAdapters
 from quire.server.app import build_app
 from quire.server.launch import Server, uvicorn_config
@@ -88,6 +89,7 @@ def make_app(
     api_keys: tuple[str, ...] = (),
     tool_servers: ToolServers | None = None,
     adapters: ServedAdapters | None = None,
+    observer: Observer = NULL_OBSERVER,
     **settings: Any,
 ) -> FastAPI:
     provider = provider or FakeProvider(client or FakeClient())
@@ -99,6 +101,7 @@ def make_app(
         api_keys=api_keys,
         tool_servers=tool_servers,
         adapters=adapters,
+        observer=observer,
     )
 
 

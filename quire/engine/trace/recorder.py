@@ -29,6 +29,7 @@ from quire.engine.trace.records import (
     redacted_name,
     result_digests,
 )
+from quire.sched.drafters.forced import Forced
 from quire.types.messages import ToEngine
 from quire.types.request import EngineRequest
 from quire.types.step import StepPlan, StepResult
@@ -51,6 +52,7 @@ class TraceRecorder(StepLog):
         self._rolling = RollingHash()
         self._plans: dict[int, tuple[int, int, int, int]] = {}  # of steps in flight
         self._rows: list[int] = []  # of the newest plan
+        self._forced: dict[str, Forced] = {}  # that the next plan is made with
         self._began: float | None = None
         self._salt = secrets.token_bytes(16) if header.redacted else b""
 
@@ -70,12 +72,17 @@ class TraceRecorder(StepLog):
         if not self._salt:
             self._pending.append(Ready(request_id, condition))
 
+    def forced(self, request_id: str, forced: Forced) -> None:
+        if not self._salt:
+            self._forced[request_id] = forced
+
     def planned(self, plan: StepPlan) -> None:
         digests = self._plans[plan.step_id] = plan_digests(plan)
         rows = None if plan.rows == self._rows else plan.rows
         self._rows = plan.rows
         starts = [(start.row, self._name(start.request_id)) for start in plan.starts]
-        self._pending.append(Planned(plan.step_id, digests, rows, starts))
+        self._pending.append(Planned(plan.step_id, digests, rows, starts, self._forced))
+        self._forced = {}
         self._write()
 
     def finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:

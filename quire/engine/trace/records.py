@@ -13,12 +13,13 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.engine.setup import SchedulerSetup
+from quire.sched.drafters.forced import Forced
 from quire.types.messages import AbortRequests, Command
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
 from quire.types.step import StepPlan, StepResult
 
-FORMAT = 1
+FORMAT = 2
 
 # The parts of a plan that are told apart when two runs differ.
 PLAN_PARTS = ("rows and num_tokens", "freed_rows and starts", "block tables", "drafts, masks and adapters")
@@ -74,6 +75,8 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=5):
     digests: tuple[int, int, int, int]  # of PLAN_PARTS
     rows: list[int] | None  # None: those of the plan before
     starts: list[tuple[int, str]]  # rows that requests take, and their names
+    # What grammars had found to be without alternative when this was planned: when they do is a matter of threads.
+    forced: dict[str, Forced] = {}
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=6):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -40,6 +41,7 @@ logger = get_logger(__name__)
 MOST_ITEMS = 100  # of a page of input items
 # Codex gives up after 300 seconds without an event, and ignores comments: send an event every minute.
 LOOKS_PER_EVENT = 12
+_GRAIN = 0.1  # seconds by which the times of files may be off
 
 
 class Responses:
@@ -91,6 +93,7 @@ class Responses:
                 self._remember(entry.owner, entry.key, entry.response_id)
             if stored is not None:
                 self._store.put(stored)
+                self._expire_later(entry.response_id)
                 continue
             try:
                 body = ResponsesRequest.model_validate(entry.body)
@@ -310,6 +313,7 @@ class Responses:
             )
         body = msgspec.json.encode(plan.response)
         self._journal.open(entry)
+        self._expire_later(response_id)
         run = self._runs.open(response_id)
 
         async def work() -> None:
@@ -326,9 +330,16 @@ class Responses:
                 run.finish()
                 del self._running[response_id]
             self._journal.finish(response_id, _stored(plan))
+            self._expire_later(response_id)
 
         self._running[response_id] = asyncio.create_task(work(), name=response_id)
         return EventStream(run.read(), end=b"") if stream else json_response(body)
+
+    def _expire_later(self, response_id: str) -> None:
+        """Its file goes when it has been left alone for the time to live, give or take the clock's grain."""
+        if math.isfinite(self._journal.ttl):
+            wait = self._journal.ttl + _GRAIN
+            asyncio.get_running_loop().call_later(wait, self._journal.expire, response_id)
 
     def _stop(self, response_id: str) -> bool:
         """Whether it was running."""

@@ -9,9 +9,11 @@ flushed to the disk: they outlive the process, not a loss of power. A line that 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ class ResponseJournal:
 
     def __init__(self, folder: Path, ttl: float, on_failure: Callable[[], None] = ignore_failure) -> None:
         self._folder = folder
-        self._ttl = ttl
+        self.ttl = ttl
         self._on_failure = on_failure
 
     def open(self, entry: JournalEntry) -> None:
@@ -62,6 +64,12 @@ class ResponseJournal:
         if self._path(response_id).exists():
             self._write(response_id, msgspec.json.encode(end), os.O_APPEND)
 
+    def expire(self, response_id: str) -> None:
+        """Delete a file whose time is over; one that was written since is left."""
+        path = self._path(response_id)
+        if path.exists() and _age(path) >= self.ttl:
+            self.delete(response_id)
+
     def delete(self, response_id: str) -> None:
         self._path(response_id).unlink(missing_ok=True)
 
@@ -70,7 +78,7 @@ class ResponseJournal:
         found: list[tuple[JournalEntry, StoredResponse | None]] = []
         for path in self._folder.glob(f"*{_SUFFIX}") if self._folder.is_dir() else ():
             try:
-                if time.time() - path.stat().st_mtime > self._ttl:
+                if _age(path) > self.ttl:
                     path.unlink()
                     continue
                 found.append(_parsed(path.read_bytes()))
@@ -93,6 +101,9 @@ class ResponseJournal:
             finally:
                 os.close(file)
         except OSError as error:
+            if flags & os.O_CREAT:  # half of a request is of no use; half of an end is left out
+                with suppress(OSError):
+                    self.delete(response_id)
             self._on_failure()
             logger.error("%s is served without the journal: %s", response_id, error)
 
@@ -101,7 +112,7 @@ class NoJournal(ResponseJournal):
     """Responses end with the process."""
 
     def __init__(self) -> None:
-        super().__init__(Path(), 0.0)
+        super().__init__(Path(), math.inf)
 
     def open(self, entry: JournalEntry) -> None:
         return None
@@ -109,11 +120,19 @@ class NoJournal(ResponseJournal):
     def finish(self, response_id: str, stored: StoredResponse) -> None:
         return None
 
+    def expire(self, response_id: str) -> None:
+        return None
+
     def delete(self, response_id: str) -> None:
         return None
 
     def read(self) -> list[tuple[JournalEntry, StoredResponse | None]]:
         return []
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written."""
+    return time.time() - path.stat().st_mtime
 
 
 def _parsed(content: bytes) -> tuple[JournalEntry, StoredResponse | None]:

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.metrics.prometheus import PrometheusObserver
 from quire.server.openai.responses.journal import JournalEntry, ResponseJournal
 from tests.frontend.fake_client import FakeClient
-from tests.server.helpers import http, make_app, serving
+from tests.server.helpers import MODEL, http, make_app, serving
 from tests.server.openai.responses.test_responses import URL
 from tests.server.waiting import WaitingClient
 
@@ -120,6 +121,30 @@ async def test_a_response_that_had_not_ended_is_finished_by_the_next_server(tmp_
 
 
 async def test_a_full_disk_means_serving_without_the_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills up while a response is written; what was written of it is no response to the next server."""
+    real = os.write
+
+    def write(file: int, content: bytes) -> int:
+        if len(content) < 40:
+            raise OSError(28, "No space left on device")
+        return real(file, content[:20])
+
+    observer = PrometheusObserver(MODEL)
+    app = make_app(FakeClient("answer"), journal=str(tmp_path / "journal"), observer=observer)
+    async with http(app) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.server.openai.responses.journal.os.write", write)
+            begun = (await session.post(URL, json={"input": "Q", "background": True})).json()
+            assert (await until_done(session, begun["id"]))["status"] == "completed"
+            assert (await session.get(f"{URL}/{begun['id']}")).json()["output"][0]["content"][0]["text"] == "answer"
+    assert f"{begun['id']} is served without the journal: [Errno 28]" in caplog.text
+    assert b'quire:journal_failures_total{model_name="%s"} 1.0' % MODEL.encode() in observer.expose()[0]
+    assert ResponseJournal(tmp_path / "journal", 100.0).read() == []
+
+
+async def test_a_folder_that_cannot_be_made_means_serving_without_the_journal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -127,6 +152,19 @@ async def test_a_full_disk_means_serving_without_the_journal(
         begun = (await session.post(URL, json={"input": "Q", "background": True})).json()
         assert (await until_done(session, begun["id"]))["status"] == "completed"
     assert "is served without the journal" in caplog.text
+
+
+async def test_files_go_while_the_server_runs_and_hold_no_key(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    app = make_app(WaitingClient(), journal=str(folder), journal_ttl=0.05, api_keys=("secret-key",))
+    async with http(app) as session:
+        headers = {"authorization": "Bearer secret-key"}
+        await session.post(URL, json={"input": "Q", "background": True}, headers=headers)
+        (file,) = folder.iterdir()
+        assert b"secret-key" not in file.read_bytes()
+        async with asyncio.timeout(LIMIT):
+            while list(folder.iterdir()):
+                await asyncio.sleep(0.01)
 
 
 def test_torn_and_old_files_are_left_out(tmp_path: Path) -> None:
