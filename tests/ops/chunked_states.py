@@ -1,4 +1,4 @@
-"""The recurrence of quire/ops/states.py by its definition and in chunks, in the type of its inputs; without states."""
+"""The recurrence of quire/ops/states.py token by token and in chunks, in the type of its inputs; no states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK = 64
 def by_token(
     queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor | None, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Results [n, heads, value_dim] and the matrix after them, token by token from matrix [heads, key_dim, value_dim].
+    """Results [n, heads, value_dim] and the matrix after them; token by token, from matrix [heads, key_dim, dim].
 
     queries, keys [n, heads, key_dim]; values [n, heads, value_dim]; decays, strengths [n, heads].
     """

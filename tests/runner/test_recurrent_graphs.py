@@ -28,7 +28,7 @@ MODELS = {"qwen3_5_text": DELTA, "mamba2": MAMBA2}  # with gated attention; with
 
 
 def answers(folder: Path, backend: str) -> tuple[list[list[int]], int]:
-    """The tokens of all prompts, each of which comes a step after the one before, and the steps that were captured."""
+    """The tokens of all prompts, which come a step after each other, and how many steps were captured."""
     core = make_engine(
         folder, attention_backend=backend, max_num_seqs=4, max_model_len=128, kv_cache_memory=1 << 22, dtype="float32"
     )

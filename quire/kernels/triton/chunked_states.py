@@ -1,8 +1,8 @@
 """Recurrent layers over long rows: matmuls within and across chunks of 64 tokens at fixed positions of a sequence.
 
-Of the tokens of a chunk, with g their sums of log decays, a matrix S becomes exp(g_last) S + (exp(g_last - g) K)^T V,
-and queries read exp(g) Q S + (Q K^T exp(g_i - g_j) for j <= i) V. Under the delta rule V is U - W S, where U and W are
-the inverse of I + A times strengths V and strengths exp(g) K, with A_ij = strength_i k_i k_j exp(g_i - g_j) for j < i.
+With g the sums of log decays in a chunk, a matrix S becomes exp(g_last) S + (exp(g_last - g) K)^T V, and queries
+read exp(g) Q S + (Q K^T exp(g_i - g_j) for j <= i) V. Under the delta rule V is U - W S, where U and W are the
+inverse of I + A times strengths V and strengths exp(g) K, with A_ij = strength_i k_i k_j exp(g_i - g_j) for j < i.
 One kernel computes all of that which no state is part of, for all chunks at once; another goes through a row's chunks.
 Rows of few tokens are folded token by token, as in quire/kernels/triton/states.py. Bits differ from those, so steps
 that cut a sequence elsewhere differ in their last bits: this is for the fast mode.
@@ -44,7 +44,7 @@ def _log_decays(decays_ptr, token, inside, HEADS: tl.constexpr, LEAST: tl.conste
 
 @triton.jit
 def _inverse(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of I + a [CHUNK, CHUNK], which has nothing on and above its diagonal: of blocks twice as large in each round."""
+    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round."""
     rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
     for power in range(1, LEVELS):
@@ -142,6 +142,45 @@ def _within_chunks_kernel(
 
 
 @triton.jit
+def _leave_states(
+    places_ptr,
+    cache_stride,
+    table,
+    matrix,
+    turned,
+    value,
+    logs,
+    in_matrix,
+    position,
+    first,
+    context,
+    BLOCK_SIZE: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store matrices as they are before tokens of this chunk, for entries whose rings begin at those tokens."""
+    start, total = tl.min(position, axis=0), tl.cumsum(logs, axis=0)
+    low, high = tl.maximum(first, start), tl.minimum(context, start + CHUNK)
+    entries = low // BLOCK_SIZE + tl.arange(0, ENTRIES)
+    bases = tl.maximum(first, tl.minimum((entries + 1) * BLOCK_SIZE, context) - ROLLBACK)
+    known = (entries * BLOCK_SIZE < context) & (bases >= low) & (bases < high)
+    if tl.max(tl.load(table + entries, mask=known, other=0), axis=0) > 0:
+        for entry in range(low // BLOCK_SIZE, low // BLOCK_SIZE + ENTRIES):
+            base = tl.maximum(first, tl.minimum((entry + 1) * BLOCK_SIZE, context) - ROLLBACK)
+            if (entry * BLOCK_SIZE < context) & (base >= low) & (base < high):
+                block = tl.load(table + entry).to(tl.int64)
+                if block > 0:
+                    is_before = position < base
+                    kept = tl.sum(tl.where(is_before, logs, 0.0), axis=0)
+                    factors = tl.where(is_before, tl.exp(tl.where(is_before, kept - total, 0.0)), 0.0)
+                    scaled = (value * factors[:, None]).to(turned.dtype)
+                    left = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
+                    tl.store(places_ptr + block * cache_stride, left, mask=in_matrix)
+
+
+@triton.jit
 def _across_chunks_kernel(
     queries_ptr,
     keys_ptr,
@@ -192,25 +231,12 @@ def _across_chunks_kernel(
         key_head = head // (HEADS // KEY_HEADS)
         in_matrix = is_key[:, None] & is_value[None, :]
         place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
+        # fmt: off
         matrix = matrix_before(
-            cache_ptr,
-            cache_stride,
-            table,
-            first,
-            head,
-            lanes,
-            columns,
-            BLOCK_SIZE,
-            HEADS,
-            KEY_HEADS,
-            KEY_DIM,
-            VALUE_DIM,
-            1,
-            ROLLBACK,
-            DELTA,
-            KEYS,
-            COLUMNS,
+            cache_ptr, cache_stride, table, first, head, lanes, columns, BLOCK_SIZE, HEADS,
+            KEY_HEADS, KEY_DIM, VALUE_DIM, 1, ROLLBACK, DELTA, KEYS, COLUMNS,
         )
+        # fmt: on
         for chunk in range(first // CHUNK, (context - 1) // CHUNK + 1):
             position = chunk * CHUNK + places
             inside = (position >= first) & (position < context)
@@ -223,7 +249,9 @@ def _across_chunks_kernel(
             key = tl.load(keys_ptr + token[:, None] * key_stride + at_key, mask=of_key, other=0.0)
             value = tl.load(values_ptr + token[:, None] * value_stride + at_value, mask=of_value, other=0.0)
             scores = tl.load(
-                scores_ptr + (token[:, None] * HEADS + head) * CHUNK + places[None, :], mask=inside[:, None], other=0.0
+                scores_ptr + (token[:, None] * HEADS + head) * CHUNK + places[None, :],
+                mask=inside[:, None],
+                other=0.0,
             )
             logs = _log_decays(decays_ptr + head, token, inside, HEADS, LEAST)
             total = tl.cumsum(logs, axis=0)
@@ -242,23 +270,12 @@ def _across_chunks_kernel(
             at_out = token[:, None] * (HEADS * VALUE_DIM) + at_value
             tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=of_value)
             turned = tl.trans(key.to(dtype))
-            low = tl.maximum(first, chunk * CHUNK)
-            high = tl.minimum(context, (chunk + 1) * CHUNK)
-            entries = low // BLOCK_SIZE + tl.arange(0, ENTRIES)
-            bases = tl.maximum(first, tl.minimum((entries + 1) * BLOCK_SIZE, context) - ROLLBACK)
-            known = (entries * BLOCK_SIZE < context) & (bases >= low) & (bases < high)
-            if tl.max(tl.load(table + entries, mask=known, other=0), axis=0) > 0:  # a state is left in this chunk
-                for entry in range(low // BLOCK_SIZE, low // BLOCK_SIZE + ENTRIES):
-                    base = tl.maximum(first, tl.minimum((entry + 1) * BLOCK_SIZE, context) - ROLLBACK)
-                    if (entry * BLOCK_SIZE < context) & (base >= low) & (base < high):
-                        block = tl.load(table + entry).to(tl.int64)
-                        if block > 0:
-                            is_before = position < base
-                            kept = tl.sum(tl.where(is_before, logs, 0.0), axis=0)
-                            factors = tl.where(is_before, tl.exp(tl.where(is_before, kept - total, 0.0)), 0.0)
-                            scaled = (value * factors[:, None]).to(dtype)
-                            left = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
-                            tl.store(cache_ptr + block * cache_stride + 1 + place, left, mask=in_matrix)
+            # fmt: off
+            _leave_states(
+                cache_ptr + 1 + place, cache_stride, table, matrix, turned, value, logs, in_matrix,
+                position, first, context, BLOCK_SIZE, ROLLBACK, CHUNK, ENTRIES, PRECISION,
+            )
+            # fmt: on
             kept = tl.sum(logs, axis=0)
             scaled = (value * tl.exp(kept - total)[:, None]).to(dtype)
             matrix = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)

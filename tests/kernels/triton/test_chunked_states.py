@@ -100,7 +100,9 @@ TABLE = 1 + torch.arange(36, dtype=torch.int32).view(2, 18)
 def test_chunks_are_the_recurrence(kind: str) -> None:
     """The form that kernels take, in float64."""
     arguments = given(kind, 200)
-    torch.testing.assert_close(expected(kind, arguments, in_chunks), expected(kind, arguments), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        expected(kind, arguments, in_chunks), expected(kind, arguments), atol=1e-10, rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
