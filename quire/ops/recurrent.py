@@ -239,25 +239,23 @@ def generate_columns(seed: int) -> tuple[Tensor]:
     return (wide[:, seed % 7 : 16 + seed % 7],)
 
 
-def _implementations(name: str) -> tuple[Implementation, ...]:
-    module = (
-        "states" if name in ("gated_delta", "state_space", "selective_scan", "linear_attention") else "short_conv"
-    )
-    return Implementation("triton", f"triton.{module}:{name}", ("cuda",)), native(name, "states")
+def _implementations(name: str, module: str = "short_conv", *, chunked: bool = False) -> tuple[Implementation, ...]:
+    """`chunked`: long rows have a form of their own in the fast mode, whose bits follow from how a row is cut."""
+    in_chunks = Implementation("chunked", f"triton.chunked_states:{name}", ("cuda",), varies=True)
+    serial = Implementation("triton", f"triton.{module}:{name}", ("cuda",)), native(name, "states")
+    return (in_chunks, *serial) if chunked else serial
 
 
 SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, _implementations("short_conv"), changes=(4,))
 GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
-GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, _implementations("gated_delta"), changes=(5,))
-STATE_SPACE = Op(
-    "state_space", state_space, generate_state_space, 1e-5, _implementations("state_space"), changes=(6,)
+_DELTA, _SPACE, _LINEAR = (
+    _implementations(name, "states", chunked=True) for name in ("gated_delta", "state_space", "linear_attention")
 )
-SELECTIVE_SCAN = Op(
-    "selective_scan", selective_scan, generate_scan, 1e-5, _implementations("selective_scan"), changes=(6,)
-)
-LINEAR_ATTENTION = Op(
-    "linear_attention", linear_attention, generate_linear, 1e-5, _implementations("linear_attention"), changes=(2,)
-)
+GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, _DELTA, changes=(5,))
+STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, _SPACE, changes=(6,))
+_SCAN = _implementations("selective_scan", "states")
+SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, _SCAN, changes=(6,))
+LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, _LINEAR, changes=(2,))
 GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, _implementations("gated_norm"))
 GATE = Op("gate", gate, generate_gate, 1e-5, _implementations("gate"))
 COMPACT = Op("compact", compact, generate_columns, 0.0, (native("compact", "states"),))

@@ -29,6 +29,7 @@ class StatePlaces(NamedTuple):
     contexts: Tensor  # [num_rows] int32
     starts: Tensor  # [num_rows + 1] int32
     block_size: int
+    has_long: bool = True  # whether rows may have more than STATE_SHORT tokens
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def graph_bytes(context: WayContext, captured: CaptureSizes) -> GraphBytes:
     """What the largest captured steps take, with an eighth for gaps."""
     backend, sizes = context.backend, context.sizes
     specs = [layer.spec for layer in context.model.attention_layers()]
-    sums = max(backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs)
+    sums = max((backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs), default=0)
     forward = int(1.125 * (captured.max_tokens * sizes.token_bytes + sums))
     return GraphBytes(forward, Sampler.captured_bytes(sizes))
 

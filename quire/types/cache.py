@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STATE_ROLLBACK = 9  # tokens that a recurrent state can take back: drafts, and the last known token
+STATE_SHORT = 32  # tokens of a row in a step up to which they are folded into its states one by one in every mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.engine import EngineConfig
 from quire.worker.direct import DirectModel
 from tests.gpu.helpers import needs_gpu
-from tests.models.zoo import ARCHITECTURES, LENGTH, Tiny
+from tests.models.zoo import ARCHITECTURES, LENGTH, RECURRENT, Tiny
 
 pytestmark = needs_gpu
 TOKENS = torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -30,7 +30,7 @@ def logits_on(folder: Path, tiny: Tiny, device: str, **settings: Any) -> Tensor:
 NARROW = Tiny("narrow heads", "LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
 
 
-@pytest.mark.parametrize("tiny", [*ARCHITECTURES, NARROW], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", [*ARCHITECTURES, *RECURRENT, NARROW], ids=lambda tiny: tiny.name)
 def test_logits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
     tiny.make(tmp_path)
     expected = logits_on(tmp_path, tiny, "cpu", attention_backend="torch_ref")

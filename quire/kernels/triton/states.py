@@ -6,7 +6,7 @@ through the row's tokens; no bit depends on how a sequence was cut into steps, o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,6 +112,50 @@ def _fold(matrix, key, value, decay, strength, DELTA: tl.constexpr):
 
 
 @triton.jit
+def matrix_before(
+    cache_ptr,
+    cache_stride,
+    table,
+    first,
+    head,
+    lanes,
+    columns,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    DELTA: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A head's matrix [KEYS, COLUMNS] after the first tokens of a row, those in the ring of its state among them."""
+    is_key, is_value = lanes < KEY_DIM, columns < VALUE_DIM
+    of_decay = lanes if DECAY_DIM > 1 else lanes * 0
+    key_head = head // (HEADS // KEY_HEADS)
+    OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
+    OF_DECAYS: tl.constexpr = HEADS * DECAY_DIM
+    RING: tl.constexpr = OF_KEYS + OF_VALUES + OF_DECAYS + HEADS
+    matrix = tl.zeros([KEYS, COLUMNS], tl.float32)
+    if first > 0:
+        state = cache_ptr + tl.load(table + (first - 1) // BLOCK_SIZE).to(tl.int64) * cache_stride
+        place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
+        matrix = tl.load(state + 1 + place, mask=is_key[:, None] & is_value[None, :], other=0.0)
+        for at in range(tl.load(state).to(tl.int32), first):
+            kept = state + 1 + HEADS * KEY_DIM * VALUE_DIM + (at % ROLLBACK) * RING
+            key = tl.load(kept + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
+            kept += OF_KEYS
+            value = tl.load(kept + head * VALUE_DIM + columns, mask=is_value, other=0.0)
+            kept += OF_VALUES
+            decay = tl.load(kept + head * DECAY_DIM + of_decay, mask=is_key, other=0.0)
+            matrix = _fold(matrix, key, value, decay, tl.load(kept + OF_DECAYS + head), DELTA)
+    return matrix
+
+
+@triton.jit
 def _recurrence_kernel(
     queries_ptr,
     keys_ptr,
@@ -141,6 +185,7 @@ def _recurrence_kernel(
     ROLLBACK: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    LONGEST: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -151,28 +196,33 @@ def _recurrence_kernel(
     of_decay = lanes if DECAY_DIM > 1 else lanes * 0
     row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
     begin, end = tl.load(starts_ptr + index), tl.load(starts_ptr + index + 1)
-    if end > begin:
+    if (end > begin) & (end - begin <= LONGEST):
         first = context - (end - begin)
         key_head = head // (HEADS // KEY_HEADS)
-        OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
         OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
         OF_DECAYS: tl.constexpr = HEADS * DECAY_DIM
-        RING: tl.constexpr = OF_KEYS + OF_VALUES + OF_DECAYS + HEADS
         place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
         in_matrix = is_key[:, None] & is_value[None, :]
         table = tables_ptr + row * table_stride
-        matrix = tl.zeros([KEYS, COLUMNS], tl.float32)
-        if first > 0:
-            state = cache_ptr + tl.load(table + (first - 1) // BLOCK_SIZE).to(tl.int64) * cache_stride
-            matrix = tl.load(state + 1 + place, mask=in_matrix, other=0.0)
-            for at in range(tl.load(state).to(tl.int32), first):
-                kept = state + 1 + HEADS * KEY_DIM * VALUE_DIM + (at % ROLLBACK) * RING
-                key = tl.load(kept + key_head * KEY_DIM + lanes, mask=is_key, other=0.0)
-                kept += OF_KEYS
-                value = tl.load(kept + head * VALUE_DIM + columns, mask=is_value, other=0.0)
-                kept += OF_VALUES
-                decay = tl.load(kept + head * DECAY_DIM + of_decay, mask=is_key, other=0.0)
-                matrix = _fold(matrix, key, value, decay, tl.load(kept + OF_DECAYS + head), DELTA)
+        matrix = matrix_before(
+            cache_ptr,
+            cache_stride,
+            table,
+            first,
+            head,
+            lanes,
+            columns,
+            BLOCK_SIZE,
+            HEADS,
+            KEY_HEADS,
+            KEY_DIM,
+            VALUE_DIM,
+            DECAY_DIM,
+            ROLLBACK,
+            DELTA,
+            KEYS,
+            COLUMNS,
+        )
         entry = first // BLOCK_SIZE
         for at in range(first, context):
             until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
@@ -263,16 +313,18 @@ def _keep_inputs_kernel(
                     tl.store(state + 1 + MATRIX + (at % ROLLBACK) * RING + places, kept, mask=places < RING)
 
 
-def gated_delta(
-    qkv: Tensor,
-    decay: Tensor,
-    strength: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    cache: Tensor,
-    places: Any,
-    shape: Any,
-) -> Tensor:
+class Inputs(NamedTuple):
+    """What tokens fold into matrices and read of them; see `recur` in quire/ops/states.py."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    decays: Tensor
+    strengths: Tensor | None  # of the delta rule
+    skip: tuple[Tensor, Tensor] | None  # a factor per head, and what is added to the result times it
+
+
+def delta_inputs(qkv: Tensor, decay: Tensor, strength: Tensor, a: Tensor, dt_bias: Tensor, shape: Any) -> Inputs:
     count, heads, keys = qkv.shape[0], shape.num_heads, shape.num_key_heads
     qk = torch.empty(count, 2 * keys, shape.key_dim, dtype=torch.float32, device=qkv.device)
     decays = torch.empty(count, heads, shape.decay_dim, dtype=torch.float32, device=qkv.device)
@@ -299,8 +351,33 @@ def gated_delta(
         GATES=triton.next_power_of_2(heads),
         **FUSED,
     )
-    values = qkv[:, 2 * keys * shape.key_dim :]
-    return _recur(qk[:, :keys], qk[:, keys:], values, decays, strengths, None, cache, places, shape, qkv.dtype)
+    return Inputs(qk[:, :keys], qk[:, keys:], qkv[:, 2 * keys * shape.key_dim :], decays, strengths, None)
+
+
+def space_inputs(
+    xbc: Tensor, dt: Tensor, dt_bias: Tensor, a: Tensor, skip: Tensor, limits: tuple[float, float], shape: Any
+) -> Inputs:
+    width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
+    x, b, c = xbc.split([width, keys, keys], dim=-1)
+    return Inputs(c, b, *_scan_inputs(x, dt, dt_bias, a, limits, shape), None, (skip, x))
+
+
+def linear_inputs(qkv: Tensor, decay: Tensor, shape: Any) -> Inputs:
+    q, k, v = (part.flatten(1) for part in qkv.view(qkv.shape[0], shape.num_heads, 3, -1).unbind(2))
+    return Inputs(q, k, v, decay[None].expand(qkv.shape[0], -1).contiguous(), None, None)
+
+
+def gated_delta(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    return recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape), cache, places, shape, qkv.dtype)
 
 
 def state_space(
@@ -314,10 +391,7 @@ def state_space(
     places: Any,
     shape: Any,
 ) -> Tensor:
-    width, keys = shape.num_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
-    x, b, c = xbc.split([width, keys, keys], dim=-1)
-    values, decays = _scan_inputs(x, dt, dt_bias, a, dt_limits, shape)
-    return _recur(c, b, values, decays, None, (skip, x), cache, places, shape, xbc.dtype)
+    return recur(space_inputs(xbc, dt, dt_bias, a, skip, dt_limits, shape), cache, places, shape, xbc.dtype)
 
 
 def selective_scan(
@@ -332,13 +406,11 @@ def selective_scan(
     shape: Any,
 ) -> Tensor:
     values, decays = _scan_inputs(x, dt, None, a, (0.0, float("inf")), shape)
-    return _recur(c, b, values, decays, None, (skip, x), cache, places, shape, x.dtype)
+    return recur(Inputs(c, b, values, decays, None, (skip, x)), cache, places, shape, x.dtype)
 
 
 def linear_attention(qkv: Tensor, decay: Tensor, cache: Tensor, places: Any, shape: Any) -> Tensor:
-    q, k, v = (part.flatten(1) for part in qkv.view(qkv.shape[0], shape.num_heads, 3, -1).unbind(2))
-    decays = decay[None].expand(qkv.shape[0], -1).contiguous()
-    return _recur(q, k, v, decays, None, None, cache, places, shape, qkv.dtype)
+    return recur(linear_inputs(qkv, decay, shape), cache, places, shape, qkv.dtype)
 
 
 def _scan_inputs(
@@ -371,24 +443,21 @@ def _scan_inputs(
     return values, decays
 
 
-def _recur(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    strengths: Tensor | None,
-    skip: tuple[Tensor, Tensor] | None,
-    cache: Tensor,
-    places: Any,
-    shape: Any,
-    dtype: torch.dtype,
+def recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    out = fold_tokens(inputs, cache, places, shape, dtype)
+    keep_inputs(inputs, cache, places, shape)
+    return out
+
+
+def fold_tokens(
+    inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype, longest: int = 1 << 30
 ) -> Tensor:
+    """Results of the rows of at most `longest` tokens, others zero; leaves their matrices in the cache."""
+    queries, keys, values, decays, strengths, skip = inputs
     out = torch.zeros(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
-    state, num_rows = cache[:, shape.conv_size :], places.rows.shape[0]
-    rows = (places.tables, places.rows, places.contexts, places.starts)
     factors, skipped = skip or (values, values)
     columns = min(32, triton.next_power_of_2(shape.value_dim))
-    _recurrence_kernel[(num_rows, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
+    _recurrence_kernel[(places.rows.shape[0], shape.num_heads, triton.cdiv(shape.value_dim, columns))](
         queries,
         keys,
         values,
@@ -396,8 +465,11 @@ def _recur(
         decays if strengths is None else strengths,
         factors,
         skipped,
-        state,
-        *rows,
+        cache[:, shape.conv_size :],
+        places.tables,
+        places.rows,
+        places.contexts,
+        places.starts,
         out,
         queries.stride(0),
         keys.stride(0),
@@ -414,20 +486,29 @@ def _recur(
         ROLLBACK=shape.rollback,
         DELTA=strengths is not None,
         HAS_SKIP=skip is not None,
+        LONGEST=longest,
         KEYS=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
         **FUSED,
     )
+    return out
+
+
+def keep_inputs(inputs: Inputs, cache: Tensor, places: Any, shape: Any) -> None:
+    """Write to the states that a step leaves what their rings hold; after all that reads the states before it."""
     block = 1024
-    _keep_inputs_kernel[(num_rows, triton.cdiv(sum(shape.input_sizes), block))](
-        keys,
-        values,
-        decays,
-        decays if strengths is None else strengths,
-        state,
-        *rows,
-        keys.stride(0),
-        values.stride(0),
+    _keep_inputs_kernel[(places.rows.shape[0], triton.cdiv(sum(shape.input_sizes), block))](
+        inputs.keys,
+        inputs.values,
+        inputs.decays,
+        inputs.decays if inputs.strengths is None else inputs.strengths,
+        cache[:, shape.conv_size :],
+        places.tables,
+        places.rows,
+        places.contexts,
+        places.starts,
+        inputs.keys.stride(0),
+        inputs.values.stride(0),
         cache.stride(0),
         places.tables.stride(0),
         BLOCK_SIZE=places.block_size,
@@ -437,8 +518,7 @@ def _recur(
         OF_DECAYS=shape.input_sizes[2],
         MATRIX=shape.matrix_size,
         ROLLBACK=shape.rollback,
-        DELTA=strengths is not None,
+        DELTA=inputs.strengths is not None,
         BLOCK=block,
         **FUSED,
     )
-    return out

@@ -299,12 +299,12 @@ def sampling(all_shapes: bool) -> None:
 
 def states(all_shapes: bool) -> None:
     """Qwen3-Next, Granite-4, LFM2 and Mamba."""
+    from quire.kernels.triton import chunked_states, states
     from quire.kernels.triton import short_conv as around
-    from quire.kernels.triton import states as kernels
     from quire.ops.states import StatePlaces, StateShape
 
     rows, wide = 8, torch.float32
-    for tokens in (8, 2048) if all_shapes else (8,):
+    for tokens, kernels in ((8, states), (2048, chunked_states)):
         places = StatePlaces(
             numbers(64, 512, dtype=torch.int32),
             numbers(rows, dtype=torch.int64),
@@ -330,7 +330,7 @@ def states(all_shapes: bool) -> None:
         scan = StateShape(1536, 4, 1536, 1, 16, 1, 16)
         cache, x = numbers(3, scan.size, dtype=wide), numbers(tokens, 1536)
         parts = numbers(tokens, 16), numbers(tokens, 16), numbers(1536, 16, dtype=wide), numbers(1536, dtype=wide)
-        kernels.selective_scan(x, x, *parts, cache, places, scan)
+        states.selective_scan(x, x, *parts, cache, places, scan)
         around.gate(x, x, True)
 
 

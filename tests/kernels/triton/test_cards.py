@@ -29,7 +29,7 @@ PARTS = {
     },
     "latent": {"latent", "latent_attention"},
     "sampling": {"drafts", "logprobs", "rows", "sampling", "shaping", "step"},
-    "states": {"short_conv", "states"},
+    "states": {"chunked_states", "short_conv", "states"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")

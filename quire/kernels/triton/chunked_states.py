@@ -1,0 +1,399 @@
+"""Recurrent layers over long rows: matmuls within and across chunks of 64 tokens at fixed positions of a sequence.
+
+With g the sums of log decays in a chunk, a matrix S becomes exp(g_last) S + (exp(g_last - g) K)^T V, and queries
+read exp(g) Q S + (Q K^T exp(g_i - g_j) for j <= i) V. Under the delta rule V is U - W S, where U and W are the
+inverse of I + A times strengths V and strengths exp(g) K, with A_ij = strength_i k_i k_j exp(g_i - g_j) for j < i.
+One kernel computes all of that which no state is part of, for all chunks at once; another goes through a row's chunks.
+Rows of few tokens are folded token by token, as in quire/kernels/triton/states.py. Bits differ from those, so steps
+that cut a sequence elsewhere differ in their last bits: this is for the fast mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import FUSED, stages_within
+from quire.kernels.triton.states import (
+    Inputs,
+    delta_inputs,
+    fold_tokens,
+    keep_inputs,
+    linear_inputs,
+    matrix_before,
+    recur,
+    space_inputs,
+)
+from quire.types.cache import STATE_SHORT
+
+_CHUNK = 64
+_SLOT = 16  # a row of more than STATE_SHORT tokens has fewer chunks than it has times so many tokens
+_ROWS = 64
+_LEAST_LOG = -87.0  # of a decay: below it float32 has none
+
+
+@triton.jit
+def _log_decays(decays_ptr, token, inside, HEADS: tl.constexpr, LEAST: tl.constexpr):
+    decays = tl.load(decays_ptr + token * HEADS, mask=inside, other=1.0)
+    return tl.maximum(tl.log(tl.maximum(decays, 1e-38)), LEAST)
+
+
+@triton.jit
+def _inverse(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round."""
+    rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
+    for power in range(1, LEVELS):
+        below = (rows >> (power + 1) == columns >> (power + 1)) & (rows >> power != columns >> power)
+        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, part, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _within_chunks_kernel(
+    queries_ptr,
+    keys_ptr,
+    values_ptr,
+    decays_ptr,
+    strengths_ptr,
+    contexts_ptr,
+    starts_ptr,
+    scores_ptr,
+    rounded_ptr,
+    w_ptr,
+    u_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
+    num_rows,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DELTA: tl.constexpr,
+    SHORT: tl.constexpr,
+    SLOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    slot, head = tl.program_id(0), tl.program_id(1)
+    index = -1
+    for start in range(0, num_rows, ROWS):
+        places = start + tl.arange(0, ROWS)
+        begins = tl.load(starts_ptr + places, mask=places < num_rows, other=2147483647)
+        index += tl.sum((begins // SLOT <= slot).to(tl.int32), axis=0)
+    begin, end, context = (
+        tl.load(starts_ptr + index),
+        tl.load(starts_ptr + index + 1),
+        tl.load(contexts_ptr + index),
+    )
+    first = context - (end - begin)
+    chunk = first // CHUNK + slot - begin // SLOT
+    if (end - begin > SHORT) & (chunk * CHUNK < context):
+        dtype = scores_ptr.dtype.element_ty
+        key_head = head // (HEADS // KEY_HEADS)
+        places = tl.arange(0, CHUNK)
+        position = chunk * CHUNK + places
+        inside = (position >= first) & (position < context)
+        token = (begin + position - first).to(tl.int64)
+        lanes = tl.arange(0, KEYS)
+        mask = inside[:, None] & (lanes < KEY_DIM)[None, :]
+        of_key = key_head * KEY_DIM + lanes[None, :]
+        query = tl.load(queries_ptr + token[:, None] * query_stride + of_key, mask=mask, other=0.0).to(dtype)
+        key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0).to(dtype)
+        total = tl.cumsum(_log_decays(decays_ptr + head, token, inside, HEADS, LEAST), axis=0)
+        is_causal = places[:, None] >= places[None, :]
+        factors = tl.exp(tl.where(is_causal, total[:, None] - total[None, :], 0.0))
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        scores = tl.where(is_causal, scores * factors, 0.0)
+        of_token = scores_ptr + (token[:, None] * HEADS + head) * CHUNK + places[None, :]
+        tl.store(of_token, scores.to(dtype), mask=inside[:, None])
+        if DELTA:
+            if head % (HEADS // KEY_HEADS) == 0:
+                rounded = rounded_ptr + token[:, None] * (2 * KEY_HEADS * KEY_DIM) + of_key
+                tl.store(rounded, query, mask=mask)
+                tl.store(rounded + KEY_HEADS * KEY_DIM, key, mask=mask)
+            strength = tl.load(strengths_ptr + token * HEADS + head, mask=inside, other=0.0)
+            a = tl.dot(key, tl.trans(key), input_precision=PRECISION) * factors * strength[:, None]
+            a = tl.where(places[:, None] > places[None, :], a, 0.0)
+            inverse = _inverse(a, CHUNK, LEVELS, PRECISION).to(dtype)
+            # Read again: registers that hold keys meanwhile are wanted for the inverse.
+            key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0)
+            scaled = (key.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(dtype)
+            w = tl.dot(inverse, scaled, input_precision=PRECISION)
+            tl.store(w_ptr + (token[:, None] * HEADS + head) * KEY_DIM + lanes[None, :], w.to(dtype), mask=mask)
+            columns = tl.arange(0, VALUES)
+            mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+            of_value = head * VALUE_DIM + columns[None, :]
+            value = tl.load(values_ptr + token[:, None] * value_stride + of_value, mask=mask, other=0.0)
+            value = (value.to(tl.float32) * strength[:, None]).to(dtype)
+            u = tl.dot(inverse, value, input_precision=PRECISION)
+            tl.store(u_ptr + token[:, None] * (HEADS * VALUE_DIM) + of_value, u.to(dtype), mask=mask)
+
+
+@triton.jit
+def _leave_states(
+    places_ptr,
+    cache_stride,
+    table,
+    matrix,
+    turned,
+    value,
+    logs,
+    in_matrix,
+    position,
+    first,
+    context,
+    BLOCK_SIZE: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store matrices as they are before tokens of this chunk, for entries whose rings begin at those tokens."""
+    start, total = tl.min(position, axis=0), tl.cumsum(logs, axis=0)
+    low, high = tl.maximum(first, start), tl.minimum(context, start + CHUNK)
+    entries = low // BLOCK_SIZE + tl.arange(0, ENTRIES)
+    bases = tl.maximum(first, tl.minimum((entries + 1) * BLOCK_SIZE, context) - ROLLBACK)
+    known = (entries * BLOCK_SIZE < context) & (bases >= low) & (bases < high)
+    if tl.max(tl.load(table + entries, mask=known, other=0), axis=0) > 0:
+        for entry in range(low // BLOCK_SIZE, low // BLOCK_SIZE + ENTRIES):
+            base = tl.maximum(first, tl.minimum((entry + 1) * BLOCK_SIZE, context) - ROLLBACK)
+            if (entry * BLOCK_SIZE < context) & (base >= low) & (base < high):
+                block = tl.load(table + entry).to(tl.int64)
+                if block > 0:
+                    is_before = position < base
+                    kept = tl.sum(tl.where(is_before, logs, 0.0), axis=0)
+                    factors = tl.where(is_before, tl.exp(tl.where(is_before, kept - total, 0.0)), 0.0)
+                    scaled = (value * factors[:, None]).to(turned.dtype)
+                    left = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
+                    tl.store(places_ptr + block * cache_stride, left, mask=in_matrix)
+
+
+@triton.jit
+def _across_chunks_kernel(
+    queries_ptr,
+    keys_ptr,
+    values_ptr,
+    decays_ptr,
+    scores_ptr,
+    w_ptr,
+    skip_ptr,
+    skipped_ptr,
+    cache_ptr,
+    tables_ptr,
+    rows_ptr,
+    contexts_ptr,
+    starts_ptr,
+    out_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
+    skipped_stride,
+    cache_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROLLBACK: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    SHORT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    index, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    lanes, places = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    is_key, is_value = lanes < KEY_DIM, columns < VALUE_DIM
+    row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
+    begin, end = tl.load(starts_ptr + index), tl.load(starts_ptr + index + 1)
+    if end - begin > SHORT:
+        dtype = scores_ptr.dtype.element_ty
+        first = context - (end - begin)
+        table = tables_ptr + row * table_stride
+        key_head = head // (HEADS // KEY_HEADS)
+        in_matrix = is_key[:, None] & is_value[None, :]
+        place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
+        # fmt: off
+        matrix = matrix_before(
+            cache_ptr, cache_stride, table, first, head, lanes, columns, BLOCK_SIZE, HEADS,
+            KEY_HEADS, KEY_DIM, VALUE_DIM, 1, ROLLBACK, DELTA, KEYS, COLUMNS,
+        )
+        # fmt: on
+        for chunk in range(first // CHUNK, (context - 1) // CHUNK + 1):
+            position = chunk * CHUNK + places
+            inside = (position >= first) & (position < context)
+            token = (begin + position - first).to(tl.int64)
+            of_key = inside[:, None] & is_key[None, :]
+            of_value = inside[:, None] & is_value[None, :]
+            at_key = key_head * KEY_DIM + lanes[None, :]
+            at_value = head * VALUE_DIM + columns[None, :]
+            query = tl.load(queries_ptr + token[:, None] * query_stride + at_key, mask=of_key, other=0.0)
+            key = tl.load(keys_ptr + token[:, None] * key_stride + at_key, mask=of_key, other=0.0)
+            value = tl.load(values_ptr + token[:, None] * value_stride + at_value, mask=of_value, other=0.0)
+            scores = tl.load(
+                scores_ptr + (token[:, None] * HEADS + head) * CHUNK + places[None, :],
+                mask=inside[:, None],
+                other=0.0,
+            )
+            logs = _log_decays(decays_ptr + head, token, inside, HEADS, LEAST)
+            total = tl.cumsum(logs, axis=0)
+            held = matrix.to(dtype)
+            value = value.to(tl.float32)
+            if DELTA:
+                at_w = (token[:, None] * HEADS + head) * KEY_DIM + lanes[None, :]
+                w = tl.load(w_ptr + at_w, mask=of_key, other=0.0)
+                value -= tl.dot(w, held, input_precision=PRECISION)
+            out = tl.dot(query.to(dtype), held, input_precision=PRECISION) * tl.exp(total)[:, None]
+            out += tl.dot(scores, value.to(dtype), input_precision=PRECISION)
+            if HAS_SKIP:
+                at_skipped = token[:, None] * skipped_stride + at_value
+                skipped = tl.load(skipped_ptr + at_skipped, mask=of_value, other=0.0)
+                out += tl.load(skip_ptr + head) * skipped.to(tl.float32)
+            at_out = token[:, None] * (HEADS * VALUE_DIM) + at_value
+            tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=of_value)
+            turned = tl.trans(key.to(dtype))
+            # fmt: off
+            _leave_states(
+                cache_ptr + 1 + place, cache_stride, table, matrix, turned, value, logs, in_matrix,
+                position, first, context, BLOCK_SIZE, ROLLBACK, CHUNK, ENTRIES, PRECISION,
+            )
+            # fmt: on
+            kept = tl.sum(logs, axis=0)
+            scaled = (value * tl.exp(kept - total)[:, None]).to(dtype)
+            matrix = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
+
+
+def gated_delta(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    return _recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape), cache, places, shape, qkv.dtype)
+
+
+def state_space(
+    xbc: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    skip: Tensor,
+    dt_limits: tuple[float, float],
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+) -> Tensor:
+    return _recur(space_inputs(xbc, dt, dt_bias, a, skip, dt_limits, shape), cache, places, shape, xbc.dtype)
+
+
+def linear_attention(qkv: Tensor, decay: Tensor, cache: Tensor, places: Any, shape: Any) -> Tensor:
+    return _recur(linear_inputs(qkv, decay, shape), cache, places, shape, qkv.dtype)
+
+
+def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    count, num_rows, heads = inputs.values.shape[0], places.rows.shape[0], shape.num_heads
+    if not places.has_long or count <= STATE_SHORT or shape.decay_dim > 1:
+        return recur(inputs, cache, places, shape, dtype)
+    out = fold_tokens(inputs, cache, places, shape, dtype, STATE_SHORT)
+    queries, keys, values, decays, strengths, skip = inputs
+    delta = strengths is not None
+    scores = torch.empty(count, heads, _CHUNK, dtype=dtype, device=values.device)
+    rounded = w = u = scores
+    if delta:
+        rounded = torch.empty(count, 2 * shape.num_key_heads, shape.key_dim, dtype=dtype, device=values.device)
+        w = torch.empty(count, heads, shape.key_dim, dtype=dtype, device=values.device)
+        u = torch.empty(count, heads * shape.value_dim, dtype=dtype, device=values.device)
+    sizes = {
+        "HEADS": heads,
+        "KEY_HEADS": shape.num_key_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "DELTA": delta,
+        "SHORT": STATE_SHORT,
+        "CHUNK": _CHUNK,
+        "KEYS": max(16, triton.next_power_of_2(shape.key_dim)),
+        "LEAST": _LEAST_LOG,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    _within_chunks_kernel[(count // _SLOT, heads)](
+        queries,
+        keys,
+        values,
+        decays,
+        decays if strengths is None else strengths,
+        places.contexts,
+        places.starts,
+        scores,
+        rounded,
+        w,
+        u,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        num_rows,
+        SLOT=_SLOT,
+        ROWS=_ROWS,
+        VALUES=max(16, triton.next_power_of_2(shape.value_dim)),
+        LEVELS=_CHUNK.bit_length() - 1,
+        **sizes,
+        **FUSED,
+    )
+    if delta:
+        queries, keys, values = rounded[:, : shape.num_key_heads], rounded[:, shape.num_key_heads :], u
+    factors, skipped = skip or (values, values)
+    columns = 32 if shape.value_dim > 64 else 16
+    piece = dtype.itemsize * _CHUNK * (3 * sizes["KEYS"] + _CHUNK) + 4 * _CHUNK * columns
+    _across_chunks_kernel[(num_rows, heads, triton.cdiv(shape.value_dim, columns))](
+        queries,
+        keys,
+        values,
+        decays,
+        scores,
+        w,
+        factors,
+        skipped,
+        cache[:, shape.conv_size :],
+        places.tables,
+        places.rows,
+        places.contexts,
+        places.starts,
+        out,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        skipped.stride(0),
+        cache.stride(0),
+        places.tables.stride(0),
+        BLOCK_SIZE=places.block_size,
+        ROLLBACK=shape.rollback,
+        HAS_SKIP=skip is not None,
+        COLUMNS=columns,
+        ENTRIES=triton.next_power_of_2((_CHUNK + shape.rollback) // places.block_size + 2),
+        num_stages=stages_within(2, piece),
+        **sizes,
+        **FUSED,
+    )
+    keep_inputs(inputs, cache, places, shape)
+    return out
