@@ -94,6 +94,7 @@ class LLM(Controls):
         with paused_collector():
             text = load_text_model(config.model)
             self._wire(make_inproc_client(config, on_phase), text, seed)
+        self._model = config.model
 
     @classmethod
     def from_client(cls, client: EngineClient, text: TextModel, seed: int | None = None) -> Self:
