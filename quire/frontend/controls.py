@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+from quire.config.groups import ModelConfig
 from quire.engine.client import EngineClient
 from quire.engine.control import REPLY_LIMIT
+from quire.loader.hub import find_model
+from quire.loader.pushed import PushedTensor, PushedWeights, TorchTensor
 from quire.types.control import EngineState, LiveLimits, OpenRequests, WeightsUpdate
 from quire.types.errors import EngineError, RequestError
 from quire.types.request import AdapterRef
@@ -94,7 +98,9 @@ class Controls:
     """For engines that their caller drives."""
 
     _client: EngineClient
+    _model: ModelConfig | None = None  # None: others have made the engine
     _is_asleep = False
+    _pushed: PushedWeights | None = None  # those in place
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prompt prefixes that no running request uses."""
@@ -124,6 +130,25 @@ class Controls:
         EngineError, and no change, if they do not fit.
         """
         self._change("update_weights", WeightsUpdate(path))
+
+    def push_weights(self, tensors: Iterable[tuple[str, TorchTensor]]) -> None:
+        """Replace the weights by these torch tensors, all of the model's by their names in its checkpoint.
+
+        For trainers: streams that are open go on with them. EngineError, and no change, if they do not fit.
+        """
+        if self._model is None:
+            raise EngineError("weights can be pushed to an LLM that was made of a model, not around an engine")
+        pushed = PushedWeights(find_model(self._model))
+        try:
+            for name, tensor in tensors:
+                pushed.add([PushedTensor.of(name, tensor)])
+            self.update_weights(str(pushed.finish()))
+        except BaseException:
+            pushed.discard()
+            raise
+        if self._pushed is not None:
+            self._pushed.discard()
+        self._pushed = pushed
 
     def _change(self, verb: str, argument: object = None) -> None:
         self._client.call(verb, argument, limit=None)

@@ -98,6 +98,7 @@ class LLM(Controls):
             text = load_text_model(config.model)
             make = make_process_client if engine_process else make_inproc_client
             self._wire(make(config, on_phase), text, seed)
+        self._model = config.model
 
     @classmethod
     def from_client(cls, client: EngineClient, text: TextModel, seed: int | None = None) -> Self:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quire.layers.fusion import Passed, whole
 from quire.ops.base import Target
-from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
+from quire.ops.lora import EXPAND_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS, SHRINK_LORA, TILE_ADAPTERS
 from quire.ops.split_k import PartialSums
 
 
@@ -41,29 +41,40 @@ class PackedAdapter:
 class AdapterTokens:
     """Which adapter each token has that layers compute now. One object, which all layers of a model look at.
 
-    While `slots` is None layers are as without adapters; a step in which some row has one sets it.
+    While `tiles` is None layers are as without adapters; a step in which some row has one sets it.
     """
 
     def __init__(self, sizes: AdapterSizes, max_rows: int, device: torch.device) -> None:
         self.sizes = sizes
         target = Target(device.type)
         self.row_slots = torch.full((max_rows + 1,), -1, dtype=torch.int32, device=device)
-        self.slots: Tensor | None = None  # [n] int32
+        self.tiles: Tensor | None = None  # tokens by adapter, see ops/lora.py
+        self._slots: Tensor | None = None  # [n] int32
         self._gather, self._select = GATHER_ADAPTERS.bind(target), SELECT_ADAPTERS.bind(target)
+        self._tile = TILE_ADAPTERS.bind(target)
 
     @contextmanager
     def of_tokens(self, rows: Tensor, starts: Tensor, num_tokens: int) -> Iterator[None]:
         """While the tokens of a step, of these rows, are computed."""
-        self.slots = self._gather(self.row_slots, rows, starts, num_tokens)
+        self._slots = self._gather(self.row_slots, rows, starts, num_tokens)
+        self.tiles = self._tile(self._slots, self.sizes.num_slots)
         try:
             yield
         finally:
-            self.slots = None
+            self._slots = self.tiles = None
 
     def narrow(self, tokens: Tensor) -> None:
         """From here on only these of them are."""
-        if self.slots is not None:
-            self.slots = self._select(self.slots, tokens)
+        if self._slots is not None:
+            self._slots = self._select(self._slots, tokens)
+            self.tiles = self._tile(self._slots, self.sizes.num_slots)
+
+    @contextmanager
+    def narrowing_for_now(self) -> Iterator[None]:
+        """Tokens that are narrowed inside the context are all computed again after it."""
+        before = self._slots, self.tiles
+        yield
+        self._slots, self.tiles = before
 
 
 class LinearAdapters(nn.Module):
@@ -82,19 +93,26 @@ class LinearAdapters(nn.Module):
         up = torch.zeros(sizes.num_slots, rank, sum(self.widths), dtype=target.dtype)
         self.register_buffer("up", up, persistent=False)
         self.register_buffer("ranks", torch.zeros(sizes.num_slots, dtype=torch.int32), persistent=False)
-        self._add = ADD_LORA.bind(target)
+        self._shrink, self._expand = SHRINK_LORA.bind(target), EXPAND_LORA.bind(target)
         self.tokens: AdapterTokens | None = None  # set once, when rows are made
 
     @property
     def is_active(self) -> bool:
-        return self.tokens is not None and self.tokens.slots is not None
+        return self.tokens is not None and self.tokens.tiles is not None
 
-    def add(self, out: Passed, x: Passed) -> Passed:
-        """`out`, the layer's result for x, with what the tokens' adapters add. Changes it in place."""
-        if self.tokens is None or self.tokens.slots is None:
+    def shrink(self, x: Passed) -> Tensor | None:
+        """What `expand` takes, of the layer's input; None where no token has an adapter. To be called before the
+        layer's matmul, beside which it runs."""
+        if self.tokens is None or self.tokens.tiles is None:
+            return None
+        return self._shrink(whole(x), self.down, self.tokens.tiles, self.ranks)
+
+    def expand(self, out: Passed, shrunk: Tensor | None) -> Passed:
+        """`out`, the layer's result, with what the tokens' adapters add. Changes it in place."""
+        if self.tokens is None or self.tokens.tiles is None or shrunk is None:
             return out
         changed = out.values[0] if isinstance(out, PartialSums) else whole(out)
-        self._add(changed, whole(x), self.down, self.up, self.tokens.slots, self.ranks, self.widths)
+        self._expand(changed, shrunk, self.up, self.tokens.tiles, self.ranks, self.widths)
         return out if isinstance(out, PartialSums) else changed
 
     def pack(self, pairs: Mapping[int, LoraPair]) -> PackedAdapter:

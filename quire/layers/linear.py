@@ -84,12 +84,16 @@ class Linear(WeightedLayer, Stage):
 
     def forward(self, x: Passed) -> Passed:
         """x: [n, in_features] -> [n, out_features]."""
+        x = x if isinstance(x, QuantizedActivations) else whole(x)
+        if self.adapters is None:
+            return self._multiply(x)
+        shrunk = self.adapters.shrink(x)
+        return self.adapters.expand(self._multiply(x), shrunk)
+
+    def _multiply(self, x: Tensor | QuantizedActivations) -> Passed:
         if isinstance(x, QuantizedActivations):
-            out: Passed = self.method.multiply_quantized(x)
-        else:
-            x = whole(x)
-            out = self.method.multiply(x) if self._split_k is None else self._split_k(x)
-        return out if self.adapters is None else self.adapters.add(out, x)
+            return self.method.multiply_quantized(x)
+        return self.method.multiply(x) if self._split_k is None else self._split_k(x)
 
     def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
         num_bytes = self.method.workspace_bytes()

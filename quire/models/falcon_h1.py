@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +44,8 @@ class BesideAttention(Mixer):
     ) -> Passed:
         x = whole(hidden)
         of_states, of_attention = self._scales
-        slots = None if batch.adapters is None else batch.adapters.slots
-        mixed = whole(self.mamba(x, rotation, batch, wanted)) * of_states
-        if batch.adapters is not None:
-            batch.adapters.slots = slots  # attention reads all tokens again
+        with nullcontext() if batch.adapters is None else batch.adapters.narrowing_for_now():
+            mixed = whole(self.mamba(x, rotation, batch, wanted)) * of_states
         finite = None if wanted is None else wanted.finite.clone()
         attended = whole(self.attn(x, rotation, batch, wanted)) * of_attention
         if wanted is not None and finite is not None:

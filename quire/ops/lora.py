@@ -1,4 +1,8 @@
-"""LoRA: what an adapter adds to the result of a linear layer, for tokens that each have their own adapter or none."""
+"""LoRA: what an adapter adds to the result of a linear layer, for tokens that each have their own adapter or none.
+
+Once a step, tokens are sorted into tiles, each of one adapter. Then each layer shrinks its inputs to the adapter's
+rank, before its matmul, and expands that into the matmul's result.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +13,123 @@ from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
 
-AddLora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+TILE = 16  # tokens, at most
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+ShrinkLora = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpandLora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
-def add_lora(
-    out: Tensor, x: Tensor, down: Tensor, up: Tensor, slots: Tensor, ranks: Tensor, widths: tuple[int, ...]
-) -> Tensor:
-    """out [n, N] += (x [n, K] @ down^T) @ up of each token's adapter, in place.
+def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
+    """[n, 1 + TILE] int32: the tokens of slots [n] int32 (-1: no adapter) in tiles, by slot and then by token.
 
-    down [slots, pieces, max_rank, K], up [slots, max_rank, N]: the outputs are pieces of these widths, each with its
-    own `down`. slots [n] int32: a token's adapter, or -1, which leaves its line of `out` as it is. Of adapter s only
-    the first ranks[s] lines count. Sums are float32, rounded once.
+    A line is the slot and then its tokens, with -1 for a token or a tile that there is not.
     """
-    for slot in slots.unique().tolist():
-        if slot < 0:
-            continue
-        tokens, rank = (slots == slot).nonzero().flatten(), int(ranks[slot])
-        shrunk = torch.einsum("nk,prk->npr", x[tokens].float(), down[slot, :, :rank].float())
+    lines = [
+        [slot, *tokens, *[-1] * (TILE - len(tokens))]
+        for slot in range(num_slots)
+        for tokens in (slots == slot).nonzero().flatten().split(TILE)
+        if len(tokens)
+    ]
+    tiles = torch.full((len(slots), 1 + TILE), -1, dtype=torch.int32)
+    tiles[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, 1 + TILE)
+    return tiles.to(slots.device)
+
+
+def shrink_lora(x: Tensor, down: Tensor, tiles: Tensor, ranks: Tensor) -> Tensor:
+    """x [n, K] @ down^T of each token's adapter, as partial sums [parts, n, pieces * max_rank] float32.
+
+    down [slots, pieces, max_rank, K]: the outputs of the layer are pieces, each with its own `down`; ranks [slots].
+    Undefined for tokens without an adapter, and beyond an adapter's rank. One part or more; see `sum_of`.
+    """
+    shrunk = x.new_zeros(1, len(x), down.shape[1] * down.shape[2], dtype=torch.float32)
+    for slot, tokens in _filled(tiles):
+        lines = down[slot].flatten(0, 1).float()
+        shrunk[0, tokens] = x[tokens].float() @ lines.T
+    return shrunk
+
+
+def expand_lora(
+    out: Tensor, shrunk: Tensor, up: Tensor, tiles: Tensor, ranks: Tensor, widths: tuple[int, ...]
+) -> Tensor:
+    """out [n, N] += what `shrink_lora` gave times `up` of each token's adapter, in place; other lines stay.
+
+    up [slots, max_rank, N], N being pieces of these widths. Of adapter s only the first ranks[s] lines count. Sums
+    are float32, rounded once.
+    """
+    found = shrunk.sum(0).view(len(out), len(widths), -1)
+    for slot, tokens in _filled(tiles):
+        rank = int(ranks[slot])
         parts = up[slot, :rank].float().split(widths, dim=1)
-        added = torch.cat([shrunk[:, piece] @ part for piece, part in enumerate(parts)], dim=1)
+        added = torch.cat([found[tokens, piece, :rank] @ part for piece, part in enumerate(parts)], dim=1)
         out[tokens] = (out[tokens].float() + added).to(out.dtype)
     return out
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]]:
+def _filled(tiles: Tensor) -> list[tuple[int, Tensor]]:
+    """Slot and tokens of each tile."""
+    filled = tiles[tiles[:, 0] >= 0].long()
+    return [(int(line[0]), line[1:][line[1:] >= 0]) for line in filled]
+
+
+def generate_slots(seed: int) -> tuple[Tensor, int]:
     generator = torch.Generator().manual_seed(seed)
-    n, inner, rank, num_slots = 1 + 5 * (seed % 7), 16 * (1 + seed % 5) + seed % 3, 8 * (1 + seed % 2), 3
+    n, num_slots = (1, 7, 40, 33, 300)[seed % 5], 1 + seed % 4
+    return torch.randint(-1, num_slots, (n,), generator=generator, dtype=torch.int32), num_slots
+
+
+def _layer(seed: int) -> tuple[int, int, int, tuple[int, ...]]:
+    """Tokens, inputs, rank and widths."""
     widths = ((48,), (32, 16, 16), (40, 40))[seed % 3]
+    return 1 + 5 * (seed % 7), 16 * (1 + seed % 5) + seed % 3, 8 * (1 + seed % 2), widths
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
 
-    slots = torch.randint(-1, num_slots, (n,), generator=generator, dtype=torch.int32)
+def generate_shrink_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every token has an adapter, and these have the highest rank: all of the result is defined."""
+    generator = torch.Generator().manual_seed(seed)
+    n, inner, rank, widths = _layer(seed)
+    slots = torch.randint(3, (n,), generator=generator, dtype=torch.int32)
+    down = torch.randn(3, len(widths), rank, inner, generator=generator)
+    ranks = torch.full((3,), rank, dtype=torch.int32)
+    return torch.randn(n, inner, generator=generator), down, tile_adapters(slots, 3), ranks
+
+
+def generate_expand_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    n, _, rank, widths = _layer(seed)
+    slots = torch.randint(-1, 3, (n,), generator=generator, dtype=torch.int32)
     slots[0] = 0
+    out = torch.randn(n, sum(widths), generator=generator)
+    shrunk = torch.randn(1, n, len(widths) * rank, generator=generator)
+    up = torch.randn(3, rank, sum(widths), generator=generator)
     ranks = torch.tensor([rank, 0, rank - 3], dtype=torch.int32)
-    down, up = drawn(num_slots, len(widths), rank, inner), drawn(num_slots, rank, sum(widths))
-    return drawn(n, sum(widths)), drawn(n, inner), down, up, slots, ranks, widths
+    return out, shrunk, up, tile_adapters(slots, 3), ranks, widths
 
 
-ADD_LORA: Op[AddLora] = Op(
-    "add_lora",
-    add_lora,
-    generate_inputs,
+def _triton(function: str, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Implementation:
+    return Implementation("triton", f"triton.lora:{function}", ("cuda",), dtypes)
+
+
+TILE_ADAPTERS: Op[Callable[[Tensor, int], Tensor]] = Op(
+    "tile_adapters",
+    tile_adapters,
+    generate_slots,
+    0.0,
+    (native("tile_adapters", "lora"), _triton("tile_adapters", (torch.float32,))),
+)
+SHRINK_LORA: Op[ShrinkLora] = Op(
+    "shrink_lora",
+    shrink_lora,
+    generate_shrink_inputs,
     1e-3,
-    (native("add_lora", "lora"), Implementation("triton", "triton.lora:add_lora", ("cuda",))),
+    (native("shrink_lora", "lora"), _triton("shrink_lora")),
+)
+EXPAND_LORA: Op[ExpandLora] = Op(
+    "expand_lora",
+    expand_lora,
+    generate_expand_inputs,
+    1e-3,
+    (native("expand_lora", "lora"), _triton("expand_lora")),
     changes=(0,),
 )
 
@@ -87,7 +164,11 @@ def generate_tokens(seed: int) -> tuple[Tensor, Tensor]:
 
 
 GATHER_ADAPTERS: Op[Callable[[Tensor, Tensor, Tensor, int], Tensor]] = Op(
-    "gather_adapters", gather_adapters, generate_rows, 0.0, (native("gather_adapters", "lora"),)
+    "gather_adapters",
+    gather_adapters,
+    generate_rows,
+    0.0,
+    (native("gather_adapters", "lora"), _triton("gather_adapters", (torch.float32,))),
 )
 SELECT_ADAPTERS: Op[Callable[[Tensor, Tensor], Tensor]] = Op(
     "select_adapters", select_adapters, generate_tokens, 0.0, (native("select_adapters", "lora"),)

@@ -18,7 +18,7 @@ from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
-from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
+from quire.ops.lora import EXPAND_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS, SHRINK_LORA, TILE_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.per_head import PER_HEAD
@@ -63,9 +63,11 @@ OPS: tuple[Op[Any], ...] = (
     PACKED_LINEAR,
     PACKED_SPARSE_MLP,
     ADD_SHARED,
-    ADD_LORA,
     GATHER_ADAPTERS,
     SELECT_ADAPTERS,
+    TILE_ADAPTERS,
+    SHRINK_LORA,
+    EXPAND_LORA,
     PER_HEAD,
     LAYER_NORM,
     ADD_LAYER_NORM,

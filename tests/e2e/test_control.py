@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, EngineError, SamplingParams
@@ -235,6 +236,16 @@ def test_the_same_from_python(model: Path, other: Path) -> None:
             assert llm.generate(prompt, params)[0].outputs[0].token_ids == old
         llm.update_weights(str(other))
         new = llm.generate(prompt, params)[0].outputs[0].token_ids
+        trained = {name: load_file(folder / "model.safetensors") for name, folder in (("old", model), ("new", other))}
+        llm.push_weights(trained["old"].items())
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == old
+        llm.sleep(2)
+        llm.wake_up()
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == old, "they are what it wakes with"
+        llm.push_weights((name, tensor) for name, tensor in trained["new"].items())
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == new
+        with pytest.raises(EngineError, match="norm"):
+            llm.push_weights([(name, t) for name, t in trained["old"].items() if name != "model.norm.weight"])
         assert new != old
         with pytest.raises(EngineError, match="was not done"):
             llm.update_weights("nowhere/at/all")

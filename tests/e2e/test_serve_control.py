@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quire.cli.main import main
@@ -216,6 +218,60 @@ async def test_other_weights_outlive_a_crash(server: Running, root: Path) -> Non
         wanted = {"path": str(root / "trained"), "requests": "drain"}
         assert await asyncio.to_thread(ctl, root, "update-weights", wanted) == 0
         assert (await running)[: len(old)] == old
+        new = await tokens(client, "base")
+        assert new != old
+        seen = len(server.log)
+        os.kill(server.last_engine_pid(), signal.SIGKILL)
+        assert await tokens(client, "base") == new
+        server.engine_pid(seen)
+        assert await asyncio.to_thread(ctl, root, "update-weights", {"path": str(root / "base")}) == 0
+        assert await tokens(client, "base") == old
+
+
+def pushed(folder: Path) -> list[dict[str, Any]]:
+    """As a trainer sends it."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    return [
+        {
+            "name": name,
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data": base64.b64encode(tensor.contiguous().view(torch.uint8).numpy().tobytes()).decode(),
+        }
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    ]
+
+
+async def test_weights_are_pushed_tensor_by_tensor_and_outlive_a_crash(server: Running, root: Path) -> None:
+    transport = httpx.AsyncHTTPTransport(uds=f"{root}/admin")
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        httpx.AsyncClient(base_url="http://admin", transport=transport, timeout=60, headers=KEY) as admin,
+    ):
+        old = await tokens(client, "base")
+        tensors = pushed(root / "trained")
+        refused = await admin.post("/admin/push-weights", json={"tensors": tensors}, headers={"authorization": "x"})
+        assert refused.status_code == 401
+        assert (await admin.post("/admin/apply-pushed-weights")).status_code == 400, "there are none"
+        for wrong, words in [
+            ({"name": "", "dtype": "F32", "shape": [1], "data": "AAAAAA=="}, "no name"),
+            ({"name": "x", "dtype": "F99", "shape": [1], "data": "AAAAAA=="}, "dtype"),
+            ({"name": "x", "dtype": "F32", "shape": [2], "data": "AAAAAA=="}, "takes 8"),
+            ({"name": "x", "dtype": "F32", "shape": [-1, -1], "data": "AAAAAA=="}, "takes"),
+        ]:
+            answer = await admin.post("/admin/push-weights", json={"tensors": [wrong]})
+            assert (answer.status_code, words in answer.text) == (400, True), answer.text
+        half = await admin.post("/admin/push-weights", json={"tensors": tensors[:3]})
+        assert half.json()["num_tensors"] == 3
+        twice = await admin.post("/admin/push-weights", json={"tensors": tensors[:1]})
+        assert (twice.status_code, "twice" in twice.text) == (400, True)
+        lacking = await admin.post("/admin/apply-pushed-weights", json={"requests": "continue"})
+        assert lacking.status_code == 409
+        assert await tokens(client, "base") == old, "nothing has changed"
+        for tensor in tensors:
+            answer = await admin.post("/admin/push-weights", json={"tensors": [tensor]})
+            assert answer.status_code == 200, answer.text
+        assert (await admin.post("/admin/apply-pushed-weights", json={"requests": "drain"})).status_code == 200
         new = await tokens(client, "base")
         assert new != old
         seen = len(server.log)

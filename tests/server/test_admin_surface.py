@@ -21,10 +21,10 @@ from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.frontend.async_engine import AsyncEngine
 from quire.server.adapter_loading import AdapterLoader
 from quire.server.adapters import ServedAdapters
-from quire.server.control.app import MAX_BODY, build_admin_app
+from quire.server.control.app import build_admin_app
 from quire.server.control.listen import admin_settings, serving_admin
 from quire.server.control.operator import EngineOperator, Wanted
-from quire.server.control.verbs import VERBS, Controlled
+from quire.server.control.verbs import MAX_BODY, VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
 from quire.types.errors import ConfigError, EngineUnavailableError

@@ -6,26 +6,25 @@ namespace QUIRE_NS {
 namespace {
 
 constexpr int64_t GRAIN = 16384;  // multiply-adds that are worth another thread
-constexpr int64_t BLOCK = 64;     // tokens among which those of one adapter are looked for
+constexpr int64_t WIDTH = 17;     // of a line of tiles: a slot and its tokens
 constexpr int64_t COLUMNS = 8 * LANES;
-constexpr int TILE = 4;   // tokens of one adapter that read its matrices together
+constexpr int TILE = 4;   // tokens that read an adapter's matrices together
 constexpr int LINES = 4;  // of `down` that read these tokens together
 
-// Calls work(tokens, count, slot) so that each token of [begin, end) that has an adapter is in one tile. A token's
-// result does not depend on its tile: each sum is a chain of its own, always in the same order.
+int64_t count_tiles(const int32_t* tiles, int64_t tokens) {
+    int64_t count = 0;
+    while (count < tokens && tiles[count * WIDTH] >= 0) ++count;
+    return count;
+}
+
+// Calls work(tokens, count) for up to TILE tokens of a tile at a time. A token's result does not depend on who is beside
+// it: each sum is a chain of its own, always in the same order.
 template <class Work>
-void tiles(const int32_t* slots, int64_t begin, int64_t end, Work work) {
-    bool done[BLOCK] = {};
-    for (int64_t first = begin; first < end; ++first) {
-        if (slots[first] < 0 || done[first - begin]) continue;
-        int64_t found[TILE];
-        int count = 0;
-        for (int64_t t = first; t < end && count < TILE; ++t) {
-            if (slots[t] != slots[first] || done[t - begin]) continue;
-            done[t - begin] = true;
-            found[count++] = t;
-        }
-        work(found, count, slots[first]);
+void each_tokens(const int32_t* tile, Work work) {
+    for (int64_t first = 1; first < WIDTH && tile[first] >= 0; first += TILE) {
+        int count = 1;
+        while (count < TILE && first + count < WIDTH && tile[first + count] >= 0) ++count;
+        work(tile + first, count);
     }
 }
 
@@ -70,36 +69,52 @@ void shrink_lines(const float* const* x, const float* matrix, int64_t inner, int
     }
 }
 
-// out[t][0, width) += the sum over r of h[t][r] * up[r * stride + column]
+// out[t][i, i + C * LANES) += the sum over r of h[t][r] * up[r * stride + i]; n: lanes of the last vector
+template <int T, int C>
+void expand_columns(const float* const* h, const float* up, int64_t stride, int64_t rank, int64_t i, int n,
+                    float* const* out) {
+    Vec added[T][C];
+    for (int t = 0; t < T; ++t)
+        for (int c = 0; c < C; ++c) added[t][c] = zero();
+    for (int64_t r = 0; r < rank; ++r) {
+        Vec line[C];
+        for (int c = 0; c < C; ++c) line[c] = get(up + r * stride + i + c * LANES, c + 1 < C ? LANES : n);
+        for (int t = 0; t < T; ++t) {
+            const Vec value = set(h[t][r]);
+            for (int c = 0; c < C; ++c) added[t][c] = fma(value, line[c], added[t][c]);
+        }
+    }
+    for (int t = 0; t < T; ++t)
+        for (int c = 0; c < C; ++c) {
+            float* at = out[t] + i + c * LANES;
+            const int lanes = c + 1 < C ? LANES : n;
+            put(at, add(get(at, lanes), added[t][c]), lanes);
+        }
+}
+
 template <int T>
 void expand(const float* const* h, const float* up, int64_t stride, int64_t rank, int64_t width, float* const* out) {
-    map(width, [&](int64_t i, int n) {
-        Vec added[T];
-        for (int t = 0; t < T; ++t) added[t] = zero();
-        for (int64_t r = 0; r < rank; ++r) {
-            const Vec line = get(up + r * stride + i, n);
-            for (int t = 0; t < T; ++t) added[t] = fma(set(h[t][r]), line, added[t]);
-        }
-        for (int t = 0; t < T; ++t) put(out[t] + i, add(get(out[t] + i, n), added[t]), n);
-    });
+    constexpr int C = LANES >= 16 ? 4 : 2;  // vectors whose sums stay in registers
+    int64_t i = 0;
+    for (; i + C * LANES <= width; i += C * LANES) expand_columns<T, C>(h, up, stride, rank, i, LANES, out);
+    for (; i < width; i += LANES)
+        expand_columns<T, 1>(h, up, stride, rank, i, width - i < LANES ? (int)(width - i) : LANES, out);
 }
 
 }  // namespace
 
-void add_lora(const float* x, const float* down, const float* up, const int32_t* slots, const int32_t* ranks,
-              const int32_t* widths, float* shrunk, float* out, int64_t tokens, int64_t inner, int64_t pieces,
-              int64_t max_rank, int64_t outputs) {
-    const int64_t lines = pieces * max_rank, blocks = (tokens + BLOCK - 1) / BLOCK;
-    const int64_t groups = (max_rank + LINES - 1) / LINES;
-    const int64_t per_block = tokens < BLOCK ? tokens : BLOCK;
-    parallel(blocks * pieces * groups, 1 + GRAIN / (LINES * inner * per_block), [&](int64_t begin, int64_t end) {
+void shrink_lora(const float* x, const float* down, const int32_t* tiles, const int32_t* ranks, float* shrunk,
+                 int64_t tokens, int64_t inner, int64_t pieces, int64_t max_rank) {
+    const int64_t lines = pieces * max_rank, groups = (max_rank + LINES - 1) / LINES, count = count_tiles(tiles, tokens);
+    const int64_t per_tile = tokens < WIDTH - 1 ? tokens : WIDTH - 1;
+    parallel(count * pieces * groups, 1 + GRAIN / (LINES * inner * per_tile), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t block = i / (pieces * groups), first = i % groups * LINES;
-            const int64_t piece = i / groups % pieces, last = (block + 1) * BLOCK;
-            tiles(slots, block * BLOCK, last < tokens ? last : tokens, [&](const int64_t* found, int count, int32_t slot) {
-                const int64_t left = ranks[slot] - first, wanted = left < LINES ? left : LINES;
-                if (wanted <= 0) return;
-                const float* matrix = down + (slot * lines + piece * max_rank + first) * inner;
+            const int32_t* tile = tiles + i / (pieces * groups) * WIDTH;
+            const int64_t slot = tile[0], first = i % groups * LINES, piece = i / groups % pieces;
+            const int64_t left = ranks[slot] - first, wanted = left < LINES ? left : LINES;
+            if (wanted <= 0) continue;
+            const float* matrix = down + (slot * lines + piece * max_rank + first) * inner;
+            each_tokens(tile, [&](const int32_t* found, int count) {
                 const float* in[TILE];
                 float* to[TILE];
                 for (int t = 0; t < count; ++t) {
@@ -113,11 +128,18 @@ void add_lora(const float* x, const float* down, const float* up, const int32_t*
             });
         }
     });
+}
+
+void expand_lora(const float* shrunk, const float* up, const int32_t* tiles, const int32_t* ranks, const int32_t* widths,
+                 float* out, int64_t tokens, int64_t pieces, int64_t max_rank, int64_t outputs) {
+    const int64_t lines = pieces * max_rank, count = count_tiles(tiles, tokens);
+    const int64_t per_tile = tokens < WIDTH - 1 ? tokens : WIDTH - 1;
     int64_t parts = 0;
     for (int64_t p = 0; p < pieces; ++p) parts += (widths[p] + COLUMNS - 1) / COLUMNS;
-    parallel(blocks * parts, 1 + GRAIN / (max_rank * COLUMNS * per_block), [&](int64_t begin, int64_t end) {
+    parallel(count * parts, 1 + GRAIN / (max_rank * COLUMNS * per_tile), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t block = i / parts, last = (block + 1) * BLOCK;
+            const int32_t* tile = tiles + i / parts * WIDTH;
+            const int64_t slot = tile[0], rank = ranks[slot];
             int64_t piece = 0, start = 0, part = i % parts;
             for (; part >= (widths[piece] + COLUMNS - 1) / COLUMNS; ++piece) {
                 part -= (widths[piece] + COLUMNS - 1) / COLUMNS;
@@ -125,21 +147,38 @@ void add_lora(const float* x, const float* down, const float* up, const int32_t*
             }
             const int64_t inside = part * COLUMNS, rest = widths[piece] - inside;
             const int64_t column = start + inside, width = rest < COLUMNS ? rest : COLUMNS;
-            tiles(slots, block * BLOCK, last < tokens ? last : tokens, [&](const int64_t* found, int count, int32_t slot) {
-                const float* matrix = up + slot * max_rank * outputs + column;
+            const float* matrix = up + slot * max_rank * outputs + column;
+            if (rank == 0) continue;
+            each_tokens(tile, [&](const int32_t* found, int count) {
                 const float* h[TILE];
                 float* to[TILE];
                 for (int t = 0; t < count; ++t) {
                     h[t] = shrunk + found[t] * lines + piece * max_rank;
                     to[t] = out + found[t] * outputs + column;
                 }
-                if (count == 4) expand<4>(h, matrix, outputs, ranks[slot], width, to);
-                else if (count == 3) expand<3>(h, matrix, outputs, ranks[slot], width, to);
-                else if (count == 2) expand<2>(h, matrix, outputs, ranks[slot], width, to);
-                else expand<1>(h, matrix, outputs, ranks[slot], width, to);
+                if (count == 4) expand<4>(h, matrix, outputs, rank, width, to);
+                else if (count == 3) expand<3>(h, matrix, outputs, rank, width, to);
+                else if (count == 2) expand<2>(h, matrix, outputs, rank, width, to);
+                else expand<1>(h, matrix, outputs, rank, width, to);
             });
         }
     });
+}
+
+// Tokens by slot: lines of a slot and up to WIDTH - 1 of its tokens, -1 for what there is not
+void tile_adapters(const int32_t* slots, int32_t* tiles, int64_t tokens, int64_t num_slots) {
+    for (int64_t i = 0; i < tokens * WIDTH; ++i) tiles[i] = -1;
+    int32_t* line = tiles;
+    for (int64_t slot = 0; slot < num_slots; ++slot) {
+        int64_t count = 0;
+        for (int64_t t = 0; t < tokens; ++t) {
+            if (slots[t] != slot) continue;
+            if (count == WIDTH - 1) count = 0, line += WIDTH;
+            line[0] = (int32_t)slot;
+            line[1 + count++] = (int32_t)t;
+        }
+        if (count) line += WIDTH;
+    }
 }
 
 // The slot of each token of rows: token t of row rows[i] has starts[i] <= t < starts[i + 1]; past the last, none

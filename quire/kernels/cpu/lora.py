@@ -11,26 +11,44 @@ from quire.kernels.cpu.library import bound
 from quire.kernels.cpu.tracing import empty
 
 
-def add_lora(
-    out: Tensor, x: Tensor, down: Tensor, up: Tensor, slots: Tensor, ranks: Tensor, widths: tuple[int, ...]
-) -> Tensor:
-    """See quire/ops/lora.py."""
+def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
+    """See quire/ops/lora.py, as for the others."""
+    tiles = empty(slots.shape[0], 17, dtype=torch.int32)
+    bound().tile_adapters(slots.data_ptr(), tiles.data_ptr(), slots.shape[0], num_slots)
+    return tiles
+
+
+def shrink_lora(x: Tensor, down: Tensor, tiles: Tensor, ranks: Tensor) -> Tensor:
     x = x.contiguous()
     _, pieces, max_rank, inner = down.shape
-    shrunk = empty(len(x), pieces * max_rank)
-    bound().add_lora(
+    shrunk = empty(1, x.shape[0], pieces * max_rank)
+    bound().shrink_lora(
         x.data_ptr(),
         down.data_ptr(),
-        up.data_ptr(),
-        slots.data_ptr(),
+        tiles.data_ptr(),
         ranks.data_ptr(),
-        _kept(widths).data_ptr(),
         shrunk.data_ptr(),
-        out.data_ptr(),
-        len(x),
+        x.shape[0],
         inner,
         pieces,
         max_rank,
+    )
+    return shrunk
+
+
+def expand_lora(
+    out: Tensor, shrunk: Tensor, up: Tensor, tiles: Tensor, ranks: Tensor, widths: tuple[int, ...]
+) -> Tensor:
+    bound().expand_lora(
+        shrunk.data_ptr(),
+        up.data_ptr(),
+        tiles.data_ptr(),
+        ranks.data_ptr(),
+        _kept(widths).data_ptr(),
+        out.data_ptr(),
+        out.shape[0],
+        len(widths),
+        up.shape[1],
         out.shape[1],
     )
     return out

@@ -19,8 +19,6 @@ from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_BODY = 64 << 10  # bytes; arguments are names and numbers
-
 
 class VerbInfo(msgspec.Struct):
     verb: str
@@ -49,9 +47,9 @@ def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
             return _json(Failure(str(error)), 404)
         if request.method == "GET" and verb.access != "reads":
             return _json(Failure(f"{name!r} changes the server; use POST"), 405)
-        body = await _body(request)
+        body = await _body(request, verb.max_body)
         if body is None:
-            return _json(Failure(f"the body has more than {MAX_BODY} bytes"), 413)
+            return _json(Failure(f"the body has more than {verb.max_body} bytes"), 413)
         try:
             argument = None if verb.argument is None else msgspec.json.decode(body, type=verb.argument)
         except msgspec.MsgspecError as error:
@@ -81,11 +79,11 @@ def _refusal(request: Request, digests: Sequence[bytes]) -> Response | None:
     return None
 
 
-async def _body(request: Request) -> bytes | None:
+async def _body(request: Request, limit: int) -> bytes | None:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY:
+        if len(body) > limit:
             return None
     return bytes(body)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -11,8 +12,10 @@ from quire.config.engine import EngineConfig
 from quire.engine.hold_verbs import set_level
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.controls import Callee, ClientControls
-from quire.types.control import EngineState, LiveLimits, WeightsUpdate
-from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireError
+from quire.loader.hub import find_model
+from quire.loader.pushed import PushedTensor, PushedWeights
+from quire.types.control import EngineState, LiveLimits, OpenRequests, WeightsUpdate
+from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireError, RequestError
 
 Word = Literal["asleep", "paused", "changing"]
 
@@ -20,6 +23,11 @@ Word = Literal["asleep", "paused", "changing"]
 class SleepWanted(msgspec.Struct, frozen=True):
     level: int = 1  # 1: weights stay in host memory, 2: they are dropped
     requests: Literal["wait", "refuse"] = "wait"  # those that come meanwhile
+
+
+class PushedSoFar(msgspec.Struct, frozen=True):
+    num_tensors: int
+    num_bytes: int
 
 
 class Wanted:
@@ -72,6 +80,9 @@ class EngineOperator:
     def __init__(self, supervisor: Operated) -> None:
         self._supervisor = supervisor
         self._wanted = supervisor.wanted
+        self._pushing: PushedWeights | None = None
+        self._pushed: PushedWeights | None = None  # those in place
+        self._push_turn = asyncio.Lock()
 
     @property
     def is_asleep(self) -> bool:
@@ -103,6 +114,43 @@ class EngineOperator:
             wanted.config = before
             raise
         return await self.state()
+
+    async def push(self, tensors: Sequence[PushedTensor], *, start_over: bool) -> PushedSoFar:
+        """Take some of the weights that `apply_pushed` will put in place."""
+        async with self._push_turn:
+            if start_over:
+                self._drop_pushing()
+            if self._pushing is None:
+                self._pushing = PushedWeights(await asyncio.to_thread(find_model, self._wanted.config.model))
+            await asyncio.to_thread(self._pushing.add, tensors)
+            return PushedSoFar(self._pushing.num_tensors, self._pushing.num_bytes)
+
+    async def apply_pushed(self, requests: OpenRequests) -> EngineState:
+        """Put the pushed weights in place; if they do not fit they are dropped, and nothing has changed."""
+        async with self._push_turn:
+            if self._pushing is None:
+                raise RequestError("no tensors were pushed; push those of the model first", "tensors")
+            pushed = self._pushing
+            try:
+                state = await self.update_weights(WeightsUpdate(str(pushed.finish()), requests))
+            except EngineDeadError:  # the next engine comes with them, or not at all
+                self._keep(pushed)
+                raise
+            except QuireError:
+                self._drop_pushing()
+                raise
+            self._keep(pushed)
+            return state
+
+    def _keep(self, pushed: PushedWeights) -> None:
+        if self._pushed is not None:
+            self._pushed.discard()
+        self._pushed, self._pushing = pushed, None
+
+    def _drop_pushing(self) -> None:
+        if self._pushing is not None:
+            self._pushing.discard()
+        self._pushing = None
 
     async def pause(self, is_paused: bool) -> EngineState:
         engine = self._engine

@@ -8,13 +8,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire.loader.pushed import PushedTensor
 from quire.server.adapter_loading import AdapterLoader, LoadAdapter, UnloadAdapter
-from quire.server.control.operator import EngineOperator, SleepWanted
-from quire.types.control import EngineState, LiveLimits, WeightsUpdate
+from quire.server.control.operator import EngineOperator, PushedSoFar, SleepWanted
+from quire.types.control import EngineState, LiveLimits, OpenRequests, WeightsUpdate
 from quire.types.request import AdapterRef
 from quire.utils.registry import Registry
 
 Access = Literal["reads", "changes"]
+MAX_BODY = 64 << 10  # bytes; arguments are names and numbers, if they are not tensors
 
 
 class Supervised(Protocol):
@@ -44,7 +46,7 @@ class Controlled:
 
 @dataclass(frozen=True)
 class AdminVerb:
-    """`run` may take long. Nothing has a default, so that a new verb has to say who may use it and what it takes."""
+    """`run` may take long. Who may use a verb and what it takes have no default, so that a new one has to say it."""
 
     summary: str
     access: Access
@@ -52,10 +54,20 @@ class AdminVerb:
     argument: Any
     """The type of its JSON body; None: it takes none."""
     run: Callable[[Controlled, Any], Awaitable[Any]]
+    max_body: int = MAX_BODY
 
 
 class LogLevel(msgspec.Struct):
     level: str
+
+
+class TensorsPush(msgspec.Struct):
+    tensors: list[PushedTensor]
+    start_over: bool = False  # without what was pushed before and not applied
+
+
+class PushedApply(msgspec.Struct):
+    requests: OpenRequests = "continue"
 
 
 class EngineStatus(msgspec.Struct):
@@ -98,6 +110,14 @@ async def _wake(server: Controlled, argument: None) -> EngineState:
 
 async def _update_weights(server: Controlled, argument: WeightsUpdate) -> EngineState:
     return await server.operator.update_weights(argument)
+
+
+async def _push_weights(server: Controlled, argument: TensorsPush) -> PushedSoFar:
+    return await server.operator.push(argument.tensors, start_over=argument.start_over)
+
+
+async def _apply_pushed(server: Controlled, argument: PushedApply | None) -> EngineState:
+    return await server.operator.apply_pushed((argument or PushedApply()).requests)
 
 
 async def _pause(server: Controlled, argument: None) -> EngineState:
@@ -143,6 +163,19 @@ UPDATE_WEIGHTS = AdminVerb(
     WeightsUpdate,
     _update_weights,
 )
+PUSH_WEIGHTS = AdminVerb(
+    'push some of the weights: {"tensors": [{"name": NAME, "dtype": "F32", "shape": [...], "data": BASE64}, ...]}',
+    "changes",
+    TensorsPush,
+    _push_weights,
+    max_body=1 << 30,
+)
+APPLY_PUSHED_WEIGHTS = AdminVerb(
+    'put pushed weights in place: {"requests": "continue", "drain" or "abort"}',
+    "changes",
+    PushedApply | None,
+    _apply_pushed,
+)
 PAUSE = AdminVerb("plan no more steps; requests wait", "changes", None, _pause)
 RESUME = AdminVerb("plan steps again", "changes", None, _resume)
 SET_LIMITS = AdminVerb(
@@ -163,6 +196,8 @@ VERBS: Registry[AdminVerb] = Registry(
         "sleep": "verbs:SLEEP",
         "wake": "verbs:WAKE",
         "update-weights": "verbs:UPDATE_WEIGHTS",
+        "push-weights": "verbs:PUSH_WEIGHTS",
+        "apply-pushed-weights": "verbs:APPLY_PUSHED_WEIGHTS",
         "pause": "verbs:PAUSE",
         "resume": "verbs:RESUME",
         "set-limits": "verbs:SET_LIMITS",

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from quire.kernels.cpu import lora
-from quire.ops.lora import add_lora, gather_adapters, generate_rows, generate_tokens, select_adapters
+from quire.ops.lora import (
+    expand_lora,
+    gather_adapters,
+    generate_rows,
+    generate_slots,
+    generate_tokens,
+    select_adapters,
+    shrink_lora,
+    tile_adapters,
+)
 from tests.kernels.cpu.test_extremes import (
     WIDTHS,
     assert_bits,
@@ -29,21 +38,26 @@ def test_adapters_are_added_token_by_token(isa: str, inner: int) -> None:
     ranks = torch.tensor([5, 0, 3], dtype=torch.int32)
 
     def run(start: int, end: int) -> torch.Tensor:
-        return lora.add_lora(out[start:end].clone(), x[start:end], down, up, slots[start:end], ranks, widths)
+        tiles = lora.tile_adapters(slots[start:end], 3)
+        shrunk = lora.shrink_lora(x[start:end], down, tiles, ranks)
+        return lora.expand_lora(out[start:end].clone(), shrunk, up, tiles, ranks, widths)
 
     with using(isa):
         found = run(0, 40)
         for start, end in ((0, 1), (7, 9), (11, 40)):
             assert_bits(run(start, end), found[start:end])
     assert_bits(found[slots < 0], out[slots < 0])
-    assert_same_kind(found, add_lora(out.clone(), x, down, up, slots, ranks, widths), 1e-4)
+    tiles = tile_adapters(slots, 3)
+    expected = expand_lora(out.clone(), shrink_lora(x, down, tiles, ranks), up, tiles, ranks, widths)
+    assert_same_kind(found, expected, 1e-4)
 
 
 @each_instruction_set
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_have_the_slots_of_their_rows(isa: str, seed: int) -> None:
     """Rows without tokens among them, padding behind them."""
-    rows, tokens = generate_rows(seed), generate_tokens(seed)
+    rows, tokens, slots = generate_rows(seed), generate_tokens(seed), generate_slots(seed)
     with using(isa):
         assert_bits(lora.gather_adapters(*rows), gather_adapters(*rows))
         assert_bits(lora.select_adapters(*tokens), select_adapters(*tokens))
+        assert_bits(lora.tile_adapters(*slots), tile_adapters(*slots))

@@ -103,11 +103,14 @@ def products(all_shapes: bool) -> None:
             matmul.gated_linear(x, weight, None, "silu")
             fixed_matmul.gated_linear(x, weight, None, "gelu_tanh")
     fixed_matmul.linear_transposed(numbers(2048, 1024), numbers(4096, 1024))
-    for rows in (1, 64):
-        down, up = numbers(8, 3, 16, 4096), numbers(8, 16, 6144)
-        slots, ranks = numbers(rows, dtype=torch.int32), numbers(8, dtype=torch.int32)
-        for out in (numbers(rows, 6144), numbers(rows, 6144, dtype=torch.float32)):
-            lora.add_lora(out, numbers(rows, 4096), down, up, slots, ranks, (4096, 1024, 1024))
+    ranks = numbers(8, dtype=torch.int32)
+    for rows, widths in product((1, 64, 4096) if all_shapes else (1, 4096), ((4096, 1024, 1024), (14336, 14336))):
+        lora.gather_adapters(ranks, numbers(rows, dtype=torch.int64), numbers(rows + 1, dtype=torch.int32), rows)
+        tiles = lora.tile_adapters(numbers(rows, dtype=torch.int32), 8)
+        shrunk = lora.shrink_lora(numbers(rows, 4096), numbers(8, len(widths), 16, 4096), tiles, ranks)
+        for dtype in (BF16, torch.float32):
+            out = numbers(rows, sum(widths), dtype=dtype)
+            lora.expand_lora(out, shrunk, numbers(8, 16, sum(widths)), tiles, ranks, widths)
     if not has_fp8():
         return
     for rows in (1, 64) if all_shapes else (1,):

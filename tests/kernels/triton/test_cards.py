@@ -20,7 +20,7 @@ KERNELS = {
     if (names := re.findall(r"^def (_\w+_kernel)\(", file.read_text(encoding="utf-8"), flags=re.M))
 }
 PARTS = {
-    "products": {"matmul", "tile_matmul", "wide_matmul"},
+    "products": {"lora", "matmul", "tile_matmul", "wide_matmul"},
     "experts": {"add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
     "lines": {"activation", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
     "attention": {
