@@ -134,6 +134,8 @@ def experts(all_shapes: bool) -> None:
         x, ids = numbers(rows, hidden), numbers(rows, k, dtype=torch.int32)
         for in_parts in (False, True):
             sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", in_parts)
+        shared = numbers(4 * width, hidden), numbers(hidden, 2 * width)
+        sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", True, shared)
         logits = routing.router_logits(x, numbers(count, hidden, dtype=torch.float32), None)
         routing.route(logits, None, Routing(k, renormalize=True))
     count, hidden, width, top = 32, 2880, 2880, 4
@@ -248,7 +250,7 @@ def latent(all_shapes: bool) -> None:
             backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])),
             backend.prepare_eager(batch([2100], [2100])),
         ]
-        for rows in (1, 16, 64, 256) if all_shapes else (256,):
+        for rows in (1, 16, 64, 256) if all_shapes else (1, 256):
             steps.append(backend.prepare(batch([1] * rows, [999] * rows), DecodeKind(), ()))
         for metadata in steps:
             tokens = int(metadata.batch.query_starts[-1])

@@ -96,6 +96,28 @@ def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.Mon
         assert_right(latents, 1e-4 if not NATIVE else 5e-3)
 
 
+def test_splits_of_few_rows_are_added_up_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton_latent
+
+    ran = []
+    folded_up = triton_latent.folded_up
+
+    def spy(*arguments: Any) -> torch.Tensor:
+        ran.append(arguments[0].parts.shape[2])
+        return folded_up(*arguments)
+
+    monkeypatch.setattr(triton_latent, "folded_up", spy)
+    for most, expected in ((4, [4]), (0, [])):  # and all at once, in a kernel of their own
+        monkeypatch.setattr("quire.kernels.triton.latent._FEW_TOKENS", most)
+        ran.clear()
+        latents = Latents(ODD, [139, 100], fast(), device=str(DEVICE))
+        latents.step({0: 138, 1: 99})
+        latents.step({0: 1, 1: 1}, decode=True)
+        if not NATIVE:
+            assert [splits > 1 for splits in ran] == [splits > 1 for splits in expected]
+        assert_right(latents, 1e-4)
+
+
 def test_any_step_gives_the_same_bits_in_fixed_mode() -> None:
     whole = Latents(SIZES, [50, 33, 3], fixed(), device=str(DEVICE), dtype=HALF)
     whole.step({0: 50, 1: 33, 2: 3})
