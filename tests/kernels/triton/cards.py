@@ -230,11 +230,12 @@ def attention(all_shapes: bool) -> None:
 
 
 def latent(all_shapes: bool) -> None:
-    """Latent attention of DeepSeek-V2-Lite's and V3's heads, in both modes."""
-    from quire.attention.base import AttentionSpec
-    from quire.attention.latent import LatentWeights
+    """Latent attention of DeepSeek-V2-Lite's and V3's heads, dense and sparse, in both modes."""
+    from quire.attention.base import AttentionSpec, Written
+    from quire.attention.latent import IndexInputs, LatentWeights
     from quire.attention.triton import DecodeKind
     from quire.attention.triton_latent import FixedTritonLatentAttention, TritonLatentAttention
+    from quire.attention.triton_sparse import FixedTritonSparseAttention, TritonSparseAttention
 
     torch.bmm = lambda a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     kinds = [
@@ -258,6 +259,18 @@ def latent(all_shapes: bool) -> None:
             q, kv = projected[:, : heads * 192].unflatten(-1, (heads, 192)), projected[:, heads * 192 :]
             rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
             written = backend.write_latent(spec, weights, q, kv, rotation, cache, metadata)
+            backend.attend_latent(spec, weights, written, cache, metadata)
+    for backend in (TritonSparseAttention(), FixedTritonSparseAttention()):  # as in DeepSeek-V3.2
+        spec = AttentionSpec(128, 1, 576, 0.1, value_dim=512, index_dim=128, top_k=2048)
+        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 704, BF16), dtype=BF16)
+        weights = LatentWeights(numbers(512), 1e-6, numbers(128, 128, 512), numbers(128, 512, 128))
+        for step in (batch([1], [4000]), batch([300, 1], [3000, 40])):
+            tokens = int(step.query_starts[-1])
+            index = IndexInputs(numbers(tokens, 64, 128), numbers(tokens, 128), numbers(tokens, 640)[:, :64])
+            metadata = backend.prepare_eager(step)
+            rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
+            of_index = backend.write_index(spec, index, rotation, cache, metadata)
+            written = Written(numbers(tokens, 128, 576), of_index=of_index)
             backend.attend_latent(spec, weights, written, cache, metadata)
 
 
