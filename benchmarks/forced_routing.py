@@ -1,7 +1,8 @@
 """Uniform routing for benchmarks on dummy weights, which would else send most tokens to a few experts.
 
 The experts of a token are a seeded uniform choice by its layer and by the bits of its first logit, which differ from
-token to token. It costs one small kernel in each layer, and the text that comes out is irrelevant.
+token to token. One small kernel takes the place of the one that chooses by logits, and the text that comes out is
+irrelevant.
 """
 
 from __future__ import annotations
@@ -11,25 +12,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.launch import begin_dependent, launch_options
 from quire.layers.experts import Router
 from quire.layers.quant.plain import PlainLinear
 
 
 @triton.jit
-def _noise_kernel(logits_ptr, seed, num_experts, LANES: tl.constexpr):
-    row = tl.program_id(0)
+def _choose_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    seed,
+    num_experts,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_dependent(PDL)
+    row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
-    logits_ptr += row * num_experts
-    bits = tl.load(logits_ptr).to(tl.int32, bitcast=True)
-    tl.debug_barrier()
-    tl.store(logits_ptr + lanes, tl.rand(bits ^ seed, lanes), mask=lanes < num_experts)
+    bits = tl.load(logits_ptr + row * num_experts).to(tl.int32, bitcast=True)
+    noise = tl.where(lanes < num_experts, tl.rand(bits ^ seed, lanes), -1.0)
+    for slot in tl.static_range(K):
+        lane = tl.min(tl.where(noise == tl.max(noise), lanes, LANES))
+        tl.store(ids_ptr + row * K + slot, lane)
+        tl.store(weights_ptr + row * K + slot, 1.0 / K)
+        noise = tl.where(lanes == lane, -1.0, noise)
 
 
-def make_uniform(logits: Tensor, seed: int) -> None:
-    """Overwrite logits [n, experts] with noise."""
+def choose_uniformly(logits: Tensor, top_k: int, seed: int) -> tuple[Tensor, Tensor]:
+    """logits [n, experts] -> (expert ids [n, top_k] int32, equal weights [n, top_k] float32)."""
     rows, experts = logits.shape
+    ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if rows:
-        _noise_kernel[(rows,)](logits, seed, experts, LANES=int(triton.next_power_of_2(experts)), num_warps=1)
+        lanes = int(triton.next_power_of_2(experts))
+        _choose_kernel[(rows,)](
+            logits, ids, weights, seed, experts, K=top_k, LANES=lanes, num_warps=1, **launch_options()
+        )
+    return ids, weights
 
 
 def force_uniform_routing() -> None:
@@ -39,8 +60,7 @@ def force_uniform_routing() -> None:
     def choose(self: Router, x: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(self.method, PlainLinear)
         logits = self._logits(x, self.method.weight, self.method.bias)
-        make_uniform(logits, 7919 * seeds.setdefault(id(self), len(seeds)))
-        return self._route(logits, None, self.routing)
+        return choose_uniformly(logits, self.routing.top_k, 7919 * seeds.setdefault(id(self), len(seeds)))
 
     Router.choose = choose  # type: ignore[method-assign]
 
@@ -50,6 +70,5 @@ def distinct_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
     counts = []
     for layer in range(8):
         logits = torch.randn(num_tokens, num_experts, device="cuda")
-        make_uniform(logits, 7919 * layer)
-        counts.append(logits.topk(top_k).indices.unique().numel())
+        counts.append(choose_uniformly(logits, top_k, 7919 * layer)[0].unique().numel())
     return sum(counts) / len(counts)

@@ -14,10 +14,12 @@ from quire.kernels.cpu.tracing import empty
 
 
 class NativeLatentAttention(LatentBackend, NativeAttention):
+    num_scales = 1  # at the end of an int8 line
+
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:
-        return (num_blocks, block_size, head_dim + (SCALE_BYTES if dtype == torch.int8 else 0))
+        return (num_blocks, block_size, head_dim + (self.num_scales * SCALE_BYTES if dtype == torch.int8 else 0))
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
@@ -27,9 +29,9 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
     def heal(self, cache: Tensor, block_ids: Tensor) -> None:
         if cache.dtype != torch.int8:
             return super().heal(cache, block_ids)
-        lines = cache[block_ids]
-        scales = lines[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-        lines[..., -SCALE_BYTES:] = scales.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(torch.int8)
+        lines, first = cache[block_ids], -self.num_scales * SCALE_BYTES
+        scales = lines[..., first:].contiguous().view(torch.float32)
+        lines[..., first:] = scales.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(torch.int8)
         cache[block_ids] = lines
         return None
 
@@ -82,27 +84,41 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, NativeMetadata)
-        assert spec.value_dim is not None
-        batch, query = metadata.batch, written.query
-        out = empty(query.shape[0], spec.num_heads, spec.value_dim)
-        if query.shape[0] > batch.num_tokens:
+        batch = metadata.batch
+        rows = (metadata.tables, metadata.rows, metadata.contexts, metadata.starts)
+        out = self._attended(
+            spec, written.query, cache, rows, batch.rows.shape[0], batch.tables.stride(0), batch.block_size
+        )
+        if written.query.shape[0] > batch.num_tokens:
             out[batch.num_tokens :] = 0.0
+        return per_head(out, weights.value_up).flatten(1)
+
+    def _attended(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        cache: Tensor,
+        rows: tuple[int, int, int, int],
+        num_rows: int,
+        table_stride: int,
+        block_size: int,
+    ) -> Tensor:
+        """Sums of latents [n, heads, value_dim]; rows: the addresses of tables, lines in them, contexts and starts."""
+        assert spec.value_dim is not None
+        out = empty(query.shape[0], spec.num_heads, spec.value_dim)
         self._kernels.latent_attention(
             query.data_ptr(),
             cache.data_ptr(),
-            metadata.tables,
-            metadata.rows,
-            metadata.contexts,
-            metadata.starts,
+            *rows,
             out.data_ptr(),
-            batch.rows.shape[0],
-            batch.tables.stride(0),
+            num_rows,
+            table_stride,
             cache.stride(1) * cache.element_size(),
             spec.num_heads,
             spec.head_dim,
             spec.value_dim,
-            batch.block_size,
+            block_size,
             KV_TYPES[cache.dtype],
             spec.scale,
         )
-        return per_head(out, weights.value_up).flatten(1)
+        return out

@@ -32,11 +32,16 @@ LATENT_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton_fixed": "triton_latent:FixedTritonLatentAttention",
     },
 )
-# The same for layers with a sparse indexer, which only the reference has.
+# The same for layers with a sparse indexer.
 SPARSE_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "backend of sparse latent attention",
     "quire.attention",
-    dict.fromkeys(("torch_ref", "cpu_native"), "torch_latent:TorchLatentAttention"),
+    {
+        "torch_ref": "torch_latent:TorchLatentAttention",
+        "cpu_native": "native_sparse:NativeSparseAttention",
+        "triton": "triton_sparse:TritonSparseAttention",
+        "triton_fixed": "triton_sparse:FixedTritonSparseAttention",
+    },
 )
 
 

@@ -12,7 +12,14 @@ from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Wri
 from quire.attention.latent import LatentBackend, LatentWeights
 from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
 from quire.attention.triton_fixed import FixedTritonAttention, segment_size
-from quire.kernels.triton.latent import FIXED_TOKENS, per_head, prepare_latent, tokens_at_once
+from quire.kernels.triton.latent import (
+    FIXED_TOKENS,
+    folded_up,
+    folds,
+    per_head,
+    prepare_latent,
+    tokens_at_once,
+)
 from quire.kernels.triton.latent_attention import MAX_HEADS, LatentCut, latent_attention
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 
@@ -92,7 +99,12 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
             if metadata.offsets is None:
                 metadata.offsets = torch.zeros_like(index)
             cut = self.cut(spec, metadata, 1, index.shape[0])
-            latent_attention(*given, index, metadata.offsets, out, spec.scale, cut)
+            others = metadata.few[0].shape[0] + metadata.tiles[0].shape[0]
+            folded = others > 0 or not folds(index.shape[0])
+            parts = latent_attention(*given, index, metadata.offsets, out, spec.scale, cut, folded=folded)
+            if parts is not None:
+                rows = (batch.contexts, batch.query_starts, index)
+                return folded_up(parts, *rows, weights.value_up, query.shape[0]).flatten(1)
         if metadata.few[0].shape[0]:
             cut = self.cut(spec, metadata, FEW_QUERIES, metadata.few[0].shape[0])
             latent_attention(*given, *metadata.few, out, spec.scale, cut)

@@ -153,8 +153,10 @@ class LatentAttention(AttentionLayer):
             written = written._replace(of_index=backend.write_index(self.spec, index, rotation, self.cache, metadata))
         if wanted is not None:
             backend.note_finite(latent, wanted.finite)
-            of_index = written.of_index and (written.of_index[0][wanted.tokens], written.of_index[1][wanted.tokens])
-            written = Written(self._gather_rows(written.query, wanted.tokens), of_index=of_index)
+            query, *of_index = (
+                self._gather_rows(part, wanted.tokens) for part in (written.query, *(written.of_index or ()))
+            )
+            written = Written(query, of_index=(of_index[0], of_index[1]) if of_index else None)
             metadata = wanted.attention[self.group]
             if batch.adapters is not None:
                 batch.adapters.narrow(wanted.tokens)

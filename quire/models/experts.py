@@ -42,15 +42,19 @@ class ExpertsMLP(MLP):
         self._scales_input = experts.scales_input
         self._scale_rows = SCALE_ROWS.bind(ctx.target)
         self._add_shared = ADD_SHARED.bind(ctx.target)
+        self._takes_shared = False  # whether the experts' kernels compute the shared one too
+        self._is_alike = experts.activation in (None, config.activation) and not experts.shared_gate
 
     def feed(self, accepted: Forms) -> None:
         if self.shared is None:
             self.experts.feed(accepted)
+        elif Form.PARTIAL_SUMS in accepted and self._is_alike and not self._scales_input:
+            self._takes_shared = self.experts.take_shared(self.shared)
 
     def forward(self, hidden: Passed) -> Passed:
         x = whole(hidden)
         routed: Passed = self._routed(x)
-        if self.shared is None:
+        if self.shared is None or self._takes_shared:
             return routed
         gate = None if self.shared_gate is None else whole(self.shared_gate(x))
         return self._add_shared(whole(routed), whole(self.shared(x)), gate)
@@ -95,6 +99,13 @@ class Experts(Stage):
 
     def feed(self, accepted: Forms) -> None:
         self._join(Form.PARTIAL_SUMS in accepted and self.down_proj.is_whole)
+
+    def take_shared(self, shared: GatedMLP) -> bool:
+        """Compute a shared expert beside the others, as partial sums for the reader, if there are kernels for it."""
+        if self.down_proj.is_whole and shared.gate_up_proj.adapters is None:
+            methods = shared.gate_up_proj.method, shared.down_proj.method
+            self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation, True, methods)
+        return self._joined is not None
 
     def settle(self) -> None:
         if self._joined is None:

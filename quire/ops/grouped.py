@@ -14,7 +14,11 @@ from quire.ops.linear import linear_transposed
 
 GroupedGateUp = Callable[[Tensor, Tensor, Tensor, Tensor | None, str], Tensor]
 GroupedDown = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-SparseMLP = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool], Tensor]
+SharedExpert = tuple[Tensor, Tensor]
+"""Matrices [2 * width, h] and [h, width] of an expert that all tokens have, with a weight of 1."""
+SparseMLP = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool, SharedExpert | None], Tensor
+]
 AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
@@ -56,14 +60,19 @@ def sparse_mlp(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
-    """Both grouped matmuls: x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type.
+    """Both grouped matmuls, and a shared expert beside them: x [n, h], expert_ids and weights [n, k] -> [1, n, h].
 
-    `in_parts`: may also be [k, n, h] float32, the slots of each token, weighted, for the reader to add up from the
-    first to the last.
+    The result is in x's type. `in_parts`: may also be [parts, n, h] float32, the slots of each token, weighted, and
+    then the shared expert, for the reader to add up from the first to the last.
     """
     a = grouped_gate_up(x, expert_ids, gate_up, gate_up_bias, activation)
-    return grouped_down(a, expert_ids, weights, down, down_bias).unsqueeze(0)
+    out = grouped_down(a, expert_ids, weights, down, down_bias)
+    if shared is not None:
+        both = linear_transposed(x, shared[0], None, _TILES)
+        out = add_shared(out, linear_transposed(ACTIVATIONS[activation](both), shared[1], None, _TILES), None)
+    return out.unsqueeze(0)
 
 
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
@@ -120,6 +129,14 @@ def generate_sparse_inputs(
     return x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, seed % 2 == 1
 
 
+def generate_with_shared(seed: int) -> tuple[object, ...]:
+    sparse = generate_sparse_inputs(seed)
+    generator, h, width = torch.Generator().manual_seed(seed), sparse[0].shape[1], 24 * (1 + seed % 3)
+    gate_up = torch.randn(2 * width, h, generator=generator) * h**-0.5
+    shared = gate_up, torch.randn(h, width, generator=generator) * width**-0.5
+    return *sparse, shared if seed % 3 and sparse[7] in ("silu", "gelu_tanh") else None
+
+
 def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
     n, _, _, h, _ = _sizes(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +165,7 @@ GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_i
 SPARSE_MLP: Op[SparseMLP] = Op(
     "sparse_mlp",
     sparse_mlp,
-    generate_sparse_inputs,
+    generate_with_shared,
     2e-4,
     (
         Implementation("triton", "triton.sparse_mlp:sparse_mlp", ("cuda",), varies=True),

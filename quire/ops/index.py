@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+from quire.ops.base import Implementation, Op, native
 
 
 def index_scores(products: Tensor, weights: Tensor) -> Tensor:
@@ -26,3 +30,61 @@ def top_keys(scores: Tensor, hidden: Tensor, top_k: int) -> Tensor:
         return ~hidden
     order = scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True)[1][..., :top_k]
     return torch.zeros_like(hidden).scatter_(-1, order, True) & ~hidden
+
+
+def select_keys(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    contexts: Tensor,
+    starts: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    """Of each token the cache slots [n, top_k] int32 of its best keys, by position, and their number [n] int32.
+
+    query [n, heads, dim], weights [n, heads], keys [blocks, block_size, dim] or a view of a wider cache; the rows of
+    the batch as in AttentionBatch. Slots that are left over are 0. Padding has one, in the null block.
+    """
+    slots = query.new_zeros(query.shape[0], top_k, dtype=torch.int32)
+    counts, size = torch.ones_like(slots[:, 0]), keys.shape[1]
+    for row, (first, end) in enumerate(pairwise(starts.tolist())):
+        positions = torch.arange(int(contexts[row]), device=query.device)
+        lines = tables[rows[row], positions // size].long() * size + positions % size
+        products = query[first:end].float() @ keys[lines // size, lines % size].float().T
+        seen = positions[len(positions) - (end - first) :] + 1
+        scores = index_scores(products, weights[first:end].float())
+        for token, chosen in enumerate(top_keys(scores, positions >= seen[:, None], top_k), first):
+            found = lines[chosen]
+            slots[token, : len(found)], counts[token] = found.to(torch.int32), len(found)
+    return slots, counts
+
+
+def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """Rows of several lengths with padding behind them; small integers, so that sums are exact and many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, contexts = ([1, 5, 1], [70, 9, 3]) if seed % 2 else ([2, 1, 40], [33, 1, 130])
+    heads, dim, size = (1, 4, 9, 16)[seed % 4], 16 * (1 + seed % 3), 16
+    tokens, num_blocks = sum(queries) + seed % 3, 40
+
+    def small(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    tables = 1 + torch.randperm(num_blocks - 1, generator=generator)[:36].view(4, 9).to(torch.int32)
+    starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    keys = small(num_blocks, size, dim + 8)[..., 8:]
+    batch = tables, torch.tensor([2, 0, 3]), torch.tensor(contexts, dtype=torch.int32), starts
+    return small(tokens, heads, dim), small(tokens, heads) / 4, keys, *batch, (8, 32, 50)[seed % 3]
+
+
+SELECT_KEYS = Op(
+    "select_keys",
+    select_keys,
+    generate_inputs,
+    0.0,
+    (
+        native("select_keys", "index"),
+        Implementation("triton", "triton.index:select_keys", ("cuda",), (torch.float32,)),
+    ),
+)

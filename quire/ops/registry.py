@@ -15,6 +15,7 @@ from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
 from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
+from quire.ops.index import SELECT_KEYS
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
@@ -69,6 +70,7 @@ OPS: tuple[Op[Any], ...] = (
     SHRINK_LORA,
     EXPAND_LORA,
     PER_HEAD,
+    SELECT_KEYS,
     LAYER_NORM,
     ADD_LAYER_NORM,
     RMS_NORM,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionSpec, make_batch
-from quire.attention.latent import LatentBackend, LatentWeights
+from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
+from quire.ops.index import index_scores, top_keys
 from quire.ops.norm import rms_norm
 from quire.ops.rope import apply_rope, gather_rotation
 
@@ -15,7 +16,8 @@ MAX_LEN = 400
 
 
 class Latents:
-    """Sequences with scattered blocks. Sizes: heads, nope_dim, rope_dim, kv_rank, value_dim."""
+    """Sequences with scattered blocks. Sizes: heads, nope_dim, rope_dim, kv_rank, value_dim; of a sparse indexer
+    heads, dim and top-k."""
 
     def __init__(
         self,
@@ -29,16 +31,20 @@ class Latents:
         block_size: int = BLOCK,
         device: str = "cpu",
         up_dtype: torch.dtype | None = None,
+        index: tuple[int, int, int] | None = None,
     ) -> None:
         heads, nope, rope, rank, value = sizes
+        index_heads, index_dim, top_k = index or (0, 0, None)
         generator = torch.Generator().manual_seed(seed)
         self.sizes, self.lengths, self.backend, self.block_size = sizes, lengths, backend, block_size
         self.dtype, self.device = dtype, device
-        self.spec = AttentionSpec(heads, 1, rank + rope, (nope + rope) ** -0.5, value_dim=rank)
+        self.spec = AttentionSpec(
+            heads, 1, rank + rope, (nope + rope) ** -0.5, value_dim=rank, index_dim=index_dim, top_k=top_k
+        )
         blocks = [-(-n // block_size) for n in lengths]
         order = 1 + torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed + 1))
         kv_dtype = kv_dtype or dtype
-        shape = backend.cache_shape(sum(blocks) + 1, block_size, 1, rank + rope, kv_dtype)
+        shape = backend.cache_shape(sum(blocks) + 1, block_size, 1, rank + rope + index_dim, kv_dtype)
         self.cache = torch.zeros(shape, dtype=kv_dtype, device=device)
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, part in enumerate(order.split(blocks)):
@@ -58,6 +64,8 @@ class Latents:
         )
         angles = torch.rand(MAX_LEN, rope // 2, generator=generator) * 6.3
         self.angles = torch.cat((angles.cos(), angles.sin()), -1)
+        widths = (index_heads * index_dim, index_dim, index_heads)
+        self.index = [tuple(random(n, width) for width in widths) for n in lengths] if index else None
         self.out = [torch.full((n, heads * value), torch.nan) for n in lengths]
         self.done = [0] * len(lengths)
 
@@ -95,6 +103,11 @@ class Latents:
         heads = q.unflatten(-1, (self.sizes[0], -1))
         given = (self.spec, self.weights)
         written = self.backend.write_latent(*given, heads, latent, (cos, sin), self.cache, metadata)
+        if self.index is not None:
+            query, key, weights = (joined([of[part] for of in self.index]) for part in range(3))
+            inputs = IndexInputs(query.unflatten(-1, (weights.shape[-1], -1)), key, weights)
+            of_index = self.backend.write_index(self.spec, inputs, (cos, sin), self.cache, metadata)
+            written = written._replace(of_index=of_index)
         out = self.backend.attend_latent(*given, written, self.cache, metadata).float().cpu()
         start = 0
         for row in rows:
@@ -117,5 +130,10 @@ class Latents:
         q = torch.cat((q[..., :nope], apply_rope(q[..., nope:], cos, sin)), -1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * self.spec.scale
         hidden = torch.ones(n, n).triu(1).bool()
+        if self.index is not None and self.spec.top_k is not None:
+            query, key, weight = (x.to(self.dtype).double() for x in self.index[row])
+            query = apply_rope(query.unflatten(-1, (weight.shape[-1], -1)), cos, sin)
+            products = torch.einsum("qhd,kd->qhk", query, apply_rope(key[:, None], cos, sin)[:, 0])
+            hidden = ~top_keys(index_scores(products, weight.float()), hidden, self.spec.top_k)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).reshape(n, -1)

@@ -12,6 +12,7 @@ from quire.layers.experts import GroupedLinear
 from quire.layers.quant.four_bit import FourBitGrouped
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.models.base import BuildContext, CausalLM
+from quire.models.experts import ExpertsMLP
 from quire.models.registry import model_class
 from tests.kernels.device import NATIVE
 from tests.kernels.triton.paged import needs_triton
@@ -58,6 +59,9 @@ def test_same_logits_as_plain_torch(name: str) -> None:
     packed = [isinstance(x.method, FourBitGrouped) for x in model.modules() if isinstance(x, GroupedLinear)]
     assert packed == ([True] * 4 if name == "gpt-oss" else [False] * 2)
     torch.testing.assert_close(run_chunks(model, TOKENS, [8, 1], TritonAttention()), expected, atol=1e-3, rtol=1e-3)
+    # What the last layer gives is read by a norm, which adds up the shared expert too.
+    joined = [x._takes_shared for x in model.modules() if isinstance(x, ExpertsMLP)]
+    assert joined == ([True] if name == "hunyuan-moe" else [False] * len(joined))
     fixed = build(name, "cuda", deterministic=True)
     in_chunks = run_chunks(fixed, TOKENS, [8, 1], FixedTritonAttention())
     torch.testing.assert_close(in_chunks, expected, atol=1e-3, rtol=1e-3)

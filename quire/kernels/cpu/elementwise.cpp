@@ -40,10 +40,10 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
 }
 
 void add_layer_norm(const float* x, const float* residual, const float* weight, const float* bias, float* out,
-                    float* total, int64_t rows, int64_t width, float eps) {
+                    float* total, int64_t rows, int64_t width, int64_t x_stride, float eps) {
     parallel(rows, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            const float* source = x + r * width;
+            const float* source = x + r * x_stride;
             if (residual) {
                 float* merged = total + r * width;
                 map(width, [&](int64_t i, int n) {

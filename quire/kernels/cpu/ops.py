@@ -70,7 +70,8 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
 def _layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     out, total = empty(*x.shape), x if residual is None else empty(*x.shape)
     bound().add_layer_norm(
         x.data_ptr(),
@@ -80,6 +81,7 @@ def _layer_norm(
         out.data_ptr(),
         None if residual is None else total.data_ptr(),
         *x.shape,
+        x.stride(0),
         eps,
     )
     return out, total

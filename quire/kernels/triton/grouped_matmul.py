@@ -107,6 +107,31 @@ def _grouped_kernel(
 
 
 @triton.jit
+def _row_times_lines(x_ptr, weight_ptr, lines, inside, K, LINES: tl.constexpr, COLS: tl.constexpr):
+    """One row of x times some lines of a weight, all K elements long: [LINES] float32."""
+    inner = tl.arange(0, COLS)
+    w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + inner[None, :]
+    acc = tl.zeros([LINES, COLS], tl.float32)
+    for start in range(0, K, COLS):
+        present = start + inner < K
+        x = tl.load(x_ptr + start + inner, mask=present, other=0.0).to(tl.float32)
+        w = tl.load(w_at + start, mask=inside[:, None] & present[None, :], other=0.0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * x[None, :]
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit
+def _put_line(out, tile, at, width, kind: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr):
+    """Store what a tile of lines gives at `at` [width], after the activation, which takes lines rounded to `kind`."""
+    if ACTIVATION != "":
+        out = tl.reshape(activated(out[:, None], kind, LINES, 1, ACTIVATION), [LINES // 2])
+        outputs = tile * (LINES // 2) + tl.arange(0, LINES // 2)
+    else:
+        outputs = tile * LINES + tl.arange(0, LINES)
+    tl.store(at + outputs, out.to(at.dtype.element_ty), mask=outputs < width)
+
+
+@triton.jit
 def _one_row_kernel(
     x_ptr,
     weight_ptr,
@@ -114,43 +139,47 @@ def _one_row_kernel(
     ids_ptr,
     weights_ptr,
     out_ptr,
+    shared_x_ptr,  # [rows, shared_k]
+    shared_weight_ptr,  # [shared_n, shared_k]
+    shared_out_ptr,  # a line for each row
+    num_slots,
     num_rows,
     N,
     K,
+    shared_n,
+    shared_k,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TOP_K: tl.constexpr,
     PER_ROW: tl.constexpr,
+    SHARED: tl.constexpr,  # a row's shared expert has as many lines as this many of its slots; 0: there is none
     LINES: tl.constexpr,
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The same for few slots, a program for some lines of each: multiply and add over long contiguous pieces."""
     begin_dependent(PDL)
-    slot = tl.program_id(1)
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    if SHARED > 0:  # noqa: SIM102  known when it is compiled
+        if slot >= num_slots:
+            row, tile = (slot - num_slots) // SHARED, tile + (slot - num_slots) % SHARED * tl.num_programs(0)
+            lines, outputs, width = lines_of(tile, shared_n, LINES, ACTIVATION != "")
+            x = shared_x_ptr + row * shared_k
+            out = _row_times_lines(x, shared_weight_ptr, lines, outputs < width, shared_k, LINES, COLS)
+            _put_line(out.to(kind).to(tl.float32), tile, shared_out_ptr + row * width, width, kind, ACTIVATION, LINES)
+            return
     expert = tl.load(ids_ptr + slot).to(tl.int64)
-    lines, outputs, width = lines_of(tl.program_id(0), N, LINES, ACTIVATION != "")
+    lines, outputs, width = lines_of(tile, N, LINES, ACTIVATION != "")
     inside = outputs < width
-    inner = tl.arange(0, COLS)
-    w_at = weight_ptr + (expert * N + lines)[:, None] * K + inner[None, :]
-    x_ptr += slot // PER_ROW * K
-    acc = tl.zeros([LINES, COLS], tl.float32)
-    for start in range(0, K, COLS):
-        present = start + inner < K
-        x = tl.load(x_ptr + start + inner, mask=present, other=0.0).to(tl.float32)
-        w = tl.load(w_at + start, mask=inside[:, None] & present[None, :], other=0.0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * x[None, :]
-    out = tl.sum(acc, axis=1)
+    out = _row_times_lines(x_ptr + slot // PER_ROW * K, weight_ptr + expert * N * K, lines, inside, K, LINES, COLS)
     if HAS_BIAS:
         out += tl.load(bias_ptr + expert * N + lines, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        out = tl.reshape(activated(out[:, None], out_ptr.dtype.element_ty, LINES, 1, ACTIVATION), [LINES // 2])
-        outputs = tl.program_id(0) * (LINES // 2) + tl.arange(0, LINES // 2)
     place = slot
     if TOP_K > 0:
-        out = out.to(x_ptr.dtype.element_ty).to(tl.float32) * tl.load(weights_ptr + slot)
+        out = out.to(kind).to(tl.float32) * tl.load(weights_ptr + slot)
         place = slot % TOP_K * num_rows + slot // TOP_K
-    tl.store(out_ptr + place * width + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
+    _put_line(out, tile, out_ptr + place * width, width, kind, ACTIVATION, LINES)
 
 
 @triton.jit
@@ -190,6 +219,7 @@ def grouped_tiles(
     shape: GroupedShape,
     activation: str = "",
     weights: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], or N / 2 with an activation.
 
@@ -197,7 +227,8 @@ def grouped_tiles(
     """
     _, n, k = weight.shape
     assert slots.size == shape.bt
-    out = empty_slots(x, slots.order.shape[0], n // 2 if activation else n, weights)
+    if out is None:
+        out = empty_slots(x, slots.order.shape[0], n // 2 if activation else n, weights)
     num_tiles = slots.tiles.shape[1]
     _grouped_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
@@ -226,6 +257,15 @@ def grouped_tiles(
     return out
 
 
+@dataclass(frozen=True)
+class SharedLines:
+    """What `grouped_one_row` computes beside the experts: a matrix that multiplies every row."""
+
+    x: Tensor  # [n, k]
+    weight: Tensor  # [lines, k]
+    out: Tensor  # [n, lines], or half as many with an activation
+
+
 def grouped_one_row(
     x: Tensor,
     expert_ids: Tensor,
@@ -237,25 +277,36 @@ def grouped_one_row(
     cols: int = 512,
     num_warps: int = 4,
     weights: Tensor | None = None,
+    out: Tensor | None = None,
+    shared: SharedLines | None = None,
 ) -> Tensor:
     """The same for few slots."""
     _, n, k = weight.shape
     num_slots = expert_ids.numel()
-    out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
-    _one_row_kernel[(triton.cdiv(n, lines), num_slots)](
+    if out is None:
+        out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
+    beside = shared or SharedLines(x, weight[0], out)
+    per_slot = 0 if shared is None else triton.cdiv(shared.weight.shape[0], n)
+    _one_row_kernel[(triton.cdiv(n, lines), num_slots + per_slot * expert_ids.shape[0])](
         x,
         weight,
         weight if bias is None else bias,
         expert_ids,
         out if weights is None else weights,
         out,
-        out.shape[1],
+        beside.x,
+        beside.weight,
+        beside.out,
+        num_slots,
+        expert_ids.shape[0],
         n,
         k,
+        *beside.weight.shape,
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
+        SHARED=per_slot,
         LINES=lines,
         COLS=cols,
         num_warps=num_warps,

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim
+from quire.kernels.triton.launch import (
+    allow_dependents,
+    launch_options,
+    padded_dim,
+    prefetch_tile,
+    wait_for_predecessor,
+)
 
 _OUTPUTS = 128  # of a program
+_SOME_TOKENS = 256  # that leave multiprocessors without work
+_FEW_TOKENS = 4  # whose segments of attention are added up by those who read them
+
+
+class Segments(NamedTuple):
+    """What attention gives of single queries whose keys are shared by several programs, before it is added up."""
+
+    parts: Tensor  # [listed, heads, splits, rank] float32
+    numbers: Tensor  # [2, listed, heads, splits] float32: highest scores, sums of weights
+    keys: int  # segments are whole multiples of this number of keys
+    dtype: torch.dtype  # of the sum
+
+
+@triton.jit
+def segment_shares(numbers_ptr, number_offset, seen, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """By what each of a query's segments counts in the sum, and which there are; it sees `seen` keys."""
+    segments = tl.arange(0, SPLITS)
+    there = segments < tl.cdiv(seen, tl.cdiv(tl.cdiv(seen, KEYS), SPLITS) * KEYS)
+    highest = tl.load(numbers_ptr + segments, mask=there, other=float("-inf"))
+    weights = tl.exp2(highest - tl.max(highest))
+    totals = tl.load(numbers_ptr + number_offset + segments, mask=there, other=0.0)
+    return weights / tl.sum(totals * weights), there
 
 
 @triton.jit
@@ -54,18 +84,24 @@ def _prepare_kernel(
     TOKENS: tl.constexpr,
     INNER: tl.constexpr,  # NOPE, padded
     OUTPUTS: tl.constexpr,  # of a program
+    KEPT: tl.constexpr,  # tokens of a program that keeps their latents
     DIM: tl.constexpr,  # RANK, padded
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_dependent(PDL)
+    allow_dependents(PDL)
     head, part = tl.program_id(1), tl.program_id(2)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = tokens < num_tokens
+    first = tl.program_id(0).to(tl.int64) * TOKENS
     HALF: tl.constexpr = ROPE // 2
     WIDTH: tl.constexpr = RANK + ROPE
+    if PDL:  # noqa: SIM102  known when it is compiled
+        if (head < NUM_HEADS) & ((part + 1) * OUTPUTS <= RANK):
+            prefetch_tile(up_ptr + head.to(tl.int64) * NOPE * RANK + part * OUTPUTS, RANK, NOPE, OUTPUTS)
+    wait_for_predecessor(PDL)
     if head == NUM_HEADS:  # what is kept of the tokens
-        if part == 0:
+        if part * KEPT < TOKENS:
+            tokens = first + part * KEPT + tl.arange(0, KEPT)
+            inside = tokens < num_tokens
             dims = tl.arange(0, DIM)
             in_rank = dims < RANK
             mask = inside[:, None] & in_rank[None, :]
@@ -92,6 +128,8 @@ def _prepare_kernel(
             tl.store(line + RANK + pairs[None, :], low.to(element), mask=turned & written[:, None])
             tl.store(line + RANK + HALF + pairs[None, :], high.to(element), mask=turned & written[:, None])
     else:
+        tokens = first + tl.arange(0, TOKENS)
+        inside = tokens < num_tokens
         q = q_ptr + head * (NOPE + ROPE)
         out = query_ptr + head * WIDTH
         inner, outputs = tl.arange(0, INNER), part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -130,8 +168,11 @@ def _per_head_kernel(
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_dependent(PDL)
+    allow_dependents(PDL)
     head = tl.program_id(1).to(tl.int64)
+    if PDL:
+        _prefetch_head(weight_ptr + head * (K * N), tl.program_id(2) * OUTPUTS, K, N, OUTPUTS)
+    wait_for_predecessor(PDL)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     outputs, inside = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS), tokens < num_tokens
     acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
@@ -150,6 +191,63 @@ def _per_head_kernel(
         acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
     at = out_ptr + (tokens * NUM_HEADS + head)[:, None] * N + outputs[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (outputs < N)[None, :])
+
+
+@triton.jit
+def _prefetch_head(weight_ptr, first, K: tl.constexpr, N: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Ask for the outputs [first, first + OUTPUTS) of a head's matrix [K, N], if it has all of them."""
+    ROWS: tl.constexpr = K & -K  # arange takes powers of two
+    if first + OUTPUTS <= N:
+        for start in tl.static_range(0, K, ROWS):
+            prefetch_tile(weight_ptr + start * N + first, N, ROWS, OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["tile_index_ptr", "number_offset"])
+def _folded_up_kernel(
+    parts_ptr,  # [listed, heads, SPLITS, K] float32: what segments of keys gave; see latent_attention.py
+    numbers_ptr,  # [2, listed, heads, SPLITS] float32: their highest scores, their sums of weights
+    contexts_ptr,
+    query_starts_ptr,
+    tile_index_ptr,
+    weight_ptr,  # [heads, K, N]
+    out_ptr,  # [tokens, heads, N]
+    number_offset,
+    NUM_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attention's segments of one query and head added up, times the head's matrix."""
+    allow_dependents(PDL)
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    weight_ptr += head.to(tl.int64) * (K * N)
+    if PDL:
+        _prefetch_head(weight_ptr, tl.program_id(2) * OUTPUTS, K, N, OUTPUTS)
+    wait_for_predecessor(PDL)
+    index = tl.load(tile_index_ptr + place)
+    if index < 0:
+        return
+    line = (place * NUM_HEADS + head) * SPLITS
+    shares, there = segment_shares(numbers_ptr + line, number_offset, tl.load(contexts_ptr + index), KEYS, SPLITS)
+    segments, inner = tl.arange(0, SPLITS), tl.arange(0, BK)
+    outputs = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
+    acc = tl.zeros([BK, OUTPUTS], tl.float32)
+    for start in range(0, K, BK):
+        k = start + inner
+        parts = tl.load(
+            parts_ptr + (line + segments)[:, None] * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0
+        )
+        x = tl.sum(parts * shares[:, None], axis=0).to(out_ptr.dtype.element_ty).to(tl.float32)
+        weight = tl.load(
+            weight_ptr + k[:, None] * N + outputs[None, :], mask=(k < K)[:, None] & (outputs < N)[None, :], other=0.0
+        )
+        acc += x[:, None] * weight.to(tl.float32)
+    at = (tl.load(query_starts_ptr + index).to(tl.int64) * NUM_HEADS + head) * N + outputs
+    tl.store(out_ptr + at, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=outputs < N)
 
 
 def tokens_at_once(num_tokens: int) -> int:
@@ -179,7 +277,8 @@ def prepare_latent(
     rope = latent.shape[1] - rank
     query = torch.empty(num_tokens, num_heads, rank + rope, dtype=q.dtype, device=q.device)
     outputs = min(_OUTPUTS, padded_dim(rank))
-    _prepare_kernel[(triton.cdiv(num_tokens, at_once), num_heads + 1, triton.cdiv(rank, outputs))](
+    parts = triton.cdiv(rank, outputs)
+    _prepare_kernel[(triton.cdiv(num_tokens, at_once), num_heads + 1, parts)](
         q,
         latent,
         norm,
@@ -203,6 +302,7 @@ def prepare_latent(
         TOKENS=at_once,
         INNER=padded_dim(nope),
         OUTPUTS=outputs,
+        KEPT=at_once // min(at_once, 1 << parts.bit_length() - 1),
         DIM=padded_dim(rank),
         PAIRS=max(16, triton.next_power_of_2(rope // 2)),
         num_warps=4,
@@ -218,7 +318,7 @@ def per_head(x: Tensor, weight: Tensor, at_once: int | None = None) -> Tensor:
     at_once = at_once or tokens_at_once(num_tokens)
     out = torch.empty(num_tokens, num_heads, n, dtype=x.dtype, device=x.device)
     outputs = min(_OUTPUTS, padded_dim(n))
-    if at_once <= 32 and outputs == _OUTPUTS:
+    if (at_once <= 32 or num_tokens <= _SOME_TOKENS) and outputs == _OUTPUTS:
         outputs //= 2  # more programs, of which each reads less
     _per_head_kernel[(triton.cdiv(num_tokens, at_once), num_heads, triton.cdiv(n, outputs))](
         x,
@@ -235,6 +335,43 @@ def per_head(x: Tensor, weight: Tensor, at_once: int | None = None) -> Tensor:
         BK=min(128, padded_dim(inner)),
         num_warps=4,
         num_stages=3,
+        **launch_options(),
+    )
+    return out
+
+
+def folds(listed: int) -> bool:
+    """Whether `folded_up` is faster than two kernels, of which `per_head` reads a matrix once for many tokens."""
+    return listed <= _FEW_TOKENS
+
+
+def folded_up(
+    segments: Segments, contexts: Tensor, query_starts: Tensor, tile_index: Tensor, weight: Tensor, num_tokens: int
+) -> Tensor:
+    """Attention's result, of which there are segments of single queries, times weight [heads, in, out] of each head.
+
+    [num_tokens, heads, out]; only tokens of listed rows are computed.
+    """
+    heads, inner, n = weight.shape
+    out = torch.empty(num_tokens, heads, n, dtype=segments.dtype, device=weight.device)
+    outputs = min(64, padded_dim(n))
+    _folded_up_kernel[(tile_index.shape[0], heads, triton.cdiv(n, outputs))](
+        segments.parts,
+        segments.numbers,
+        contexts,
+        query_starts,
+        tile_index,
+        weight,
+        out,
+        segments.numbers[0].numel(),
+        NUM_HEADS=heads,
+        K=inner,
+        N=n,
+        KEYS=segments.keys,
+        SPLITS=segments.parts.shape[2],
+        OUTPUTS=outputs,
+        BK=min(64, padded_dim(inner)),
+        num_warps=4,
         **launch_options(),
     )
     return out

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.latent import Segments, segment_shares
 from quire.kernels.triton.launch import begin_dependent, launch_options, padded_dim, stages_within
 from quire.kernels.triton.segments import _column_sums, fold, line_sums, nothing
 
@@ -221,6 +222,39 @@ def _fold_kernel(
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=in_rank)
 
 
+@triton.jit(do_not_specialize=["tile_index_ptr", "number_offset"])
+def _fold_single_kernel(
+    parts_ptr,
+    numbers_ptr,
+    contexts_ptr,
+    query_starts_ptr,
+    tile_index_ptr,
+    out_ptr,
+    number_offset,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same of single queries whose splits are segments: all of them at once."""
+    begin_dependent(PDL)
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.load(tile_index_ptr + place)
+    if index < 0:
+        return
+    line = (place * NUM_HEADS + head) * SPLITS
+    shares, there = segment_shares(numbers_ptr + line, number_offset, tl.load(contexts_ptr + index), KEYS, SPLITS)
+    segments, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    in_rank = dims < RANK
+    at = parts_ptr + (line + segments)[:, None] * RANK + dims[None, :]
+    parts = tl.load(at, mask=there[:, None] & in_rank[None, :], other=0.0)
+    result = tl.sum(parts * shares[:, None], axis=0).to(out_ptr.dtype.element_ty)
+    out_at = (tl.load(query_starts_ptr + index).to(tl.int64) * NUM_HEADS + head) * RANK + dims
+    tl.store(out_ptr + out_at, result, mask=in_rank)
+
+
 @dataclass(frozen=True)
 class LatentCut:
     """How the work is cut into programs. Of these only `segment` and `keys` can change a bit of the result."""
@@ -230,6 +264,7 @@ class LatentCut:
     segment: int = 0  # keys of a segment; 0: each split is one segment
     num_segments: int = 0  # most segments there can be, if their size is given
     lines: int = 16  # queries times heads of a program
+    min_lines: int = _MIN_LINES  # of a tile, most of which may be empty: wider matrix units want 64
     keys: int = 32  # keys at a time
     num_stages: int = 3  # if there is room for them
 
@@ -246,9 +281,12 @@ def latent_attention(
     out: Tensor,
     scale: float,
     cut: LatentCut,
-) -> None:
+    *,
+    folded: bool = True,
+) -> Segments | None:
     """Attention of the listed tiles of queries: q [n, heads, rank + rope] to their lines of out [n, heads, rank].
 
+    Not `folded`: the splits of single queries are returned instead, for the reader to add up.
     contexts [rows] (KV lengths after this step), query_starts, tile_index and tile_offset are int32; `rows` picks
     lines of tables [max_rows, max_blocks].
     """
@@ -257,7 +295,7 @@ def latent_attention(
     tile, splits, segment = cut.tile, cut.splits, cut.segment
     heads = min(MAX_HEADS, triton.next_power_of_2(num_heads))
     tokens = max(1, min(tile, cut.lines // heads))
-    lines = max(_MIN_LINES, tokens * heads)
+    lines = max(cut.min_lines, tokens * heads)
     num_segments = cut.num_segments if segment else splits
     parts, numbers = out, out
     listed = tile_index.shape[0] * tile
@@ -307,7 +345,26 @@ def latent_attention(
         num_stages=stages_within(cut.num_stages, piece, beside),
         **shared,
     )
-    if splits:
+    if splits and tile == 1 and not segment:
+        if not folded:
+            return Segments(parts, numbers, cut.keys, out.dtype)
+        _fold_single_kernel[(listed, num_heads)](
+            parts,
+            numbers,
+            contexts,
+            query_starts,
+            tile_index,
+            out,
+            number_offset,
+            NUM_HEADS=num_heads,
+            RANK=rank,
+            SPLITS=splits,
+            DIM=dim,
+            KEYS=cut.keys,
+            num_warps=4 if splits >= 8 else 1,
+            **launch_options(),
+        )
+    elif splits:
         _fold_kernel[(listed, num_heads)](
             parts,
             numbers,
@@ -320,3 +377,4 @@ def latent_attention(
             num_warps=1,
             **shared,
         )
+    return None

@@ -46,15 +46,31 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(at):
+    """Ask for the cache lines at these addresses, so that they are in the L2 cache when they are read."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_tile(tile_ptr, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same of a tile of a matrix whose rows are `stride` elements apart; ROWS rows, all of them there."""
+    LINE: tl.constexpr = 128 // (tile_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = COLUMNS // LINE
+    if LINES > 0:
+        prefetch(tile_ptr + tl.arange(0, ROWS)[:, None] * stride + (tl.arange(0, LINES) * LINE)[None, :])
+
+
+@triton.jit
 def prefetch_lines(weight_ptr, outputs, K, begin, end, N, BK: tl.constexpr, PIECES: tl.constexpr):
-    """Ask for the first pieces of some lines of a weight, so that they are in the L2 cache when they are read."""
+    """The same of the first pieces of some lines of a weight."""
     LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = PIECES * BK // LINE
     if LINES > 0:
         lines = begin + tl.arange(0, LINES) * LINE
-        at = weight_ptr + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K + tl.minimum(lines, end - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        prefetch(
+            weight_ptr + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K + tl.minimum(lines, end - 1)[None, :]
         )
 
 

@@ -146,6 +146,11 @@ def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_transposed(x, weight, bias).unsqueeze(0)
 
 
+def split_k_shape(rows: int, weight: Tensor) -> TileShape:
+    """How to cut a product of at most 256 rows with a small weight whose parts are left to the reader."""
+    return TileShape(parts_of(rows, *weight.shape), bt=_TOKENS if rows > _TOKENS else 0)
+
+
 def _takes_tiles(x: Tensor, weight: Tensor) -> bool:
     n, k = weight.shape
     few = x.shape[0] <= _MAX_SOME_ROWS and n <= _WIDE

@@ -1,23 +1,30 @@
 """The sparse MLP of a mixture of experts: which kernels for how many tokens.
 
 One token uses multiply-and-add with the lines of its experts. A few are sorted by expert, so that each expert's
-matrices are read once; of many what is between the two matmuls lies in the order of their experts.
+matrices are read once; of many what is between the two matmuls lies in the order of their experts. A shared expert of
+few tokens is one part more of what the next kernel adds up.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from quire.kernels.triton import fixed_matmul, matmul
+from quire.kernels.triton.add_shared import add_shared
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_configs import shapes_for
-from quire.kernels.triton.grouped_matmul import add_slots, grouped_one_row, grouped_tiles
+from quire.kernels.triton.grouped_matmul import SharedLines, add_slots, grouped_one_row, grouped_tiles
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
+from quire.kernels.triton.tile_matmul import matmul_tiles
 
 _MAX_ROWS_ALONE = 2
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 # Slots an expert has on average, by which it is chosen how tiles are cut.
 FEW = 8
 SOME = 64
+
+SharedExpert = tuple[Tensor, Tensor]  # see quire/ops/grouped.py
 
 
 def sparse_mlp(
@@ -30,16 +37,51 @@ def sparse_mlp(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
-    """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
+    """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [parts, n, h] float32."""
     n, k = expert_ids.shape
-    if 0 < n <= _MAX_ROWS_ALONE:
-        a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=256)
-        y = grouped_one_row(
-            a, expert_ids, down, down_bias, 1, lines=4, cols=256, weights=weights if in_parts else None
-        )
-        return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
-    return sparse_mlp_fixed(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts)
+    given = (x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation)
+    if 0 < n <= _MAX_ROWS_ALONE and (in_parts or shared is None):
+        return _few(*given, in_parts, shared)
+    if shared is None:
+        return sparse_mlp_fixed(*given, in_parts)
+    if not in_parts or n > _MAX_ROWS_APART or n * k > SOME * gate_up.shape[0]:
+        both = matmul.gated_linear(x, shared[0], None, activation)
+        return add_shared(sparse_mlp_fixed(*given, False)[0], matmul.linear_transposed(both, shared[1]), None)[None]
+    shape = matmul.split_k_shape(n, shared[1])
+    parts = torch.empty(k + shape.splits, n, x.shape[1], dtype=torch.float32, device=x.device)
+    both = matmul.gated_linear(x, shared[0], None, activation)
+    matmul_tiles(both, shared[1], shape=shape, in_parts=True, parts=parts[k:])
+    sparse_mlp_fixed(*given, True, out=parts[:k])
+    return parts
+
+
+def _few(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+    shared: SharedExpert | None,
+) -> Tensor:
+    """Of one or two tokens, each with its own programs; the shared expert's are in the same launches."""
+    n, k = expert_ids.shape
+    first = second = out = None
+    if shared is not None:
+        out = torch.empty(k + 1, n, x.shape[1], dtype=torch.float32, device=x.device)
+        between = torch.empty(n, shared[1].shape[1], dtype=x.dtype, device=x.device)
+        first, second = SharedLines(x, shared[0], between), SharedLines(between, shared[1], out[k])
+    a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=256, shared=first)
+    weighted = weights if in_parts else None
+    y = grouped_one_row(
+        a, expert_ids, down, down_bias, 1, lines=4, cols=256, weights=weighted, out=out, shared=second
+    )
+    return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
 def sparse_mlp_fixed(
@@ -52,8 +94,10 @@ def sparse_mlp_fixed(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
+    shared: SharedExpert | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The same, every inner sum in one order for any number of tokens."""
+    """The same, every inner sum in one order for any number of tokens; parts go to `out`, if there are any."""
     n, k = expert_ids.shape
     num_experts = gate_up.shape[0]
     if n == 0:
@@ -64,11 +108,15 @@ def sparse_mlp_fixed(
         shape = shapes.few if mean <= FEW else shapes.some if mean <= SOME else shapes.many
         slots = sort_slots(expert_ids, num_experts, shape.bt)
         a = grouped_tiles(x, slots, gate_up, gate_up_bias, k, shape, activation)
-        if in_parts and n <= _MAX_ROWS_APART:
-            return grouped_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
+        if in_parts and shared is None and n <= _MAX_ROWS_APART:
+            return grouped_tiles(a, slots, down, down_bias, 1, shape, weights=weights, out=out)
         y = grouped_tiles(a, slots, down, down_bias, 1, shape)
     else:
         slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
         a = grouped_sorted(x, slots, gate_up, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
         y = grouped_sorted(a, slots, down, down_bias, shapes.sorted, scatter=True)
-    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+    routed = add_slots(y.view(n, k, -1), weights)
+    if shared is not None:
+        both = fixed_matmul.gated_linear(x, shared[0], None, activation)
+        routed = add_shared(routed, fixed_matmul.linear_transposed(both, shared[1]), None)
+    return routed.unsqueeze(0)

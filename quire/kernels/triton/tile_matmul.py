@@ -166,20 +166,22 @@ def matmul_tiles(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     in_parts: bool = False,
+    parts: Tensor | None = None,
     precision: str = "ieee",
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias -> [M, N], or [M, N / 2] with an activation of GATED.
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
-    `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32.
-    `precision` is that of float32 weights, to whose type x is brought.
+    `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32;
+    `parts`: where to. `precision` is that of float32 weights, to whose type x is brought.
     """
     m, k = x.shape
     n = weight.shape[0]
     splits, bn, bk = shape.splits, shape.bn, shape.bk
     bt = shape.bt or max(_MIN_TOKENS, triton.next_power_of_2(m))
     width = n if activation is None else n // 2
-    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 or in_parts else x
+    if parts is None:
+        parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 or in_parts else x
     out = parts if in_parts else torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
     k_per_split = triton.cdiv(triton.cdiv(k, splits), bk) * bk
     x_scale, weight_scale = (out, out) if scales is None else scales

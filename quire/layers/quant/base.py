@@ -162,11 +162,16 @@ class GroupedMethod(nn.Module, ABC):
         """a [n, k, in_features], expert_ids [n, k], weights [n, k] float32 -> [n, out_features]."""
 
     def joined(
-        self, down: GroupedMethod, activation: str, in_parts: bool
+        self,
+        down: GroupedMethod,
+        activation: str,
+        in_parts: bool,
+        shared: tuple[LinearMethod, LinearMethod] | None = None,
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
         """(x, expert_ids, weights) -> what `down.down` gives of this `gate_up`, where kernels do both at once.
 
-        `in_parts`: the reader adds up the experts of each token.
+        `in_parts`: the reader adds up the experts of each token. `shared`: both matrices of a shared expert, which
+        the result includes.
         """
         return None
 

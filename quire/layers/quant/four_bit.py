@@ -148,9 +148,13 @@ class FourBitGrouped(GroupedMethod):
         return self._down(a, expert_ids, weights, self._unpacked(), self.bias)
 
     def joined(
-        self, down: GroupedMethod, activation: str, in_parts: bool
+        self,
+        down: GroupedMethod,
+        activation: str,
+        in_parts: bool,
+        shared: tuple[LinearMethod, LinearMethod] | None = None,
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
-        if not isinstance(down, FourBitGrouped):
+        if not isinstance(down, FourBitGrouped) or shared is not None:
             return None
         run, first, second = PACKED_SPARSE_MLP.bind(self.spec.target), self._store.weight, down._store.weight
 

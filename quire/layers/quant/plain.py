@@ -115,15 +115,21 @@ class PlainGrouped(GroupedMethod):
         return self._down(a, expert_ids, weights, self.weight, self.bias)
 
     def joined(
-        self, down: GroupedMethod, activation: str, in_parts: bool
+        self,
+        down: GroupedMethod,
+        activation: str,
+        in_parts: bool,
+        shared: tuple[LinearMethod, LinearMethod] | None = None,
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
         run = SPARSE_MLP.bind(self.spec.target)
-        if self.backend == "torch" or not isinstance(down, PlainGrouped):
+        plain = (one for one in shared or () if isinstance(one, PlainLinear) and one.transposed and one.bias is None)
+        beside = [one.weight for one in plain]
+        if self.backend == "torch" or not isinstance(down, PlainGrouped) or len(beside) != len(shared or ()):
             return None
-        second = down.weight, down.bias
+        second, both = (down.weight, down.bias), (beside[0], beside[1]) if beside else None
 
         def multiply(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor | PartialSums:
-            parts = run(x, expert_ids, weights, self.weight, self.bias, *second, activation, in_parts)
+            parts = run(x, expert_ids, weights, self.weight, self.bias, *second, activation, in_parts, both)
             return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
 
         return multiply

@@ -137,6 +137,8 @@ def experts(all_shapes: bool) -> None:
         x, ids = numbers(rows, hidden), numbers(rows, k, dtype=torch.int32)
         for in_parts in (False, True):
             sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", in_parts)
+        shared = numbers(4 * width, hidden), numbers(hidden, 2 * width)
+        sparse_mlp.sparse_mlp(x, ids, numbers(rows, k, dtype=torch.float32), *many, "silu", True, shared)
         logits = routing.router_logits(x, numbers(count, hidden, dtype=torch.float32), None)
         routing.route(logits, None, Routing(k, renormalize=True))
     count, hidden, width, top = 32, 2880, 2880, 4
@@ -231,11 +233,12 @@ def attention(all_shapes: bool) -> None:
 
 
 def latent(all_shapes: bool) -> None:
-    """Latent attention of DeepSeek-V2-Lite's and V3's heads, in both modes."""
-    from quire.attention.base import AttentionSpec
-    from quire.attention.latent import LatentWeights
+    """Latent attention of DeepSeek-V2-Lite's and V3's heads, dense and sparse, in both modes."""
+    from quire.attention.base import AttentionSpec, Written
+    from quire.attention.latent import IndexInputs, LatentWeights
     from quire.attention.triton import DecodeKind
     from quire.attention.triton_latent import FixedTritonLatentAttention, TritonLatentAttention
+    from quire.attention.triton_sparse import FixedTritonSparseAttention, TritonSparseAttention
 
     torch.bmm = lambda a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     kinds = [
@@ -251,7 +254,7 @@ def latent(all_shapes: bool) -> None:
             backend.prepare_eager(batch([1, 9, 300], [40, 1000, 700])),
             backend.prepare_eager(batch([2100], [2100])),
         ]
-        for rows in (1, 16, 64, 256) if all_shapes else (256,):
+        for rows in (1, 16, 64, 256) if all_shapes else (1, 256):
             steps.append(backend.prepare(batch([1] * rows, [999] * rows), DecodeKind(), ()))
         for metadata in steps:
             tokens = int(metadata.batch.query_starts[-1])
@@ -259,6 +262,18 @@ def latent(all_shapes: bool) -> None:
             q, kv = projected[:, : heads * 192].unflatten(-1, (heads, 192)), projected[:, heads * 192 :]
             rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
             written = backend.write_latent(spec, weights, q, kv, rotation, cache, metadata)
+            backend.attend_latent(spec, weights, written, cache, metadata)
+    for backend in (TritonSparseAttention(), FixedTritonSparseAttention()):  # as in DeepSeek-V3.2
+        spec = AttentionSpec(128, 1, 576, 0.1, value_dim=512, index_dim=128, top_k=2048)
+        cache = numbers(*backend.cache_shape(64, BLOCK_SIZE, 1, 704, BF16), dtype=BF16)
+        weights = LatentWeights(numbers(512), 1e-6, numbers(128, 128, 512), numbers(128, 512, 128))
+        for step in (batch([1], [4000]), batch([300, 1], [3000, 40])):
+            tokens = int(step.query_starts[-1])
+            index = IndexInputs(numbers(tokens, 64, 128), numbers(tokens, 128), numbers(tokens, 640)[:, :64])
+            metadata = backend.prepare_eager(step)
+            rotation = (numbers(tokens, 1, 64), numbers(tokens, 1, 64))
+            of_index = backend.write_index(spec, index, rotation, cache, metadata)
+            written = Written(numbers(tokens, 128, 576), of_index=of_index)
             backend.attend_latent(spec, weights, written, cache, metadata)
 
 

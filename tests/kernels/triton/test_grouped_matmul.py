@@ -108,3 +108,20 @@ def test_sorted_lines(seed: int) -> None:
     y = grouped_sorted(half(a.flatten(0, 1)[order]), *given, scatter=True)
     out = add_slots(y.view(*ids.shape, -1), weights.to(DEVICE))
     assert_near(out, grouped_down(a, ids, weights, weight, bias))
+
+
+@pytest.mark.parametrize("n", [1, 2, 17])
+@pytest.mark.parametrize("width", [12, 24, 72])  # narrower and wider than an expert
+def test_a_shared_expert_is_one_part_more(n: int, width: int) -> None:
+    from quire.kernels.triton.sparse_mlp import sparse_mlp
+    from quire.ops import grouped
+
+    generator, h, f, experts, k = torch.Generator().manual_seed(n), 48, 24, 8, 3
+    x, ids, weights = torch.randn(n, h, generator=generator), ids_of(n, k, experts), torch.rand(n, k)
+    shapes = ((experts, 2 * f, h), (experts, h, f), (2 * width, h), (h, width))
+    gate_up, down, *shared = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for shape in shapes)
+    given = (x, ids, weights, gate_up, None, down, None, "silu", True, tuple(shared))
+    placed = torch.utils._pytree.tree_map(lambda v: v.to(DEVICE) if isinstance(v, torch.Tensor) else v, given)
+    parts = sparse_mlp(*placed)
+    assert parts.shape[0] > k
+    torch.testing.assert_close(parts.sum(0).cpu(), grouped.sparse_mlp(*given)[0], rtol=1e-4, atol=1e-4)

@@ -96,6 +96,28 @@ def test_a_whole_prompt_is_unabsorbed_in_fast_mode_alone(monkeypatch: pytest.Mon
         assert_right(latents, 1e-4 if not NATIVE else 5e-3)
 
 
+def test_splits_of_few_rows_are_added_up_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton_latent
+
+    ran = []
+    folded_up = triton_latent.folded_up
+
+    def spy(*arguments: Any) -> torch.Tensor:
+        ran.append(arguments[0].parts.shape[2])
+        return folded_up(*arguments)
+
+    monkeypatch.setattr(triton_latent, "folded_up", spy)
+    for most, expected in ((4, [4]), (0, [])):  # and all at once, in a kernel of their own
+        monkeypatch.setattr("quire.kernels.triton.latent._FEW_TOKENS", most)
+        ran.clear()
+        latents = Latents(ODD, [139, 100], fast(), device=str(DEVICE))
+        latents.step({0: 138, 1: 99})
+        latents.step({0: 1, 1: 1}, decode=True)
+        if not NATIVE:
+            assert [splits > 1 for splits in ran] == [splits > 1 for splits in expected]
+        assert_right(latents, 1e-4)
+
+
 def test_any_step_gives_the_same_bits_in_fixed_mode() -> None:
     whole = Latents(SIZES, [50, 33, 3], fixed(), device=str(DEVICE), dtype=HALF)
     whole.step({0: 50, 1: 33, 2: 3})
@@ -116,3 +138,32 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     latents.step({0: 39})
     latents.step({0: 1}, decode=True)
     assert_right(latents, 3e-2)
+
+
+INDEX = (5, 24, 20)
+
+
+def sparse(make_fixed: bool) -> Any:
+    from quire.attention.triton_sparse import FixedTritonSparseAttention, TritonSparseAttention
+
+    return type("Small", (FixedTritonSparseAttention if make_fixed else TritonSparseAttention,), SMALL)()
+
+
+@pytest.mark.parametrize("make_fixed", [False, True])
+def test_selected_keys_alone_are_attended_to(make_fixed: bool) -> None:
+    assert_right(run(ODD, sparse(make_fixed), dtype=torch.float32, index=INDEX), 1e-4)
+
+
+def test_any_step_gives_the_same_bits_of_selected_keys_in_fixed_mode() -> None:
+    whole = Latents(SIZES, [50, 33, 3], sparse(True), device=str(DEVICE), dtype=HALF, index=INDEX)
+    whole.step({0: 50, 1: 33, 2: 3})
+    cut = run(SIZES, sparse(True), dtype=HALF, index=INDEX)
+    dense = run(SIZES, fixed(), dtype=HALF)
+    for a, b, c in zip(whole.out, cut.out, dense.out, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[:20], c[:20]), "contexts no longer than top-k have the dense bits"
+
+
+def test_scores_of_many_tokens_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.kernels.triton.index.MOST_SCORES", 500)
+    assert_right(run(SIZES, sparse(False), dtype=torch.float32, index=INDEX), 1e-4)
