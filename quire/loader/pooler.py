@@ -48,6 +48,8 @@ class _Settings(msgspec.Struct):
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
     max_seq_length: int | None = None
+    query_prefix: str = ""
+    document_prefix: str = ""
 
 
 def read_pooler(
@@ -166,6 +168,7 @@ def _read_sentence_transformer(
     size = dense[-1].out_size if dense else size
     if pooling is None and dense:  # a vector of each token, projected: multi-vector retrieval
         heads = {"token_embed": dense}
+        common |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
         return PoolerConfig("all", size, tasks=("token_embed",), heads=heads, score="late", **common)
     return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads={"embed": dense} if dense else {}, **common)
 

@@ -19,11 +19,13 @@ from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.fusion import Stage, whole
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.weights import WeightMap
+from quire.layers.weights import WeightedLayer, WeightMap, empty_parameter
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.heads import make_heads, num_labels, with_heads
-from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs, rows_of_tokens
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.activation import GELU
+from quire.ops.base import Target
+from quire.ops.places import ADD_PLACES, MARK_SECOND
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ModelError
 from quire.types.pooling import Classifier, HeadActivation, HeadLayer
@@ -81,12 +83,13 @@ def check_supported(config: dict[str, Any], activation: str) -> None:
 
 
 class PairInputs(TokenInputs):
-    """Token types, as a second axis of positions: those of the second text of a pair are 1, all others 0."""
+    """Token types, beside positions in tokens' places: those of the second text of a pair are 1, all others 0."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, target: Target) -> None:
         self._second = torch.full((max_rows + 1,), _NO_SECOND, dtype=torch.int64)
         self._pairs: set[int] = set()
-        self._in_step = False
+        self._in_step = True  # when a step is recorded, which then takes pairs too
+        self._mark = MARK_SECOND.bind(target)
 
     def add_request(self, start: RowStart) -> None:
         at = start.params.second_text_at if isinstance(start.params, PoolingParams) else None
@@ -101,34 +104,34 @@ class PairInputs(TokenInputs):
 
     def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
         self._in_step = not self._pairs.isdisjoint(rows)
-        return self._in_step
+        return False
 
     def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
-        if not self._in_step:
-            return index
-        row = rows_of_tokens(rows, query_starts, index.shape[0])
-        return torch.stack((index, (index >= self._second[row]).long()))
+        return self._mark(index, rows, query_starts, self._second) if self._in_step else index
+
+
+class Table(WeightedLayer):
+    """Rows that are looked up by position or token type; every rank has all of them."""
+
+    def __init__(self, rows: int, width: int, target: Target) -> None:
+        super().__init__()
+        self.weight = empty_parameter(rows, width, dtype=target.dtype)
 
 
 class EncoderEmbeddings(nn.Module):
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
+        width, types = config.hidden_size, config.num_token_types
+        self.words = VocabParallelEmbedding(config.vocab_size, width, target=ctx.target, group=ctx.group)
+        self.positions = Table(config.num_positions, width, ctx.target)
+        self.types = Table(types, width, ctx.target) if types else None
+        self.norm = LayerNorm(width, eps=config.norm_eps, target=ctx.target)
+        self._first, self._add_places = config.first_position, ADD_PLACES.bind(ctx.target)
 
-        def table(rows: int) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(rows, config.hidden_size, target=ctx.target, group=ctx.group)
-
-        self.words = table(config.vocab_size)
-        self.positions = table(config.num_positions)
-        self.types = table(config.num_token_types) if config.num_token_types else None
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, target=ctx.target)
-        self._first = config.first_position
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self.words(input_ids)
-        positions, types = positions if positions.dim() == 2 else (positions, None)
-        if self.types is not None:
-            hidden = hidden + self.types(torch.zeros_like(input_ids) if types is None else types)
-        out: Tensor = self.norm(hidden + self.positions(positions + self._first))
+    def forward(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        types = None if self.types is None else self.types.weight
+        words = self.words(input_ids)
+        out: Tensor = self.norm(self._add_places(words, self.positions.weight, types, places, self._first))
         return out
 
 
@@ -180,7 +183,7 @@ class Encoder(Model):
 
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.num_token_types = config.num_token_types
+        self._num_token_types, self._target = config.num_token_types, ctx.target
         embeddings = self.embeddings = EncoderEmbeddings(config, ctx)
         self.heads = make_heads(ctx.heads, ctx.target, embeddings.words)
         self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer) for layer in range(config.num_layers))
@@ -247,7 +250,7 @@ class Encoder(Model):
         )
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
-        return PairInputs(max_rows) if self.num_token_types > 1 else PLAIN_INPUTS
+        return PairInputs(max_rows, self._target) if self._num_token_types > 1 else PLAIN_INPUTS
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None

@@ -73,7 +73,9 @@ class EnginePlan:
     group: ParallelGroup  # of the ranks that share every layer
 
     def way_context(self, model: Model) -> WayContext:
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
+        return WayContext(
+            self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None
+        )
 
     @property
     def context(self) -> BuildContext:
@@ -178,7 +180,7 @@ def plan_engine(
     sizes = _sizes(config, settings, description, model, length, dtype, is_pooler=pooler is not None)
     note = _weights_note(count_parameters(model), weights, decoded, settings.dtype)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    parts = contributions(WayContext(platform, backend, model, dtype, sizes))
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes, pools=pooler is not None))
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(

@@ -49,7 +49,7 @@ def _params(body: PoolingFields, task: PoolingTask | None, dimensions: int | Non
 async def pool(context: ServerContext, body: PoolingRequest, request: Request) -> Response:
     model = context.check_model(body.model, body.task)
     check_extra_fields(body.model_extra or {}, context, "/pooling")
-    params = _params(body, task=body.task, dimensions=body.dimensions)
+    params = _params(body, task=body.task, dimensions=body.dimensions, step_tag_id=body.step_tag_id)
     outputs = await pool_all(
         context,
         request,
