@@ -85,6 +85,8 @@ class NormedEmbeddings(nn.Module):
 
 
 class RotaryEncoder(Encoder):
+    rotary: nn.ModuleList
+
     def __init__(self, stack: DecoderConfig, ctx: BuildContext, norm_bias: bool) -> None:
         Model.__init__(self)
         norm: dict[str, Any] = {"eps": stack.norm_eps, "norm_bias": norm_bias}

@@ -1,4 +1,4 @@
-"""A token's place, as encoders with learned positions read it: its position and, in the bits above, its token type."""
+"""A token's place, as encoders read it: its position and, in the bits above, its token type."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ def mark_second(index: Tensor, rows: Tensor, query_starts: Tensor, second: Tenso
     return index + (((index >= second[row]) & is_token).long() << TYPE_SHIFT)
 
 
-def add_places(x: Tensor, positions: Tensor, types: Tensor | None, places: Tensor, first: int) -> Tensor:
-    """x [n, width] plus the row of each token's type, if there are types, plus the row of its position.
+def positions_of(places: Tensor) -> Tensor:
+    """Places [n] without their types."""
+    return places & _POSITION
+
+
+def add_places(x: Tensor, positions: Tensor | None, types: Tensor | None, places: Tensor, first: int) -> Tensor:
+    """x [n, width] plus the row of each token's type, plus the row of its position; either table may be absent.
 
     positions [m, width], of which row `first` is that of position 0; types [k, width]; places [n] int64.
     """
     if types is not None:
         x = x + types.index_select(0, places >> TYPE_SHIFT)
-    return x + positions.index_select(0, (places & _POSITION) + first)
+    return x if positions is None else x + positions.index_select(0, (places & _POSITION) + first)
 
 
 def generate_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,15 +52,21 @@ def generate_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return index, torch.randperm(9, generator=generator)[: len(counts)], starts, second
 
 
-def generate_places(seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
+def generate_marked(seed: int) -> tuple[Tensor]:
+    return (mark_second(*generate_rows(seed)),)
+
+
+def generate_places(seed: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, int]:
     generator = torch.Generator().manual_seed(seed)
     width, first = 1 + 7 * seed, seed % 3
     x, positions, types = (torch.randn(count, width, generator=generator) for count in (5, 9 + first, 2))
     places = torch.randint(9, (5,), generator=generator)
     if seed % 4 == 0:
         return x, positions, None, places, first
-    return x, positions, types, places + (torch.randint(2, (5,), generator=generator) << TYPE_SHIFT), first
+    marked = places + (torch.randint(2, (5,), generator=generator) << TYPE_SHIFT)
+    return x, None if seed % 4 == 1 else positions, types, marked, first
 
 
 MARK_SECOND = Op("mark_second", mark_second, generate_rows, 0.0, (native("mark_second", "encoder"),))
 ADD_PLACES = Op("add_places", add_places, generate_places, 0.0, (native("add_places", "encoder"),))
+POSITIONS_OF = Op("positions_of", positions_of, generate_marked, 0.0, (native("positions_of", "encoder"),))

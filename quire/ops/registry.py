@@ -29,7 +29,7 @@ from quire.ops.lora import ADD_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.per_head import PER_HEAD
-from quire.ops.places import ADD_PLACES, MARK_SECOND
+from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
 from quire.ops.pooling import PROMPT_SUMS
 from quire.ops.recurrent import (
     COMPACT,
@@ -88,6 +88,7 @@ OPS: tuple[Op[Any], ...] = (
     EMBED_FROM,
     MARK_SECOND,
     ADD_PLACES,
+    POSITIONS_OF,
     PROMPT_SUMS,
     TOKENS_IN_RANGE,
     CLEAR_OUTSIDE_RANGE,

@@ -302,7 +302,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's first tokens; -1 keeps as many as the model takes."""
     step_tag_id: int | None = None
-    """Of token_embed and token_classify: only this token's values, as process reward models mark the end of a step."""
+    """Of token_embed and token_classify: only this token's values, which ends a step for process reward models."""
     pooling: PoolingKind | None = None
     """Which hidden states become the vector. The frontend fills in this and what follows, as the model has it."""
     head: str | None = None

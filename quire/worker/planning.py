@@ -73,9 +73,7 @@ class EnginePlan:
     group: ParallelGroup  # of the ranks that share every layer
 
     def way_context(self, model: Model) -> WayContext:
-        return WayContext(
-            self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None
-        )
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None)
 
     @property
     def context(self) -> BuildContext:

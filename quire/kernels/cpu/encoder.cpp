@@ -7,6 +7,7 @@ namespace {
 
 constexpr int64_t GRAIN = 8192;   // elements that are worth another thread
 constexpr int TYPE_SHIFT = 32;    // bits of a place that are the position; those above are the token type
+constexpr int64_t POSITION = ((int64_t)1 << TYPE_SHIFT) - 1;
 constexpr int TILE = 64;          // tokens of a partial sum, as in ops/pooling.py
 
 // The sum of `count` rows of N lanes, `stride` apart: halves are added to each other, absent rows being zero.
@@ -28,15 +29,20 @@ void mark_second(const int64_t* index, const int64_t* rows, const int32_t* start
     for (int64_t i = starts[num_rows]; i < size; ++i) out[i] = index[i];
 }
 
+void positions_of(const int64_t* places, int64_t* out, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; ++t) out[t] = places[t] & POSITION;
+}
+
 void add_places(const float* x, const float* positions, const float* types, const int64_t* places, float* out,
                 int64_t tokens, int64_t width, int64_t first) {
     parallel(tokens, 1 + GRAIN / width, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
-            const int64_t position = (places[t] & (((int64_t)1 << TYPE_SHIFT) - 1)) + first, type = places[t] >> TYPE_SHIFT;
+            const int64_t position = (places[t] & POSITION) + first, type = places[t] >> TYPE_SHIFT;
             map(width, [&](int64_t i, int n) {
                 Vec v = get(x + t * width + i, n);
                 if (types) v = add(v, get(types + type * width + i, n));
-                put(out + t * width + i, add(v, get(positions + position * width + i, n)), n);
+                if (positions) v = add(v, get(positions + position * width + i, n));
+                put(out + t * width + i, v, n);
             });
         }
     });

@@ -25,12 +25,18 @@ def mark_second(index: Tensor, rows: Tensor, query_starts: Tensor, second: Tenso
     return out
 
 
-def add_places(x: Tensor, positions: Tensor, types: Tensor | None, places: Tensor, first: int) -> Tensor:
+def positions_of(places: Tensor) -> Tensor:
+    out = empty(places.shape[0], dtype=torch.int64)
+    bound().positions_of(places.data_ptr(), out.data_ptr(), places.shape[0])
+    return out
+
+
+def add_places(x: Tensor, positions: Tensor | None, types: Tensor | None, places: Tensor, first: int) -> Tensor:
     x, places = x.contiguous(), places.contiguous()
     out = empty(*x.shape)
     bound().add_places(
         x.data_ptr(),
-        positions.data_ptr(),
+        None if positions is None else positions.data_ptr(),
         None if types is None else types.data_ptr(),
         places.data_ptr(),
         out.data_ptr(),

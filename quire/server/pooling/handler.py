@@ -37,10 +37,13 @@ from quire.types.sampling import PoolingParams, PoolingTask
 _INPUT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
-def _params(body: PoolingFields, task: PoolingTask | None, dimensions: int | None = None) -> PoolingParams:
+def _params(
+    body: PoolingFields, task: PoolingTask | None, dimensions: int | None = None, step_tag_id: int | None = None
+) -> PoolingParams:
     return PoolingParams(
         task=task,
         dimensions=dimensions,
+        step_tag_id=step_tag_id,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         use_activation=body.wants_activation,
     )
