@@ -223,9 +223,15 @@ class InputProcessor:
             is_text = text is not None and not (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids"))
             if is_text and params.truncate_prompt_tokens is not None:
                 token_ids = self._keep_last_tokens(token_ids, params.truncate_prompt_tokens)
+        token_ids = self._fit(token_ids, shown)
+        if told.step_tag_id is not None and told.step_tag_id not in token_ids:
+            raise RequestError(
+                f"step_tag_id is {told.step_tag_id}, which is no token of the prompt; end each step with this token",
+                "step_tag_id",
+            )
         child = EngineRequest(
             request_id=request_id,
-            token_ids=self._fit(token_ids, shown),
+            token_ids=token_ids,
             params=told,
             priority=priority,
             cache_salt=cache_salt,

@@ -117,7 +117,15 @@ def filled(params: PoolingParams, pooler: PoolerConfig, tokenizer: Tokenizer | N
                 f"dimensions is {params.dimensions} but vectors of this model have {pooler.size}; give at most that",
                 "dimensions",
             )
-    pooling: PoolingKind = "all" if task in _OF_TOKENS else pooler.kind
+    pooling: PoolingKind = pooler.kind
+    if task in _OF_TOKENS:
+        pooling = "all" if params.step_tag_id is None else "step"
+    elif params.step_tag_id is not None:
+        raise RequestError(
+            f"step_tag_id is {params.step_tag_id} but the task is {task!r}, which has one result for the whole"
+            f" prompt; use one of {', '.join(_OF_TOKENS)}",
+            "step_tag_id",
+        )
     activation: Activation | None = None
     use_activation = params.use_activation
     if embeds:

@@ -81,6 +81,9 @@ def plan_scores(
         return ScorePlan("cross", "classify", list(pairs), [(at, at) for at in range(len(pairs))])
     if instruction is not None:
         raise RequestError("instruction is for rerankers that have a place for it; leave it out", "instruction")
+    if pooler.score == "late":
+        queries = [pooler.query_prefix + query for query in queries]
+        documents = [pooler.document_prefix + document for document in documents]
     places: dict[str, int] = {}
     for text in (*queries, *documents):
         places.setdefault(text, len(places))

@@ -14,6 +14,7 @@ from quire.attention.base import (
     AttentionSpec,
     GroupBackend,
     HeadNorm,
+    HostLengths,
     Rotation,
     Written,
 )
@@ -44,6 +45,7 @@ class ForwardBatch:
     attention: list[AttentionMetadata]  # one per KV group
     wanted: WantedTokens | None = None  # None: all of them
     adapters: AdapterTokens | None = None  # of the tokens that are computed; None: no row has one
+    lengths: HostLengths | None = None  # None in a captured step
 
 
 class AttentionSinks(WeightedLayer):

@@ -95,7 +95,20 @@ class ConfigSchema(msgspec.Struct):
     logits_scaling: Positive | None = None
     num_experts: Count | None = None
     num_local_experts: Whole | None = None  # 0: dense
-    type_vocab_size: Count | None = None
+    type_vocab_size: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None  # 0: no types
+    relative_attention: bool | None = None
+    relative_attention_num_buckets: Annotated[int, Meta(ge=4, le=1 << 16)] | None = None
+    position_buckets: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None  # -1: none
+    max_relative_positions: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None  # -1: as many as positions
+    pos_att_type: str | list[str] | None = None
+    conv_kernel_size: Whole | None = None
+    n_embd: Count | None = None
+    n_inner: Count | None = None
+    n_layer: Layers | None = None
+    n_head: Count | None = None
+    n_positions: Count | None = None
+    max_trained_positions: Count | None = None
+    rotary_emb_base: Positive | None = None
     pad_token_id: TokenId | None = None
     layer_norm_eps: Positive | None = None
     position_embedding_type: str | None = None

@@ -124,7 +124,6 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads, skips_zero=name in _RECURRENT),
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -133,12 +132,26 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(keys),
         **_special_tokens(file),
     }
+    if keys.get("pooling_type") is not None:
+        config["pooling_type"] = keys.get("pooling_type")
+    if architecture.is_encoder:
+        return _encoder(keys, config)
+    config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
     rotary_dim = keys.count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not is_latent:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if name in _OWN_KEYS:
         _OWN_KEYS[name](keys, config)
     return config
+
+
+def _encoder(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    types = keys.file.tensors.get("token_types.weight")
+    return config | {
+        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "type_vocab_size": 0 if types is None else types.shape[0],
+        "hidden_act": "silu" if "blk.0.ffn_gate.weight" in keys.file.tensors else "gelu",
+    }
 
 
 def _vocab_size(file: GgufFile) -> int:

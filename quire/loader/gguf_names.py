@@ -20,6 +20,9 @@ class GgufArchitecture:
     interleaved_qk: bool = False
     # The converter adds 1 to norm weights, because HF's module computes x * (1 + weight).
     norms_plus_one: bool = False
+    layers: str = "model.layers"
+    model_names: dict[str, str] | None = None  # of tensors outside of blocks; None: those of decoders
+    is_encoder: bool = False
 
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -128,9 +131,34 @@ _PHI3 = _PRE_NORMS | {
     "ffn_down": "mlp.down_proj",
 }
 
+_BERT = {
+    **{f"attn_{short}": f"attention.self.{name}" for short, name in (("q", "query"), ("k", "key"), ("v", "value"))},
+    **{"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"},
+    **{"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm"},
+}
+_NOMIC_BERT = {
+    **{"attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1"},
+    **{"ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2"},
+}
+_ENCODER_NAMES = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+
 # Mistral, Mixtral and SmolLM2 models are written as "llama".
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", _LLAMA | _EXPERTS, interleaved_qk=True),
+    "bert": GgufArchitecture(
+        *("BertModel", "bert", _BERT), layers="encoder.layer", model_names=_ENCODER_NAMES, is_encoder=True
+    ),
+    "nomic-bert": GgufArchitecture(
+        *("NomicBertModel", "nomic_bert", _NOMIC_BERT),
+        layers="encoder.layers",
+        model_names=_ENCODER_NAMES,
+        is_encoder=True,
+    ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", _GEMMA, norms_plus_one=True),
@@ -181,8 +209,10 @@ def hf_tensor_name(architecture: GgufArchitecture, gguf_name: str) -> str | None
         stem = architecture.layer_names.get(match["stem"])
         if stem is None:
             return None
-        return f"model.layers.{match['layer']}." + (stem[:-1] if stem.endswith("$") else f"{stem}.{match['kind']}")
+        name = stem[:-1] if stem.endswith("$") else f"{stem}.{match['kind']}"
+        return f"{architecture.layers}.{match['layer']}.{name}"
     stem, _, kind = gguf_name.rpartition(".")
-    if stem in _MODEL_NAMES and kind in ("weight", "bias"):
-        return f"{_MODEL_NAMES[stem]}.{kind}"
+    names = _MODEL_NAMES if architecture.model_names is None else architecture.model_names
+    if stem in names and kind in ("weight", "bias"):
+        return f"{names[stem]}.{kind}"
     return None

@@ -24,6 +24,8 @@ QWEN3_RERANKER = (
     "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+# As GGUF files number them; without one (0) a file is of a model that generates.
+_GGUF_KINDS: dict[int, PoolingKind] = {1: "mean", 2: "cls", 3: "last"}
 _MODES: dict[str, PoolingKind] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -48,6 +50,8 @@ class _Settings(msgspec.Struct):
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
     max_seq_length: int | None = None
+    query_prefix: str = ""
+    document_prefix: str = ""
 
 
 def read_pooler(
@@ -68,10 +72,11 @@ def read_pooler(
     """
     has_modules = source.kind == "folder" and (source.path / _MODULES).is_file()
     generates = generates and classifier is None
+    of_file = _GGUF_KINDS.get(cast("int", model_config.get("pooling_type")))
     runner, convert = config.runner, config.convert
     if runner == "auto":
         asked = convert in ("embed", "classify")
-        runner = "pooling" if asked or has_modules or not generates else "generate"
+        runner = "pooling" if asked or has_modules or of_file or not generates else "generate"
     if runner == "generate":
         if convert in ("embed", "classify"):
             raise ConfigError(
@@ -91,7 +96,7 @@ def read_pooler(
                 " --convert out"
             )
         return _as_reranker(size, model_config)
-    kind: PoolingKind = "cls" if is_encoder else "last"
+    kind: PoolingKind = of_file or ("cls" if is_encoder else "last")
     if not has_modules:
         return PoolerConfig(kind, size)
     return _read_sentence_transformer(source.path, kind, size, token_head)
@@ -166,6 +171,7 @@ def _read_sentence_transformer(
     size = dense[-1].out_size if dense else size
     if pooling is None and dense:  # a vector of each token, projected: multi-vector retrieval
         heads = {"token_embed": dense}
+        common |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
         return PoolerConfig("all", size, tasks=("token_embed",), heads=heads, score="late", **common)
     return PoolerConfig(kind, size, normalize="Normalize" in kinds, heads={"embed": dense} if dense else {}, **common)
 

@@ -13,17 +13,22 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionSpec
+from quire.attention.base import AttentionSpec, Rotation
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
+from quire.layers.biased_attention import Bias, BiasedAttention
 from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.fusion import Stage, whole
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.weights import WeightMap
+from quire.layers.rope.embedding import rotary_embedding
+from quire.layers.rope.parameters import RopeParameters
+from quire.layers.weights import WeightedLayer, WeightMap, empty_parameter
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.heads import make_heads, num_labels, with_heads
-from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs, rows_of_tokens
-from quire.ops.activation import GELU
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
+from quire.ops.activation import GELU, GELU_AND_MUL, SILU_AND_MUL
+from quire.ops.base import Target
+from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
 from quire.ops.select import GATHER_ROWS
 from quire.types.errors import ModelError
 from quire.types.pooling import Classifier, HeadActivation, HeadLayer
@@ -31,6 +36,8 @@ from quire.types.sampling import PoolingKind, PoolingParams
 from quire.types.step import RowStart
 
 STACKED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+GATED: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
+GATES = {"gelu": GELU_AND_MUL, "silu": SILU_AND_MUL}
 _NO_SECOND = 1 << 62
 # What stands on top of the encoder in a checkpoint and is not read: the heads of what it was trained for.
 HEADS = (
@@ -43,6 +50,8 @@ HEADS = (
     "cls.seq_relationship.*",
     "cls.*",
     "lm_head.*",
+    "lm_predictions.*",
+    "mask_predictions.*",
     "classifier.*",
     "vocab_*",
     "pre_classifier.*",
@@ -59,10 +68,16 @@ class EncoderConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_positions: int  # in the table of positions
+    num_positions: int  # in the table of positions, or the longest prompt where there is none
     num_token_types: int = 0  # all tokens are of the first; 0: there is no such table
     first_position: int = 0  # of the first token, among the positions
     norm_eps: float = 1e-12
+    has_positions: bool = True  # a table of them
+    rope: RopeParameters | None = None
+    gate: str | None = None  # the activation of a gated MLP; None: GELU, and no gate
+    bias: bool = True  # of linear layers
+    up_bias: bool = True  # of those that the MLP begins with
+    score_scale: float | None = None  # of attention; None: by the size of heads
 
     @property
     def head_dim(self) -> int:
@@ -81,12 +96,13 @@ def check_supported(config: dict[str, Any], activation: str) -> None:
 
 
 class PairInputs(TokenInputs):
-    """Token types, as a second axis of positions: those of the second text of a pair are 1, all others 0."""
+    """Token types, beside positions in tokens' places: those of the second text of a pair are 1, all others 0."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, target: Target) -> None:
         self._second = torch.full((max_rows + 1,), _NO_SECOND, dtype=torch.int64)
         self._pairs: set[int] = set()
-        self._in_step = False
+        self._in_step = True  # when a step is recorded, which then takes pairs too
+        self._mark = MARK_SECOND.bind(target)
 
     def add_request(self, start: RowStart) -> None:
         at = start.params.second_text_at if isinstance(start.params, PoolingParams) else None
@@ -101,67 +117,81 @@ class PairInputs(TokenInputs):
 
     def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
         self._in_step = not self._pairs.isdisjoint(rows)
-        return self._in_step
+        return False
 
     def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
-        if not self._in_step:
-            return index
-        row = rows_of_tokens(rows, query_starts, index.shape[0])
-        return torch.stack((index, (index >= self._second[row]).long()))
+        return self._mark(index, rows, query_starts, self._second) if self._in_step else index
+
+
+class Table(WeightedLayer):
+    """Rows that are looked up by position or token type; every rank has all of them."""
+
+    def __init__(self, rows: int, width: int, target: Target) -> None:
+        super().__init__()
+        self.weight = empty_parameter(rows, width, dtype=target.dtype)
 
 
 class EncoderEmbeddings(nn.Module):
     def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
         super().__init__()
+        width, types = config.hidden_size, config.num_token_types
+        self.words = VocabParallelEmbedding(config.vocab_size, width, target=ctx.target, group=ctx.group)
+        self.positions = Table(config.num_positions, width, ctx.target) if config.has_positions else None
+        self.types = Table(types, width, ctx.target) if types else None
+        self.norm = LayerNorm(width, eps=config.norm_eps, target=ctx.target)
+        self._first, self._add_places = config.first_position, ADD_PLACES.bind(ctx.target)
 
-        def table(rows: int) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(rows, config.hidden_size, target=ctx.target, group=ctx.group)
-
-        self.words = table(config.vocab_size)
-        self.positions = table(config.num_positions)
-        self.types = table(config.num_token_types) if config.num_token_types else None
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, target=ctx.target)
-        self._first = config.first_position
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self.words(input_ids)
-        positions, types = positions if positions.dim() == 2 else (positions, None)
-        if self.types is not None:
-            hidden = hidden + self.types(torch.zeros_like(input_ids) if types is None else types)
-        out: Tensor = self.norm(hidden + self.positions(positions + self._first))
+    def forward(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        hidden = self.words(input_ids)
+        if self.positions is not None or self.types is not None:
+            positions, types = (None if table is None else table.weight for table in (self.positions, self.types))
+            hidden = self._add_places(hidden, positions, types, places, self._first)
+        out: Tensor = self.norm(hidden)
         return out
 
 
 class EncoderLayer(Stage):
     """Attention and MLP, each added to what it read and then normalized."""
 
-    def __init__(self, config: EncoderConfig, ctx: BuildContext, layer: int) -> None:
+    def __init__(self, config: EncoderConfig, ctx: BuildContext, layer: int, make_bias: Bias | None) -> None:
         super().__init__()
-        kind: dict[str, Any] = {"bias": True, "target": ctx.target, "group": ctx.group}
+        kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
         hidden, width, heads, head_dim = (
             config.hidden_size,
             config.intermediate_size,
             config.num_heads,
             config.head_dim,
         )
-        self.qkv_proj = QKVParallelLinear(hidden, heads, heads, head_dim, **kind)
-        self.o_proj = RowParallelLinear(heads * head_dim, hidden, **kind)
-        self.up_proj = ColumnParallelLinear(hidden, width, **kind)
-        self.down_proj = RowParallelLinear(width, hidden, **kind)
+        self.qkv_proj = QKVParallelLinear(hidden, heads, heads, head_dim, bias=config.bias, **kind)
+        self.o_proj = RowParallelLinear(heads * head_dim, hidden, bias=config.bias, **kind)
+        self.up_proj = self.gate_up_proj = None
+        if config.gate is None:
+            self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
+        else:
+            both = {"gate_proj": width, "up_proj": width}
+            self.gate_up_proj = MergedColumnParallelLinear(hidden, both, bias=config.up_bias, **kind)
+        self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
         self.attn_norm, self.mlp_norm = (LayerNorm(hidden, eps=config.norm_eps, target=ctx.target) for _ in range(2))
-        mine = self.qkv_proj.num_heads
-        spec = AttentionSpec(mine, mine, head_dim, head_dim**-0.5, causal=False)
-        self.attention = Attention(spec, layer, ctx.target)
-        self._gelu, self._gather_rows = GELU.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
+        mine, scale = self.qkv_proj.num_heads, config.score_scale or head_dim**-0.5
+        spec = AttentionSpec(mine, mine, head_dim, scale, causal=False)
+        self.attention = (
+            Attention(spec, layer, ctx.target)
+            if make_bias is None
+            else BiasedAttention(spec, layer, ctx.target, make_bias)
+        )
+        self._act = (GELU if config.gate is None else GATES[config.gate]).bind(ctx.target)
+        self._gather_rows = GATHER_ROWS.bind(ctx.target)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
         """[n, hidden] -> [n, hidden], or of the wanted tokens alone."""
-        mixed = self.o_proj(self.attention(self.qkv_proj(hidden), None, None, batch, wanted))
+        mixed = self.o_proj(self.attention(self.qkv_proj(hidden), None, rotation, batch, wanted))
         if wanted is not None:
             hidden = self._gather_rows(hidden, wanted.tokens)
         normed, _ = self.attn_norm.merge(mixed, hidden)
         hidden = whole(normed)
-        normed, _ = self.mlp_norm.merge(self.down_proj(self._gelu(whole(self.up_proj(hidden)))), hidden)
+        up = self.gate_up_proj or self.up_proj
+        assert up is not None
+        normed, _ = self.mlp_norm.merge(self.down_proj(self._act(whole(up(hidden)))), hidden)
         return whole(normed)
 
 
@@ -177,13 +207,17 @@ class Encoder(Model):
     """The same of the first segments, before which checkpoints with a head have a prefix."""
     prefix: ClassVar[str]
     embeddings: nn.Module
+    rotary: nn.Module | None
 
-    def __init__(self, config: EncoderConfig, ctx: BuildContext) -> None:
+    def __init__(self, config: EncoderConfig, ctx: BuildContext, make_bias: Bias | None = None) -> None:
+        """`make_bias`: what layers add to the scores of attention."""
         super().__init__()
-        self.num_token_types = config.num_token_types
+        self._num_token_types, self._target = config.num_token_types, ctx.target
         embeddings = self.embeddings = EncoderEmbeddings(config, ctx)
         self.heads = make_heads(ctx.heads, ctx.target, embeddings.words)
-        self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer, make_bias) for layer in range(config.num_layers))
+        self.rotary = None if config.rope is None else rotary_embedding(config.rope, ctx.max_model_len, ctx.target)
+        self._positions_of = POSITIONS_OF.bind(ctx.target)
 
     @classmethod
     @abstractmethod
@@ -195,7 +229,8 @@ class Encoder(Model):
         model = cls.built(config, ctx)
         below = "" if str(config["architectures"][0]).endswith("Model") else f"{cls.prefix}."
         outer = {below + old: new for old, new in cls.outer.items()}
-        model.weight_map = with_heads(WeightMap({**outer, **cls.names}, STACKED, HEADS), ctx.heads)
+        stack = STACKED if cls.encoder_config(config).gate is None else {**STACKED, **GATED}
+        model.weight_map = with_heads(WeightMap({**outer, **cls.names}, stack, HEADS), ctx.heads)
         return model
 
     @classmethod
@@ -247,12 +282,13 @@ class Encoder(Model):
         )
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:
-        return PairInputs(max_rows) if self.num_token_types > 1 else PLAIN_INPUTS
+        return PairInputs(max_rows, self._target) if self._num_token_types > 1 else PLAIN_INPUTS
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         hidden: Tensor = self.embeddings(input_ids, positions) if inputs_embeds is None else inputs_embeds
+        rotation = None if self.rotary is None else self.rotary(self._positions_of(positions))
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, batch, batch.wanted if index == len(self.layers) - 1 else None)
+            hidden = layer(hidden, rotation, batch, batch.wanted if index == len(self.layers) - 1 else None)
         return hidden

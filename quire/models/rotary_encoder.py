@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec, Rotation
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
 from quire.layers.embedding import VocabParallelEmbedding
-from quire.layers.fusion import Stage, whole
+from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rope.embedding import rotary_embedding
@@ -23,7 +23,7 @@ from quire.models.config import DecoderConfig
 from quire.models.encoder import Encoder
 from quire.models.heads import make_heads
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
-from quire.ops.activation import GELU
+from quire.ops.activation import GELU_AND_MUL
 from quire.ops.select import GATHER_ROWS
 
 
@@ -50,18 +50,27 @@ class RotaryEncoderLayer(Stage):
         mine, window = self.qkv_proj.num_heads, config.sliding_windows[layer]
         spec = AttentionSpec(mine, mine, head_dim, head_dim**-0.5, sliding_window=window, causal=False)
         self.attention = Attention(spec, layer, ctx.target)
-        self._gelu, self._gather_rows = GELU.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
+        self._gate, self._gather_rows = GELU_AND_MUL.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
-        """[n, hidden] -> [n, hidden], or of the wanted tokens alone."""
-        normed = hidden if self.attn_norm is None else self.attn_norm(hidden)
-        mixed = whole(self.o_proj(self.attention(self.qkv_proj(normed), None, rotation, batch, wanted)))
+    def forward(
+        self,
+        hidden: Passed,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        wanted: WantedTokens | None,
+    ) -> tuple[Passed, Tensor]:
+        """(what the next layer adds to the residual stream, that stream); of the wanted tokens alone if there are."""
+        if self.attn_norm is None:
+            normed, total = hidden, whole(hidden)
+        else:
+            normed, total = self.attn_norm.merge(hidden, residual)
+        mixed = self.o_proj(self.attention(self.qkv_proj(normed), None, rotation, batch, wanted))
         if wanted is not None:
-            hidden = self._gather_rows(hidden, wanted.tokens)
+            total = self._gather_rows(total, wanted.tokens)
         assert self.mlp_norm is not None
-        read, total = self.mlp_norm.merge(mixed, hidden)
-        gate, up = whole(self.gate_up_proj(read)).chunk(2, dim=-1)
-        return total + whole(self.down_proj(self._gelu(gate.contiguous()) * up))
+        read, total = self.mlp_norm.merge(mixed, total)
+        return self.down_proj(self._gate(whole(self.gate_up_proj(read)))), total
 
 
 class NormedEmbeddings(nn.Module):
@@ -76,6 +85,8 @@ class NormedEmbeddings(nn.Module):
 
 
 class RotaryEncoder(Encoder):
+    rotary: nn.ModuleList
+
     def __init__(self, stack: DecoderConfig, ctx: BuildContext, norm_bias: bool) -> None:
         Model.__init__(self)
         norm: dict[str, Any] = {"eps": stack.norm_eps, "norm_bias": norm_bias}
@@ -110,10 +121,10 @@ class RotaryEncoder(Encoder):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        hidden: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden: Passed = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        residual: Tensor | None = None
         rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
         for index, layer in enumerate(self.layers):
             wanted = batch.wanted if index == len(self.layers) - 1 else None
-            hidden = layer(hidden, rotations[self._rotary_of_layer[index]], batch, wanted)
-        out: Tensor = self.final_norm(hidden)
-        return out
+            hidden, residual = layer(hidden, residual, rotations[self._rotary_of_layer[index]], batch, wanted)
+        return whole(self.final_norm.merge(hidden, residual)[0])

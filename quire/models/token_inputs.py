@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from quire.types.step import RowStart
@@ -46,10 +45,3 @@ class TokenInputs:
 
 
 PLAIN_INPUTS = TokenInputs()
-
-
-def rows_of_tokens(rows: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
-    """[num_tokens] int64: the row of each token; of padding, the last one."""
-    tokens = torch.arange(num_tokens, device=rows.device, dtype=query_starts.dtype)
-    line = torch.searchsorted(query_starts[1:], tokens, right=True).clamp_(max=rows.shape[0] - 1)
-    return rows[line]

@@ -57,6 +57,12 @@ def gelu(x: Tensor) -> Tensor:
     return torch.where(value < 0.0, tail, 1.0 - tail).mul_(value).to(x.dtype)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by the exact Phi; gate_up [n, 2 * width] holds gate, then up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate.contiguous()) * up
+
+
 def tanh(x: Tensor) -> Tensor:
     """1 - 2 / (1 + exp(2x)); float32 inside."""
     return (1.0 - 2.0 / x.float().mul(2.0).exp_().add_(1.0)).to(x.dtype)
@@ -88,6 +94,7 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
 
 
 GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5, (native("gelu"),))
+GELU_AND_MUL: Op[Gated] = Op("gelu_and_mul", gelu_and_mul, generate_inputs, 1e-5, (native("gelu_and_mul"),))
 SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,

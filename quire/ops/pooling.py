@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.activation import relu, sigmoid
+from quire.ops.base import Op, native
 from quire.platform.transfer import upload
 from quire.types.sampling import Activation
 
@@ -62,6 +63,16 @@ def prompt_sums(hidden: Tensor, starts: Sequence[int], counts: Sequence[int]) ->
         more = upload((first[longer] + tile).tolist(), hidden.device, torch.int64)
         total[rows] = total[rows] + sums.index_select(0, more)
     return total
+
+
+def generate_prompts(seed: int) -> tuple[Tensor, list[int], list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(1, 3 * TILE, (1 + seed % 4,), generator=generator).tolist()
+    starts = np.concatenate(([seed % 3], np.cumsum(counts)[:-1] + seed % 3)).tolist()
+    return torch.randn(sum(counts) + 5, 1 + 9 * seed, generator=generator), starts, counts
+
+
+PROMPT_SUMS = Op("prompt_sums", prompt_sums, generate_prompts, 0.0, (native("prompt_sums", "encoder"),))
 
 
 def normalized(vectors: Tensor) -> Tensor:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.ops.activation import GELU, GELU_TANH_AND_MUL, GELU_TANH_AND_MUL_FP8, SILU_AND_MUL, SILU_AND_MUL_FP8
+from quire.ops.activation import (
+    GELU,
+    GELU_AND_MUL,
+    GELU_TANH_AND_MUL,
+    GELU_TANH_AND_MUL_FP8,
+    SILU_AND_MUL,
+    SILU_AND_MUL_FP8,
+)
 from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
 from quire.ops.choice import DRAW, FIRST_MAX
@@ -23,6 +30,8 @@ from quire.ops.lora import EXPAND_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS, SHRINK
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.per_head import PER_HEAD
+from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
+from quire.ops.pooling import PROMPT_SUMS
 from quire.ops.recurrent import (
     COMPACT,
     GATE,
@@ -46,6 +55,7 @@ from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
     GELU,
+    GELU_AND_MUL,
     SILU_AND_MUL,
     GELU_TANH_AND_MUL,
     SILU_AND_MUL_FP8,
@@ -80,6 +90,10 @@ OPS: tuple[Op[Any], ...] = (
     ADD_RMS_NORM_FP8,
     EMBED,
     EMBED_FROM,
+    MARK_SECOND,
+    ADD_PLACES,
+    POSITIONS_OF,
+    PROMPT_SUMS,
     TOKENS_IN_RANGE,
     CLEAR_OUTSIDE_RANGE,
     GATHER_ROTATION,

@@ -63,7 +63,7 @@ class CaptureSizes:
 def capture_sizes(context: WayContext) -> CaptureSizes | None:
     """Of the sizes that the platform captures, those that the engine can come to; None where nothing is captured."""
     decode, mixed, sizes = context.platform.graph_sizes, context.platform.mixed_graph_sizes, context.sizes
-    if not decode or not context.backend.records:
+    if not decode or not context.backend.records or context.pools:
         return None
     decode = decode[: bisect_left(decode, sizes.max_num_seqs) + 1]
     mixed = mixed[: bisect_left(mixed, sizes.max_num_batched_tokens) + 1]

@@ -115,7 +115,7 @@ class StepProgram:
             decode = self.backend.decode_kind(None, lists.sample_rows.shape[0])
             place = (lists.sample_rows, lists.sample_contexts, nothing, decode, sample_lengths)
             wanted = WantedTokens(lists.sample_tokens, self._single_queries(*place), finite)
-        batch = ForwardBatch(attention, wanted, self.adapters if adapted else None)
+        batch = ForwardBatch(attention, wanted, self.adapters if adapted else None, lengths)
         hidden = self._run(input_ids, index, rows, starts, batch)
         if not narrow:
             self.backend.note_finite(hidden, finite)

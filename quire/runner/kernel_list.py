@@ -6,6 +6,7 @@ model or a kind of sampling that does more than call kernels runs eagerly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +50,7 @@ class KernelList:
         max_tokens: int,
         max_rows: int,
         max_samples: int,
+        pools: bool = False,
     ) -> None:
         """No row is in use yet, and the cache has room for MOST_TOKENS."""
         self._program, self._recorder, self._eager = program, recorder, eager
@@ -58,12 +60,14 @@ class KernelList:
         self._finite = torch.zeros(tokens, dtype=torch.bool)
         # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
-        self._forward: SizedRecording | None = None
-        self._adapted: SizedRecording | None = None  # where rows have adapters
+        # By whether it is adapted, and whether it has the hidden states of all tokens.
+        self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
+        self._pools = pools
+        kinds = itertools.product((False,) if program.adapters is None else (False, True), (True, False))
         try:
-            self._forward = self._record_forward(adapted=False)
-            if program.adapters is not None:
-                self._adapted = self._record_forward(adapted=True)
+            for adapted, every_token in kinds:
+                if pools or not every_token:
+                    self._forwards[adapted, every_token] = self._record_forward(adapted, every_token)
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
 
@@ -78,11 +82,11 @@ class KernelList:
             return None
         sizes = context.sizes
         limits = (sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_num_samples)
-        return cls(program, recorder, eager, *limits)
+        return cls(program, recorder, eager, *limits, context.pools)
 
     @property
     def is_recorded(self) -> bool:
-        return self._forward is not None
+        return bool(self._forwards)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -90,7 +94,7 @@ class KernelList:
 
     def capture_next(self) -> bool:
         """Trace a usual kind of sampling that is missing."""
-        if self._forward is None:
+        if self._pools or not self._forwards:
             return False
         missing = [kind for kind in self._program.sampler.usual_kinds if (kind, False) not in self._samples]
         if missing:
@@ -99,8 +103,8 @@ class KernelList:
 
     def forward(self, step: Step) -> bool:
         shape = step.shape
-        forward = self._adapted if shape.adapted else self._forward
-        if forward is None or shape.every_token or shape.num_samples > self._limits[2]:
+        forward = self._forwards.get((shape.adapted, shape.every_token))
+        if forward is None or shape.eager or shape.num_samples > self._limits[2]:
             return False
         # There is no forward pass for no sample: then it has one that nobody reads.
         tokens = step.tokens if shape.num_samples else step.tokens.padded_samples(step.plan, 1)
@@ -109,6 +113,9 @@ class KernelList:
             self._program.place_drafts(self._part(shape.num_rows, len(tokens.samples)))
         forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
         step.hidden = forward.results[0]
+        if shape.every_token:
+            step.every_hidden = step.hidden
+            step.hidden = self._program.select(step.hidden, self._inputs.lists.sample_tokens[: len(tokens.samples)])
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(self._finite[: shape.num_tokens])
         return True
@@ -126,8 +133,8 @@ class KernelList:
         step.sampled = Sampled(results)
 
     @torch.inference_mode()
-    def _record_forward(self, *, adapted: bool) -> SizedRecording:
-        run = partial(self._run_forward, adapted)
+    def _record_forward(self, adapted: bool, every_token: bool) -> SizedRecording:
+        run = partial(self._run_forward, adapted, not every_token)
         with self._scratch_sequence():
             recording = self._recorder.record(run, _TRIALS, self._limits)
             self._load_trial(*_CHECK)
@@ -137,10 +144,13 @@ class KernelList:
                 raise NotRecordableError("does more than call kernels")
         return recording
 
-    def _run_forward(self, adapted: bool, num_tokens: int, num_rows: int, num_samples: int) -> list[Tensor]:
+    def _run_forward(
+        self, adapted: bool, narrow: bool, num_tokens: int, num_rows: int, num_samples: int
+    ) -> list[Tensor]:
         """The forward pass of what the buffers hold."""
         part, finite, program = self._part(num_rows, num_samples), self._finite[:num_tokens], self._program
-        return [program.mixed(part, num_tokens, None, finite, num_tokens=num_tokens, narrow=True, adapted=adapted)]
+        sizes = (part, num_tokens, None, finite)
+        return [program.mixed(*sizes, num_tokens=num_tokens, narrow=narrow, adapted=adapted)]
 
     def _part(self, num_rows: int, num_samples: int) -> InputLists[Tensor]:
         lists = self._inputs.lists
@@ -169,9 +179,7 @@ class KernelList:
             self._samples[kind, adapted] = (recording, Arrived(recording.results[0]))
 
     def _record_sampling(self, kind: SamplingKind, *, adapted: bool) -> SizedRecording:
-        forward = self._adapted if adapted else self._forward
-        assert forward is not None
-        program, lists, hidden = self._program, self._inputs.lists, forward.results[0]
+        program, lists, hidden = self._program, self._inputs.lists, self._forwards[adapted, False].results[0]
         kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
 
         def run(count: int) -> list[Tensor]:

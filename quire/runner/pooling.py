@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.models.base import Model
-from quire.ops.pooling import ACTIVATIONS, TILE, prompt_sums, tile_sums
+from quire.ops.base import Target
+from quire.ops.pooling import ACTIVATIONS, PROMPT_SUMS, TILE, tile_sums
 from quire.platform.transfer import Download, upload
 from quire.runner.logits import LogitsHead
 from quire.runner.step import PooledRows, Step
@@ -60,14 +61,16 @@ class _Row:
     reading: _Reading
     num_tokens: int = 0  # taken in so far
     total: Tensor | None = None  # [hidden] float32: sum of the whole tiles, or the one hidden state that counts
-    kept: list[Tensor] = field(default_factory=list)  # [n, hidden] of the tile begun, or of all tokens
+    kept: list[Tensor] = field(default_factory=list)  # [n, hidden] of the tile begun, or of the tokens that count
+    places: list[int] | None = None  # of the tokens that count, in the prompt; None: all
 
 
 class PooledHeads:
     """The heads of a model, over rows that are padded to the sizes that the self-check proved invariant."""
 
-    def __init__(self, model: Model, logits: LogitsHead, ladder: list[int], dtype: torch.dtype) -> None:
-        self._model, self._logits, self._ladder, self._dtype = model, logits, ladder, dtype
+    def __init__(self, model: Model, logits: LogitsHead, ladder: list[int], target: Target) -> None:
+        self._model, self._logits, self._ladder, self._dtype = model, logits, ladder, target.dtype
+        self.prompt_sums = PROMPT_SUMS.bind(target)
 
     def __call__(self, hidden: Tensor, reading: _Reading) -> Tensor:
         """[m, hidden] -> [m, size] float32."""
@@ -104,7 +107,9 @@ class Pooler(NoPooling):
             raise EngineError(f"request {start.request_id!r} does not say how to pool, and this engine only pools")
         activation = params.activation or ("none" if params.use_activation is False else "normalize")
         reading = _Reading(params.head, activation, params.dimensions, params.label_token_ids)
-        self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens)
+        row = self._rows[start.row] = _Row(params.pooling, reading, start.num_computed_tokens)
+        if params.pooling == "step":
+            row.places = [at for at, token in enumerate(start.token_ids) if token == params.step_tag_id]
 
     def remove_request(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -130,7 +135,7 @@ class Pooler(NoPooling):
             state.num_tokens += count
             if not is_last:
                 continue
-            if state.kind == "all":
+            if state.kind in ("all", "step"):
                 matrix = _finished(torch.cat(state.kept), state.reading)
                 step.pooled.append(PooledRows([index], Download(matrix), is_matrix=True))
                 continue
@@ -163,7 +168,7 @@ class Pooler(NoPooling):
             if kind == "cls":
                 vectors = hidden.index_select(0, upload(first, hidden.device, torch.int64)).float()
             else:
-                vectors = prompt_sums(hidden, first, [counts[index] for index in indices])
+                vectors = self._heads.prompt_sums(hidden, first, [counts[index] for index in indices])
             for index, vector in zip(indices, vectors, strict=True):
                 self._rows[step.plan.rows[index]].total = vector
 
@@ -171,11 +176,16 @@ class Pooler(NoPooling):
         """Take in the hidden states [n, hidden] of a row's next tokens."""
         if state.kind == "cls":
             if state.num_tokens == 0:
-                state.total = hidden[0].float()
+                state.total = hidden[0].float().clone()  # the next step may overwrite hidden states
         elif state.kind == "mean":
             _take_sum(state, hidden, is_last)
-        elif state.kind == "all":
-            state.kept.append(self._heads(hidden, state.reading).clone())
+        elif state.kind in ("all", "step"):
+            if state.places is not None:
+                first, end = state.num_tokens, state.num_tokens + hidden.shape[0]
+                here = [at - first for at in state.places if first <= at < end]
+                hidden = hidden.index_select(0, upload(here, hidden.device, torch.int64))
+            if len(hidden):
+                state.kept.append(self._heads(hidden, state.reading).clone())
         else:
             for part in hidden.split(TILE):  # a head may be as wide as the vocabulary
                 highest = self._heads(part, state.reading).amax(0)

@@ -138,19 +138,21 @@ class Runner:
         rows = plan.rows if tokens is None else tokens.samples.rows
         drafts, unsettled = bool(plan.draft_token_ids), self.rows.unsettled
         sampling = self.sampling_kind(rows, bool(plan.mask_slots))
-        needs_eager = self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
+        needs_eager = (
+            self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
+            or self.proposer.wants_hidden
+            or self.prompt_logprobs.wants(plan.rows)
+            or self.routed_experts.wants(plan.rows)
+        )
         shape = StepShape(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=len(rows),
             is_decode=is_decode,
-            every_token=needs_eager
-            or self.proposer.wants_hidden
-            or self.prompt_logprobs.wants(plan.rows)
-            or self.routed_experts.wants(plan.rows)
-            or self.pooler.wants_every_token(plan.rows),
+            every_token=needs_eager or self.pooler.wants_every_token(plan.rows),
             sampling=sampling._replace(drafted=True) if drafts else sampling,
             adapted=self.adapters.are_in(plan.rows),
+            eager=needs_eager,
             places_drafts=drafts or (bool(unsettled) and not unsettled.keys().isdisjoint(plan.rows)),
         )
         return Step(plan, shape, self.rows, planned=tokens)

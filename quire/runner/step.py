@@ -94,9 +94,10 @@ class StepShape(NamedTuple):
     num_rows: int
     num_samples: int
     is_decode: bool  # every row computes its one last known token, and samples
-    every_token: bool  # only an eager step does: hidden states of all tokens are wanted, or some embeddings are given
+    every_token: bool  # hidden states of all tokens are wanted
     sampling: SamplingKind
     adapted: bool = False  # some row has a LoRA adapter
+    eager: bool = False  # no other way does it: embeddings are given, or more than hidden states is wanted
     places_drafts: bool = False  # rows have drafts, or drafts in flight: only the device knows how long they are
 
 

@@ -53,6 +53,7 @@ class WayContext:
     model: Model  # without weights, while it is planned
     dtype: torch.dtype
     sizes: EngineSizes
+    pools: bool = False  # nothing is sampled
 
 
 class WayKind(Protocol):

@@ -53,5 +53,3 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     score_template: str | None = None  # a pair as one text, with {instruction}, {query} and {document}
     query_prefix: str = ""  # of multi-vector models: what is put before a query, and before a document
     document_prefix: str = ""
-    query_length: int | None = None  # queries are filled up with mask tokens to so many
-    step_tag_id: int | None = None  # of process reward models: the token that ends a step

@@ -41,7 +41,7 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_t
 OutputKind = Literal["cumulative", "delta", "final_only"]
 Side = Literal["left", "right"]
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "sparse"]
-PoolingKind = Literal["cls", "last", "mean", "all", "max"]
+PoolingKind = Literal["cls", "last", "mean", "all", "step", "max"]
 Activation = Literal["none", "normalize", "sigmoid", "softmax", "relu", "log1p_relu"]
 
 
@@ -301,6 +301,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Keep only this many of a vector's first values, of models trained for that (Matryoshka)."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's first tokens; -1 keeps as many as the model takes."""
+    step_tag_id: int | None = None
+    """Of token_embed and token_classify: only this token's values, which ends a step for process reward models."""
     pooling: PoolingKind | None = None
     """Which hidden states become the vector. The frontend fills in this and what follows, as the model has it."""
     head: str | None = None
@@ -317,8 +319,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         _require(self.task is None or self.task in tasks, "task", self.task, f"one of {', '.join(tasks)}")
         active = self.use_activation
         _require(active is None or isinstance(active, bool), "use_activation", active, "True, False or None")
-        size = self.dimensions
+        size, tag = self.dimensions, self.step_tag_id
         _require(size is None or (type(size) is int and size >= 1), "dimensions", size, "a positive integer")
+        _require(tag is None or (type(tag) is int and tag >= 0), "step_tag_id", tag, "a token id")
         keep = self.truncate_prompt_tokens
         _require(
             keep is None or (type(keep) is int and (keep == -1 or keep >= 1)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.base import make_batch
+from quire.attention.base import HostLengths, make_batch
 from quire.layers.attention import ForwardBatch
 from quire.models.base import Model
 from quire.worker.planning import EnginePlan
@@ -37,5 +37,5 @@ def forward_alone(plan: EnginePlan, model: Model, block_size: int, prompts: list
             plan.backends[group.index].prepare_eager(make_batch(lengths, lengths, tables, slots, block_size))
         )
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    hidden: Tensor = model(token_ids, places, ForwardBatch(attention=attention))
+    hidden: Tensor = model(token_ids, places, ForwardBatch(attention, lengths=HostLengths(lengths, lengths)))
     return hidden

@@ -75,7 +75,7 @@ class EnginePlan:
     draft: DraftPlan | None  # the model that drafts; None: none does
 
     def way_context(self, model: Model) -> WayContext:
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes)
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None)
 
     @property
     def context(self) -> BuildContext:
@@ -177,7 +177,7 @@ def plan_engine(
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
     _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    parts = contributions(WayContext(platform, backend, model, dtype, sizes))
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes, pools=pooler is not None))
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(

@@ -282,9 +282,9 @@ def build_runner(
         prompt_logprobs=prompt_logprobs,
         routed_experts=RoutedExpertsRecorder(model),
         containment=Containment(model.cached_layers(), tables),
-        ways=list(make_ways(plan.way_context(model), program, eager, room)) if plan.pooler is None else [eager],
+        ways=list(make_ways(plan.way_context(model), program, eager, room)),
         inputs=inputs,
-        pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.dtype)),
+        pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.context.target)),
         adapters=adapters,
     )
     runner.proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)

@@ -17,11 +17,11 @@ from quire.attention.torch_ref import TorchAttention
 from quire.attention.triton import TritonAttention, _both_directions
 from quire.engine.core import EngineCore
 from quire.models.registry import model_class
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, ModelError
 from quire.types.sampling import PoolingParams
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import VOCAB, make_engine
-from tests.runner.engines import worker_of
+from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -41,10 +41,20 @@ DISTIL: dict[str, Any] = {
     "max_position_embeddings": 160,
     "initializer_range": 0.15,
 }
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "EuroBert")
+ENCODERS = (
+    *("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "EuroBert", "NomicBert", "MPNet", "DebertaV2"),
+)
 WINDOWS: dict[str, dict[str, Any]] = {
     "ModernBert": {"local_attention": 16, "pad_token_id": 0},
     "EuroBert": {"pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 16},
+    "DebertaV2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+    },
     "Gemma3Text": {
         "sliding_window": 16,
         "use_bidirectional_attention": True,
@@ -53,7 +63,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+BIASED = ("MPNet", "DebertaV2")  # no kernel has their attention
 WHOLE = PoolingParams(pooling="all", use_activation=False)
+MEAN = PoolingParams(pooling="mean")
 
 
 def make_encoder(folder: Path, name: str, head: bool = False, **keys: Any) -> torch.nn.Module:
@@ -91,6 +103,18 @@ def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Pat
     assert pool(core, PROMPTS[4:], WHOLE)[0].pooled == outputs[4].pooled
 
 
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name not in BIASED])
+def test_steps_are_recorded_on_cpus(name: str, tmp_path: Path) -> None:
+    make_encoder(tmp_path, name)
+    core = engine(tmp_path)
+    spy = spy_on(core)
+    recorded = [[output.pooled for output in pool(core, PROMPTS, params)] for params in (WHOLE, MEAN)]
+    assert spy.ran
+    assert not spy.refused
+    run_eagerly(core)
+    assert [[output.pooled for output in pool(core, PROMPTS, params)] for params in (WHOLE, MEAN)] == recorded
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_checkpoints_with_a_head_are_read_below_it(name: str, tmp_path: Path) -> None:
     theirs = make_encoder(tmp_path, name, head=True)
@@ -117,6 +141,21 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     make_encoder(tmp_path, "Bert")
     with pytest.raises(ConfigError, match="is a model that only pools; set --runner auto"):
         engine(tmp_path, runner="generate")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("DebertaV2", {"share_att_key": False}, "share_att_key is False"),
+        ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
+        ("NomicBert", {"num_experts": 8}, "num_experts is 8"),
+        ("NomicBert", {"hidden_act": "relu"}, "unknown activation 'relu'"),
+    ],
+)
+def test_variants_are_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
+    config = {**SIZES, **WINDOWS.get(name, {}), **keys, "architectures": [f"{name}Model"]}
+    with pytest.raises(ModelError, match=message):
+        model_class(config).describe(config)
 
 
 def test_triton_attention_says_what_it_does_not_do(tmp_path: Path) -> None:

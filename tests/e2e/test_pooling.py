@@ -16,7 +16,7 @@ from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
 from tests.e2e.tiny import VOCAB, make_engine, make_model
-from tests.runner.engines import worker_of
+from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 KINDS = ("cls", "last", "mean", "all")
 PROMPTS = [
@@ -60,6 +60,31 @@ def test_a_vector_has_the_same_bits_alone_in_a_batch_and_in_chunks(decoder: Path
     chunked = pooling_engine(decoder, enable_prefix_caching=False, max_num_batched_tokens=23, max_num_seqs=3)
     assert [output.pooled for output in pool(chunked, PROMPTS, params)] == alone
     assert chunked.scheduler.kv.num_free_blocks == chunked.scheduler.kv.num_blocks, "all blocks were given back"
+
+
+def test_step_tags_choose_tokens(decoder: Path) -> None:
+    """Also of tokens that come in several chunks, of which some have no tag."""
+    tag = PROMPTS[0][40]
+    places = [at for at, token in enumerate(PROMPTS[0]) if token == tag]
+    assert 0 < len(places) < 20
+    params = PoolingParams(pooling="step", step_tag_id=tag)
+    for settings in ({}, {"max_num_batched_tokens": 23}):
+        core = pooling_engine(decoder, enable_prefix_caching=False, **settings)
+        whole = vector(pool(core, PROMPTS[:1], PoolingParams(pooling="all"))[0])
+        assert np.array_equal(vector(pool(core, PROMPTS[:1], params)[0]), whole[places])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_recorded_on_cpus(decoder: Path, kind: str) -> None:
+    core = pooling_engine(decoder, max_num_batched_tokens=40)
+    recorded = [output.pooled for output in pool(core, PROMPTS, PoolingParams(pooling=kind))]
+    run_eagerly(core)
+    assert [output.pooled for output in pool(core, PROMPTS, PoolingParams(pooling=kind))] == recorded
+    core = pooling_engine(decoder, max_num_batched_tokens=40)
+    spy = spy_on(core)
+    pool(core, PROMPTS, PoolingParams(pooling=kind))
+    assert spy.ran
+    assert not spy.refused
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,9 +21,10 @@ from quire.layers.rope.embedding import SectionedRotaryEmbedding, rotary_embeddi
 from quire.layers.rope.parameters import rope_parameters
 from quire.models.qwen2 import Qwen2
 from quire.models.registry import ARCHITECTURES
-from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs, rows_of_tokens
+from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.ops.embedding import embed_from
+from quire.ops.places import rows_of_tokens
 from quire.ops.rope import apply_rope
 from quire.runner.eager import Eager
 from quire.runner.prompt_embeds import PromptEmbedInputs

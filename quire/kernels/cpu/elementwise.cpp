@@ -63,19 +63,8 @@ void gated(const float* x, float* out, int64_t rows, int64_t width, int activati
     });
 }
 
-// x * Phi(x) as max(x, 0) - |x| * Phi(-|x|); erf by Abramowitz and Stegun 7.1.26
 void gelu(const float* x, float* out, int64_t rows, int64_t width) {
-    const Vec one = set(1.0f), half = set(0.5f);
-    each_vector(x, out, rows, width, [&](Vec value) {
-        const Vec size = vmax(value, sub(zero(), value)), distance = mul(size, set(0.70710678f));
-        const Vec t = div(one, fma(distance, set(0.3275911f), one));
-        Vec tail = fma(set(1.061405429f), t, set(-1.453152027f));
-        tail = fma(tail, t, set(1.421413741f));
-        tail = fma(tail, t, set(-0.284496736f));
-        tail = mul(fma(tail, t, set(0.254829592f)), t);
-        tail = mul(mul(tail, half), exp(sub(zero(), mul(distance, distance))));
-        return sub(vmax(value, zero()), mul(size, tail));
-    });
+    each_vector(x, out, rows, width, exact_gelu);
 }
 
 void scale(const float* x, float* out, int64_t rows, int64_t width, float factor) {

@@ -95,12 +95,16 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, 1)
 
 
-def _gated(gate_up: Tensor, gelu: int) -> Tensor:
+def _gated(gate_up: Tensor, activation: int) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty(rows, width)
-    bound().gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gelu)
+    bound().gated(gate_up.data_ptr(), out.data_ptr(), rows, width, activation)
     return out
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, 3)
 
 
 def gelu(x: Tensor) -> Tensor:

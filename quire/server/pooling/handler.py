@@ -37,10 +37,13 @@ from quire.types.sampling import PoolingParams, PoolingTask
 _INPUT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
-def _params(body: PoolingFields, task: PoolingTask | None, dimensions: int | None = None) -> PoolingParams:
+def _params(
+    body: PoolingFields, task: PoolingTask | None, dimensions: int | None = None, step_tag_id: int | None = None
+) -> PoolingParams:
     return PoolingParams(
         task=task,
         dimensions=dimensions,
+        step_tag_id=step_tag_id,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         use_activation=body.wants_activation,
     )
@@ -49,7 +52,7 @@ def _params(body: PoolingFields, task: PoolingTask | None, dimensions: int | Non
 async def pool(context: ServerContext, body: PoolingRequest, request: Request) -> Response:
     model = context.check_model(body.model, body.task)
     check_extra_fields(body.model_extra or {}, context, "/pooling")
-    params = _params(body, task=body.task, dimensions=body.dimensions)
+    params = _params(body, task=body.task, dimensions=body.dimensions, step_tag_id=body.step_tag_id)
     outputs = await pool_all(
         context,
         request,

@@ -160,3 +160,23 @@ async def test_what_is_wrong_is_named(url: str, body: dict[str, Any], param: str
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
     assert words in refused.json()["error"]["message"]
+
+
+async def test_a_multi_vector_model_has_its_own_text_before_queries_and_documents() -> None:
+    client = PoolingClient(
+        kind="all", tasks=("token_embed",), score="late", query_prefix="[Q] ", document_prefix="[D] "
+    )
+    assert (await post("/rerank", {"query": "ab", "documents": ["ab", "cd"]}, client)).status_code == 200
+    assert {bytes(request.token_ids).decode() for request in client.added} == {"[Q] ab", "[D] ab", "[D] cd"}
+
+
+async def test_step_tags() -> None:
+    client = PoolingClient(kind="all", tasks=("token_embed",), score=None)
+    body = {"input": "one x two x", "step_tag_id": ord("x")}
+    assert (await post("/pooling", body, client)).status_code == 200
+    assert [(request.params.pooling, request.params.step_tag_id) for request in client.added] == [("step", ord("x"))]
+    absent = await post("/pooling", {**body, "input": "one"}, client)
+    assert (absent.status_code, absent.json()["error"]["param"]) == (400, "step_tag_id")
+    assert "no token of the prompt" in absent.json()["error"]["message"]
+    whole = await post("/pooling", {**body, "task": "embed"}, PoolingClient())
+    assert (whole.status_code, whole.json()["error"]["param"]) == (400, "step_tag_id")

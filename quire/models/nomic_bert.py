@@ -1,0 +1,104 @@
+"""Nomic BERT: BERT with rotated positions and a gated MLP. Checkpoints have one of two sets of names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from quire.layers.rope.parameters import rope_parameters
+from quire.models.config import ConfigReader
+from quire.models.encoder import GATES, Encoder, EncoderConfig
+from quire.types.errors import ModelError
+from quire.types.pooling import HeadLayer
+
+DEFAULTS: dict[str, Any] = {"type_vocab_size": 2, "hidden_act": "silu", "rope_theta": 1000.0, "layer_norm_eps": 1e-12}
+# What the model's own code does in ways that are not here, and what each key must be.
+PLAIN: dict[str, Any] = {
+    "prenorm": False,
+    "use_rms_norm": False,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_fraction": 1.0,
+    "num_experts": 0,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+}
+# Keys of the model's own code, and what they are called in transformers.
+KEYS = {
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
+
+
+class NomicBert(Encoder):
+    prefix = "nomic_bert"
+    outer: ClassVar = {
+        "encoder.layers": "layers",
+        "layers": "layers",
+        "emb_ln": "embeddings.norm",
+        "embeddings": "embeddings",
+    }
+    classifiers: ClassVar = {
+        "ForSequenceClassification": (("nomic_bert.pooler.dense", "tanh"), ("classifier", None)),
+        "ForTokenClassification": (("classifier", None),),
+    }
+    names: ClassVar = {
+        "word_embeddings": "words",
+        "token_type_embeddings": "types",
+        "embeddings.LayerNorm": "embeddings.norm",
+        "attn.Wqkv": "qkv_proj",
+        "attn.out_proj": "o_proj",
+        "self_attn.q_proj": "q_proj",
+        "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj",
+        "self_attn.o_proj": "o_proj",
+        "mlp.fc11": "up_proj",
+        "mlp.fc12": "gate_proj",
+        "mlp.fc2": "down_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.gate_proj": "gate_proj",
+        "mlp.down_proj": "down_proj",
+        "norm1": "attn_norm",
+        "norm2": "mlp_norm",
+        "post_attention_layernorm": "attn_norm",
+        "post_mlp_layernorm": "mlp_norm",
+    }
+
+    @classmethod
+    def token_head(cls, config: dict[str, Any]) -> tuple[HeadLayer, ...]:
+        return ()  # its activation is one that no head here has
+
+    @classmethod
+    def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
+        for key, needed in PLAIN.items():
+            if config.get(key) not in (None, needed):
+                raise ModelError(f"{key} is {config[key]!r} in the config of a Nomic encoder; known: {needed!r}")
+        renamed = {KEYS.get(key, key): value for key, value in config.items()}
+        longest = config.get("max_trained_positions") or config.get("n_positions")
+        if longest is not None:
+            renamed.setdefault("max_position_embeddings", longest)
+        read = ConfigReader(renamed, DEFAULTS)
+        named = read.get("activation_function") or read["hidden_act"]
+        gate = ACTIVATIONS.get(named, named)
+        if gate not in GATES:
+            raise ModelError(f"unknown activation {named!r} in the config of an encoder; known: {', '.join(GATES)}")
+        heads, hidden = read["num_attention_heads"], read["hidden_size"]
+        return EncoderConfig(
+            vocab_size=read["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=read["intermediate_size"],
+            num_layers=read["num_hidden_layers"],
+            num_heads=heads,
+            num_positions=read["max_position_embeddings"],
+            num_token_types=read["type_vocab_size"],
+            norm_eps=read["layer_norm_eps"],
+            has_positions=False,
+            rope=rope_parameters(dict(read), hidden // heads),
+            gate=gate,
+            bias=False,
+            up_bias=False,
+        )

@@ -1,0 +1,132 @@
+"""GGUF files of encoders through the whole engine, beside llama.cpp on the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+import xllamacpp
+
+from quire import LLM
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "a",
+    "cat",
+    "##s",
+    "sit",
+    "##ting",
+    "on",
+    "the",
+    "mat",
+    ".",
+    "é",
+]
+TEXTS = ["A cat sits on the mat.", "sitting cats", "the the the the unknown"]
+SIZES: dict[str, Any] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "layer_norm_eps": 1e-12,
+}
+# GGUF architecture -> transformers' model, and the keys that its names differ by from those that gguf-py knows.
+KINDS = {"bert": "Bert", "nomic-bert": "NomicBert"}
+OLD_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    "layers.": "encoder.layers.",
+    "self_attn.o_proj": "attn.out_proj",
+    "mlp.up_proj": "mlp.fc11",
+    "mlp.gate_proj": "mlp.fc12",
+    "mlp.down_proj": "mlp.fc2",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
+
+
+def tensors_of(kind: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: value for name, value in model.state_dict().items() if "pooler" not in name}
+    if kind == "bert":
+        return found
+    for layer in range(SIZES["num_hidden_layers"]):
+        parts = [found.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
+        found[f"layers.{layer}.attn.Wqkv.weight"] = torch.cat(parts)
+    for new, old in OLD_NAMES.items():
+        found = {name.replace(new, old): value for name, value in found.items()}
+    return found
+
+
+def write(kind: str, path: Path, pooling: gguf.PoolingType, quant: str | None = None) -> None:
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{KINDS[kind]}Config")(**SIZES)
+    model = getattr(transformers, f"{KINDS[kind]}Model")(config).eval()
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_layer_norm_eps(SIZES["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    if kind != "bert":
+        writer.add_rope_freq_base(1000.0)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_type_count(2)
+    spelled = [word if word[0] == "[" else word[2:] if word.startswith("##") else f"\u2581{word}" for word in WORDS]
+    writer.add_token_list(spelled)
+    writer.add_token_types([gguf.TokenType.CONTROL if word[0] == "[" else gguf.TokenType.NORMAL for word in WORDS])
+    for name, token in (("pad", 0), ("unk", 1), ("bos", 2), ("sep", 3), ("eos", 3), ("mask", 4)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
+    names = gguf.get_tensor_name_map(arch, SIZES["num_hidden_layers"])
+    for key, tensor in tensors_of(kind, model).items():
+        found = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert found is not None, key
+        data = tensor.numpy().astype(np.float32)
+        if quant is not None and found.startswith("blk") and data.ndim == 2:
+            raw = gguf.GGMLQuantizationType[quant]
+            writer.add_tensor(found, gguf.quants.quantize(data, raw), raw_dtype=raw)
+        else:
+            writer.add_tensor(found, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp_vectors(path: Path) -> list[np.ndarray]:
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.embedding, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = True, 64, 1, False, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(params)
+    return [np.array(server.handle_embeddings({"input": text})["data"][0]["embedding"]) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "quant"),
+    [("bert", "MEAN", None), ("bert", "CLS", "Q8_0"), ("nomic-bert", "MEAN", None)],
+)
+def test_vectors_are_those_of_llama_cpp(kind: str, pooling: str, quant: str | None, tmp_path: Path) -> None:
+    path = tmp_path / f"{kind}.gguf"
+    write(kind, path, gguf.PoolingType[pooling], quant)
+    with LLM(str(path)) as llm:
+        outputs = llm.embed(TEXTS, use_tqdm=False)
+    for output, expected in zip(outputs, llama_cpp_vectors(path), strict=True):
+        found = np.array(output.outputs.embedding)
+        # llama.cpp takes GELU from a float16 table, and rounds activations for quantized weights to 8 bits.
+        assert float(found @ expected) > (1 - 1e-5 if quant is None else 1 - 1e-3)
