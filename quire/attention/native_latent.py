@@ -98,12 +98,12 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
         spec: AttentionSpec,
         query: Tensor,
         cache: Tensor,
-        rows: tuple[int, int, int, int],
+        rows: tuple[int, ...],
         num_rows: int,
         table_stride: int,
         block_size: int,
     ) -> Tensor:
-        """Sums of latents [n, heads, value_dim]; rows: the addresses of tables, lines in them, contexts and starts."""
+        """Sums of latents [n, heads, value_dim]; rows: addresses of tables, lines in them, contexts and starts."""
         assert spec.value_dim is not None
         out = empty(query.shape[0], spec.num_heads, spec.value_dim)
         self._kernels.latent_attention(

@@ -66,7 +66,8 @@ class NativeSparseAttention(NativeLatentAttention):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, NativeMetadata)
-        assert spec.top_k is not None and written.of_index is not None
+        assert spec.top_k is not None
+        assert written.of_index is not None
         batch = metadata.batch
         if batch.max_context <= spec.top_k:
             return super().attend_latent(spec, weights, written, cache, metadata)

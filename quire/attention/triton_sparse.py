@@ -44,7 +44,9 @@ class TritonSparseAttention(TritonLatentAttention):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
-        assert spec.value_dim is not None and spec.top_k is not None and written.of_index is not None
+        assert spec.value_dim is not None
+        assert spec.top_k is not None
+        assert written.of_index is not None
         batch, query = metadata.batch, written.query
         if batch.max_context <= spec.top_k:
             return super().attend_latent(spec, weights, written, cache, metadata)

@@ -1,12 +1,12 @@
-"""The sparse indexer of latent attention: its keys in the cache, scores of all keys that a token sees, the best of them.
+"""The sparse indexer of latent attention: its keys in the cache, scores of the keys that a token sees, the best ones.
 
-A token's scores go through memory. Its best keys are found digit by digit of their scores' bits, from counts alone, and
-written in the order of their positions: neither order nor ties depend on how programs run.
+A token's scores go through memory. Its best keys are found digit by digit of their scores' bits, from counts alone,
+and written in the order of their positions: neither order nor ties depend on how programs run.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -75,13 +75,13 @@ def _prepare_kernel(
     else:
         slot = tl.load(slots_ptr + token)
         one = tl.arange(0, 1)
-        key, mask = _turned(key_ptr + token * key_stride, one, 0, cos_ptr, sin_ptr, one < 1, DIM, ROPE, PADDED)
+        key, key_mask = _turned(key_ptr + token * key_stride, one, 0, cos_ptr, sin_ptr, one < 1, DIM, ROPE, PADDED)
         # Rounded as activations are first; padding has slots of the null block, which stays zero.
         key = key.to(key_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty)
         tl.store(
             keys_ptr + slot * line_stride + dims[None, :] + one[:, None],
             key,
-            mask=mask & (slot + one[:, None] >= BLOCK_SIZE),
+            mask=key_mask & (slot + one[:, None] >= BLOCK_SIZE),
         )
 
 
@@ -187,17 +187,17 @@ def _choose_kernel(
     bins = tl.arange(0, 256)
     if seen > TOP_K:
         for digit in tl.static_range(4):
-            SHIFT: tl.constexpr = 24 - 8 * digit
+            shift = 24 - 8 * digit
             counts = tl.zeros([256], tl.int32)
             for start in range(0, seen, BLOCK):
                 positions = start + tl.arange(0, BLOCK)
                 places = _places(scores_ptr, positions, seen)
-                alike = (positions < seen) & (places >> (SHIFT + 8) == bound >> (SHIFT + 8))
-                counts += tl.histogram((places >> SHIFT & 255).to(tl.int32), 256, alike)
+                alike = (positions < seen) & (places >> (shift + 8) == bound >> (shift + 8))
+                counts += tl.histogram((places >> shift & 255).to(tl.int32), 256, alike)
             reach = tl.cumsum(counts, axis=0, reverse=True)  # numbers with this digit or a higher one
             found = tl.sum((reach >= equals).to(tl.int32)) - 1
             equals -= tl.sum(tl.where(bins == found, reach - counts, 0))
-            bound += found.to(tl.int64) << SHIFT
+            bound += found.to(tl.int64) << shift
     table = tables_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
     written = 0
     for start in range(0, seen, BLOCK):
@@ -297,7 +297,7 @@ def select_rows(
 ) -> SelectedKeys:
     """The same; no context is longer than max_context."""
     tokens, heads, dim = query.shape
-    kind = {"dtype": torch.int32, "device": query.device}
+    kind: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
     found = SelectedKeys(
         torch.zeros(tokens, top_k, **kind),
         torch.empty(tokens, **kind),

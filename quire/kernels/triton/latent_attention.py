@@ -348,22 +348,7 @@ def latent_attention(
     if splits and tile == 1 and not segment:
         if not folded:
             return Segments(parts, numbers, cut.keys, out.dtype)
-        _fold_single_kernel[(listed, num_heads)](
-            parts,
-            numbers,
-            contexts,
-            query_starts,
-            tile_index,
-            out,
-            number_offset,
-            NUM_HEADS=num_heads,
-            RANK=rank,
-            SPLITS=splits,
-            DIM=dim,
-            KEYS=cut.keys,
-            num_warps=4 if splits >= 8 else 1,
-            **launch_options(),
-        )
+        _fold_singles(Segments(parts, numbers, cut.keys, out.dtype), contexts, query_starts, tile_index, out)
     elif splits:
         _fold_kernel[(listed, num_heads)](
             parts,
@@ -378,3 +363,25 @@ def latent_attention(
             **shared,
         )
     return None
+
+
+def _fold_singles(
+    segments: Segments, contexts: Tensor, query_starts: Tensor, tile_index: Tensor, out: Tensor
+) -> None:
+    listed, num_heads, splits, rank = segments.parts.shape
+    _fold_single_kernel[(listed, num_heads)](
+        segments.parts,
+        segments.numbers,
+        contexts,
+        query_starts,
+        tile_index,
+        out,
+        segments.numbers[0].numel(),
+        NUM_HEADS=num_heads,
+        RANK=rank,
+        SPLITS=splits,
+        DIM=padded_dim(rank),
+        KEYS=segments.keys,
+        num_warps=4 if splits >= 8 else 1,
+        **launch_options(),
+    )
