@@ -3,7 +3,7 @@
 With g the sums of log decays in a chunk, a matrix S becomes exp(g_last) S + (exp(g_last - g) K)^T V, and queries
 read exp(g) Q S + (Q K^T exp(g_i - g_j) for j <= i) V. Under the delta rule V is U - W S, where U and W are the
 inverse of I + A times strengths V and strengths exp(g) K, with A_ij = strength_i k_i k_j exp(g_i - g_j) for j < i.
-One kernel computes all of that which no state is part of, for all chunks at once; another goes through a row's chunks.
+One kernel computes what needs no state, for all chunks at once; another goes through a row's chunks.
 Rows of few tokens are folded token by token, as in quire/kernels/triton/states.py. Bits differ from those, so steps
 that cut a sequence elsewhere differ in their last bits: this is for the fast mode.
 """
