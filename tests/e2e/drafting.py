@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.sched.drafts import Drafts
+from quire.sched.drafts import Drafter, Drafts
 from quire.sched.request import Request
 from quire.types.sampling import SamplingParams, ThinkingMarks
 from quire.types.step import StepPlan, StepResult
@@ -34,7 +34,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 GRAMMAR = r"([a-f]{1,3}[0-9]){2,12}"
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes `longest` tokens of the outputs that it knows, each wrong with some probability."""
 
     name = "oracle"
@@ -50,12 +50,6 @@ class Oracle:
         self.default_tokens, self._wrong = longest, wrong
         self._outputs, self._vocab_size = outputs, vocab_size
         self._draw = random.Random(seed)
-
-    def open(self, request: Request) -> bool:
-        return True
-
-    def close(self, request: Request) -> None:
-        return None
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         known = self._outputs[request.request_id]

@@ -50,7 +50,7 @@ def test_collectives_are_captured(collectives: Any) -> None:
 
 def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: Path, monkeypatch: Any) -> None:
     model, jobs = tiny_model(tmp_path / "model"), make_jobs(24, longest=100)
-    plain = engine(model)
+    plain = engine(model, deterministic=True)
     expected = run_jobs(plain, jobs, seed=1)
     plain.shutdown()
     group = ParallelGroup(0, 1, collectives)
@@ -65,7 +65,7 @@ def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: P
 
     monkeypatch.setattr(collectives, "all_reduce", count)
     EXECUTORS.register("nccl-of-one", lambda config, report: InProcExecutor(Worker(config, report, group)))
-    config = EngineConfig.from_flat(model=str(model), device="cuda", max_model_len=1024)
+    config = EngineConfig.from_flat(model=str(model), device="cuda", max_model_len=1024, deterministic=True)
     core, _, _ = build_engine(config, executor_name="nccl-of-one")
     found = run_jobs(core, jobs, seed=2)
     steps_called = calls

@@ -39,7 +39,7 @@ _LEAST_LOG = -87.0  # of a decay: below it float32 has none
 @triton.jit
 def _log_decays(decays_ptr, token, inside, HEADS: tl.constexpr, LEAST: tl.constexpr):
     decays = tl.load(decays_ptr + token * HEADS, mask=inside, other=1.0)
-    return tl.maximum(tl.log(tl.maximum(decays, 1e-38)), LEAST)
+    return tl.maximum(tl.log(tl.maximum(decays, 1.2e-38)), LEAST)
 
 
 @triton.jit

@@ -55,10 +55,14 @@ def prefetch(at):
 
 @triton.jit
 def prefetch_tile(tile_ptr, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same of a tile of a matrix whose rows are `stride` elements apart; ROWS rows, all of them there."""
+    """The same of a tile of a matrix whose rows are `stride` elements apart; ROWS rows, all of them there.
+
+    Only of tiles whose sizes are powers of 2, as `tl.arange` wants them.
+    """
     LINE: tl.constexpr = 128 // (tile_ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = COLUMNS // LINE
-    if LINES > 0:
+    IS_EVEN: tl.constexpr = (ROWS & (ROWS - 1)) == 0 and (LINES & (LINES - 1)) == 0
+    if IS_EVEN and LINES > 0:
         prefetch(tile_ptr + tl.arange(0, ROWS)[:, None] * stride + (tl.arange(0, LINES) * LINE)[None, :])
 
 
