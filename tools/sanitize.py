@@ -21,6 +21,7 @@ TESTS = (
     "tests/kernels/cpu",
     "tests/attention/test_cpu_native.py",
     "tests/attention/test_latent.py",
+    "tests/attention/test_sparse.py",
     "tests/parallel/test_shared_memory.py",
     "--ignore=tests/kernels/cpu/test_build.py",
     "--hypothesis-seed=0",

@@ -63,6 +63,10 @@ class ConfigSchema(msgspec.Struct):
     original_max_position_embeddings: Count | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
+    activation_function: str | None = None
+    embedding_size: Count | None = None
+    position_biased_input: bool | None = None
+    norm_rel_ebd: str | None = None
     rms_norm_eps: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None

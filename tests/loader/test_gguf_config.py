@@ -102,7 +102,7 @@ def test_heads_are_not_grouped_unless_the_file_says_so(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"architecture 'mamba'; supported: llama, qwen2"):
+    with pytest.raises(CheckpointError, match=r"architecture 'mamba'; supported: llama, .*qwen2"):
         config_from_gguf(write(tmp_path / "m.gguf", "mamba"))
 
 

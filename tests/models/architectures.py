@@ -12,7 +12,11 @@ from tests.models.zoo import STATE_KEYS
 
 GENERATORS = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
 _MIXED = ["mamba", "attention", "mamba", "mamba"]
+_DEBERTA = {"relative_attention": True, "share_att_key": True}
+_NOMIC = {"num_experts": None}
 _OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("DebertaV2ForMaskedLM", "DebertaV2Model"), _DEBERTA),
+    **dict.fromkeys(("NomicBertForMaskedLM", "NomicBertModel"), _NOMIC),
     "Llama4ForCausalLM": {"num_experts_per_tok": 1, "layer_types": None},
     "GraniteMoeHybridForCausalLM": {"layers_block_type": _MIXED, "layer_types": _MIXED},
     "NemotronHForCausalLM": {key: value for key, value in STATE_KEYS.items() if key != "head_dim"},

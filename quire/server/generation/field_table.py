@@ -126,6 +126,7 @@ ELSEWHERE: dict[str, tuple[str, Harmless]] = {
     "return_tokens_as_token_ids": ("/v1/chat/completions", one_of(False)),
     "stop_sequences": ("stop", empty),
     "stream_options": ("", always),  # where this is not a field, answers always have the usage
+    "step_tag_id": ("/pooling", never),
     "suffix": ("/v1/completions", empty),
     "system": ("a system message", empty),
     "text": ("response_format", empty),

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import pytest
 
 from quire.kernels.cpu import library
-from tests.attention import test_cpu_native, test_latent
+from tests.attention import test_cpu_native, test_latent, test_sparse
 from tests.kernels.cpu import (
+    test_encoder,
     test_extremes,
     test_grouped,
     test_lora,
@@ -23,6 +24,8 @@ from tests.parallel import test_shared_memory
 MODULES = (
     test_cpu_native,
     test_latent,
+    test_sparse,
+    test_encoder,
     test_extremes,
     test_grouped,
     test_lora,
@@ -128,6 +131,22 @@ COVERED = {
     # Copies of whole numbers and changes of single logits, row by row.
     **{name: Held(*["test_ops_of_steps_are_their_references"] * 3) for name in OF_STEPS},
     **{name: Held(*["test_recurrent_ops_are_their_references"] * 2, "test_rows_beside_rows") for name in OF_STATES},
+    **dict.fromkeys(
+        ("mark_second", "positions_of", "add_places", "prompt_sums"),
+        Held(
+            "test_encoder_ops_are_their_references",
+            "test_a_prompt_that_is_not_finite_stays_by_itself",
+            "test_prompts_beside_prompts",
+        ),
+    ),
+    **dict.fromkeys(
+        ("prepare_index", "select_keys"),
+        Held(
+            "test_selected_keys_alone_are_attended_to",
+            "test_what_is_not_finite_is_healed",
+            "test_any_schedule_gives_the_same_bits",
+        ),
+    ),
     "append_tokens": Held(
         "test_the_chosen_token_is_appended_and_the_row_advances",
         "test_rows_whose_logits_broke_are_told",
