@@ -124,9 +124,8 @@ def test_a_half_closed_socket_gets_its_answer(stream: bool, new_loop: NewLoop) -
     with live_server(FakeClient("hello"), new_loop=new_loop) as server, server.connect() as connection:
         connection.sendall(request(stream=stream))
         connection.shutdown(socket.SHUT_WR)
-        answer = received(connection)
+        answer = received(connection)  # up to the end of the connection
     assert b"200 OK" in answer
-    assert b"connection: close" in answer
     assert b"[DONE]" in answer if stream else b"hello" in answer
 
 
