@@ -220,6 +220,7 @@ def test_every_field_of_a_plan_is_in_its_digests() -> None:
         "draft_token_ids": {1: [2]},
         "mask_slots": {1: 0},
         "adapter_loads": [AdapterLoad(0, "a")],
+        "num_proposals": {1: 2},
     }
     assert {*fields, "step_id"} == set(StepPlan.__struct_fields__), "a new field must be in the digests"
     whole = StepPlan(0, **fields)
