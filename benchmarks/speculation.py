@@ -18,29 +18,24 @@ from gpu import SHAPES, Bench
 from report import environment
 
 from quire.engine.client import InProcClient
-from quire.sched.drafts import Drafts, NoDrafts
+from quire.sched.drafts import Drafter, Drafts, NoDrafts
 from quire.sched.request import Request
 
 TOKEN, OTHER = 7, 8
 TARGETS = {1: 3.6, 16: 2.5, 64: 1.5}  # speed-up with four right drafts, llama-8b on an H200
 
 
-class Constant:
+class Constant(Drafter):
     """Guesses the same token again and again."""
 
     name = "constant"
+    default_tokens = 64
 
     def __init__(self, token: int, count: int) -> None:
-        self._token, self.default_tokens = token, count
-
-    def open(self, request: Request) -> bool:
-        return True
-
-    def close(self, request: Request) -> None:
-        return None
+        self._token, self._count = token, count
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
-        return [self._token] * min(limit, self.default_tokens)
+        return [self._token] * min(limit, self._count)
 
 
 def measure(bench: Bench, batches: list[int], count: int) -> dict[str, dict[str, float]]:

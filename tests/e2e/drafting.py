@@ -38,6 +38,7 @@ class Oracle(Drafter):
     """Proposes `longest` tokens of the outputs that it knows, each wrong with some probability."""
 
     name = "oracle"
+    default_tokens = 64
 
     def __init__(
         self,
@@ -47,14 +48,14 @@ class Oracle(Drafter):
         wrong: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.default_tokens, self._wrong = longest, wrong
+        self._longest, self._wrong = longest, wrong
         self._outputs, self._vocab_size = outputs, vocab_size
         self._draw = random.Random(seed)
 
     def propose(self, request: Request, num_in_flight: int, limit: int) -> list[int]:
         known = self._outputs[request.request_id]
         first = len(request.token_ids) - request.num_prompt_tokens + num_in_flight
-        count = min(limit, self.default_tokens)
+        count = min(limit, self._longest)
         if 0.0 < self._wrong < 1.0:
             count = self._draw.randint(0, count)
         return [
