@@ -16,6 +16,8 @@ import argparse
 import asyncio
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,9 +68,10 @@ def model_folder(model: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 def bench_steps(model: str, machine: str, folder: Path, settings: dict[str, Any], path: Path) -> CostTable:
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "quire", "bench", "steps", model, "--machine", machine, "--table", str(path)]
+    command = [sys.executable, "-m", "quire", "bench", "steps", model, "--machine", machine, "--table", path.name]
     begin = time.monotonic()
     subprocess.run([*command, *flags], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    shutil.copyfile(folder / path.name, path)
     print(f"{model}: cost table in {time.monotonic() - begin:.0f} s: {path}", flush=True)
     return read_table(path)
 
@@ -217,7 +220,7 @@ def main() -> None:
     parser.add_argument("--out", default="capacity", help="name of the results; default %(default)s")
     args = parser.parse_args()
     args.tables = args.tables.resolve()
-    results = {}
+    results: dict[str, Any] = {"load_average": os.getloadavg()[0]}  # before: above 1, others were at work
     for model in args.models:
         results[model] = compare(model, args)
         show(model, results[model])
