@@ -27,7 +27,7 @@ PARTS = {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",
     },
-    "latent": {"latent", "latent_attention"},
+    "latent": {"index", "latent", "latent_attention"},
     "sampling": {"drafts", "logprobs", "rows", "sampling", "shaping", "step"},
     "states": {"chunked_states", "short_conv", "states"},
 }
