@@ -55,6 +55,7 @@ def answers(core: EngineCore, **params: Any) -> dict[str, object]:
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}, True),
         ("deepseek_v2", {**LATENT, "q_lora_rank": None}, True),
         ("deepseek_v3", LATENT, True),
+        ("deepseek_v32", {**LATENT, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}, True),
         ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 16}, True),
     ],
 )
