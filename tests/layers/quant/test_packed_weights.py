@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.layers.experts import GroupedDown, GroupedGateUp
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.quant.base import MatrixSpec
-from quire.layers.quant.four_bit import FourBit, FourBitGrouped, FourBitLinear, packed_form
+from quire.layers.quant.packed_weights import PackedWeights, PackedWeightGrouped, PackedWeightLinear, packed_form
 from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
 from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
@@ -65,12 +65,12 @@ def stored(kind: Scheme, rows: int, columns: int = WIDTH, seed: int = 0) -> Stor
     return StoredMatrix(kind, (rows, columns), tensors)
 
 
-def linear(pieces: list[Weight]) -> tuple[FourBitLinear, int]:
+def linear(pieces: list[Weight]) -> tuple[PackedWeightLinear, int]:
     """The method of such pieces, and the bytes that it planned."""
     schemes = [piece.scheme if isinstance(piece, StoredMatrix) else F32 for piece in pieces]
     spec = MatrixSpec(pieces[0].shape[1], tuple(piece.shape[0] for piece in pieces), False, Target())
-    method = FourBit().method(spec, schemes)
-    assert isinstance(method, FourBitLinear)
+    method = PackedWeights().method(spec, schemes)
+    assert isinstance(method, PackedWeightLinear)
     for index, piece in enumerate(pieces):
         method.load(index, piece)
     return method, method.planned_bytes(schemes)
@@ -122,14 +122,14 @@ def test_powers_of_two_stay_exponents() -> None:
 def test_what_does_not_fit_is_kept_in_the_models_type(schemes: list[Scheme], inputs: int) -> None:
     spec = MatrixSpec(inputs, (64,) * len(schemes), False, Target())
     assert packed_form(inputs, schemes) is None
-    assert isinstance(FourBit().method(spec, schemes), PlainLinear)
-    assert isinstance(FourBit().grouped(replace(spec, role="grouped", count=2), schemes * 2), PlainGrouped)
+    assert isinstance(PackedWeights().method(spec, schemes), PlainLinear)
+    assert isinstance(PackedWeights().grouped(replace(spec, role="grouped", count=2), schemes * 2), PlainGrouped)
 
 
 def test_outputs_of_experts_fit_the_next_matmul() -> None:
     """Both layers of experts are kept alike."""
     spec = MatrixSpec(64, (96, 96), False, Target(), role="grouped", count=2)
-    assert isinstance(FourBit().grouped(spec, [MXFP4] * 4), PlainGrouped)
+    assert isinstance(PackedWeights().grouped(spec, [MXFP4] * 4), PlainGrouped)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,7 +137,7 @@ def test_experts(bias: bool) -> None:
     """All experts in one tensor, gates and what they gate taking turns, as gpt-oss stores them."""
     experts, hidden, width = 4, 64, 128
     generator = torch.Generator().manual_seed(0)
-    target, group = Target("cpu", quantization="four_bit"), ParallelGroup()
+    target, group = Target("cpu", quantization="stored"), ParallelGroup()
     layout = "interleaved_columns"
     gate_up = GroupedGateUp(
         experts, hidden, width, "clamped_swiglu", bias=bias, layout=layout, target=target, group=group
@@ -148,14 +148,14 @@ def test_experts(bias: bool) -> None:
         matrices = [round_to_mxfp4(torch.randn(rows, columns, generator=generator)) for _ in range(experts)]
         tensors = {role: torch.stack([each.tensors[role] for each in matrices]) for role in matrices[0].tensors}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FourBit, "refuses", lambda self, target: None)
+            patch.setattr(PackedWeights, "refuses", lambda self, target: None)
             layer.allocate("experts", {("weight", None): MXFP4})
         layer.load("weight", None, StoredMatrix(MXFP4, (experts, rows, columns), tensors))
         values = torch.randn(experts, rows, generator=generator)
         if bias:
             layer.load("bias", None, values)
         layer.finish()
-        assert isinstance(layer.method, FourBitGrouped)
+        assert isinstance(layer.method, PackedWeightGrouped)
         assert layer.planned_bytes({("weight", None): MXFP4}) == layer.method.num_bytes
         turns = torch.arange(rows) if layer is down else torch.arange(rows).view(-1, 2).t().flatten()
         weights.append(torch.stack([each.tensor() for each in matrices])[:, turns])
@@ -176,7 +176,7 @@ def test_cuda_keeps_four_bits_unasked() -> None:
     with pytest.raises(
         ConfigError, match=r"quantization is 'four_bit' but it runs on cuda; leave --quantization out"
     ):
-        choose_quantization(Target(quantization="four_bit"))
+        choose_quantization(Target(quantization="stored"))
 
 
 @needs_triton
@@ -194,7 +194,7 @@ def test_the_unpacked_matrix_of_prompts_is_in_the_ledger(deterministic: bool) ->
 def test_float_experts_are_rounded_while_they_are_loaded() -> None:
     spec = MatrixSpec(64, (128,), False, Target(quantization="mxfp4"), "experts", "grouped", 2)
     method = choose_grouped(spec, [F32, F32])
-    assert isinstance(method, FourBitGrouped)
+    assert isinstance(method, PackedWeightGrouped)
     weights = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(0))
     for expert in range(2):
         method.load(expert, 0, weights[expert])
@@ -212,9 +212,9 @@ def test_float_experts_are_rounded_while_they_are_loaded() -> None:
 @needs_triton
 def test_float_matrices_are_rounded_to_what_kernels_multiply_by() -> None:
     method = choose_method(MatrixSpec(64, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert isinstance(method, FourBitLinear)
+    assert isinstance(method, PackedWeightLinear)
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
     method.load(0, weight)
     assert torch.equal(method._store.weight.unpacked()[0], round_to_mxfp4(weight).tensor())
     odd = choose_method(MatrixSpec(32, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert not isinstance(odd, FourBitLinear), "half a chunk"
+    assert not isinstance(odd, PackedWeightLinear), "half a chunk"
