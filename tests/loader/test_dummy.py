@@ -65,8 +65,8 @@ def test_ranks_hold_parts_of_the_same_model(size: int) -> None:
             assert torch.equal(mine, all_of_it.chunk(size, dim=1)[rank])
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", None])
-def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "fp8", None])
+def test_quantized_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MXFP4 is that of gpt-oss: experts alone, gates and what they gate taking turns."""
     monkeypatch.setattr(PackedWeights, "refuses", lambda self, target: None)
     target, group = Target("elsewhere", quantization="stored"), ParallelGroup()
@@ -79,7 +79,7 @@ def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pyt
             "qkv": MergedColumnParallelLinear(64, {"q": 64, "k": 64}, bias=True, target=target, group=group),
         }
     )
-    settings = {"quant_method": method, "bits": 4, "group_size": 64}
+    settings = {"quant_method": method, "bits": 4, "group_size": 64, "weight_block_size": [64, 64]}
     config = {} if method is None else {"quantization_config": settings}
     schemes = dummy_schemes(model, config)
     planned = bytes_in(model, schemes)
@@ -88,7 +88,7 @@ def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pyt
     kept = {name: type(layer.method) for name, layer in model.items()}
     assert kept["router"] is PlainLinear
     assert (kept["gate_up"] is PackedWeightGrouped) == (kept["down"] is PackedWeightGrouped) == (method is not None)
-    assert (kept["qkv"] is PackedWeightLinear) == (method in ("awq", "gptq"))
+    assert (kept["qkv"] is PackedWeightLinear) == (method in ("awq", "gptq", "fp8"))
     for name in ("gate_up", "down", "qkv"):
         if kept[name] in (PackedWeightGrouped, PackedWeightLinear):
             values = model[name].method._store.weight.unpacked()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,15 @@ from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
 from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
 from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
+from quire.loader.gguf_quants import SCHEMES as GGUF_SCHEMES
 from quire.ops.base import Target
 from quire.ops.grouped import sparse_mlp
 from quire.parallel.groups import ParallelGroup
-from quire.types.errors import ConfigError
+from quire.types.errors import CheckpointError, ConfigError
 from quire.types.ledger import EngineSizes
 from tests.kernels.triton.paged import needs_triton
 from tests.layers.test_scheme import pack
+from tests.loader.gguf_tiny import finite_blocks, k_blocks
 
 AWQ = Packing(torch.int32, (0, 4, 1, 5, 2, 6, 3, 7))
 ROLES: tuple[tuple[Role, str], ...] = (("weight", "w"), ("scales", "s"))
@@ -111,7 +114,7 @@ def test_powers_of_two_stay_exponents() -> None:
     [
         ([F32], 128),
         ([SCHEMES["awq"]], 96),  # half a chunk
-        ([scheme("UINT4", 16)], 128),
+        ([scheme("UINT4", 8)], 128),
         ([scheme("UINT4", 64, ZeroPoints(0.5))], 128),
         ([scheme("UINT4", 64, ZeroPoints())], 128),  # float zero points
         ([SCHEMES["awq"], MXFP4], 128),
@@ -170,13 +173,87 @@ def test_experts(bias: bool) -> None:
     torch.testing.assert_close(down(gate_up(x, ids), ids, shares), expected)
 
 
-def test_cuda_keeps_four_bits_unasked() -> None:
+def test_cuda_keeps_quantized_weights_unasked() -> None:
     target = Target("cuda", torch.bfloat16)
-    assert choose_quantization(target).name == "four_bit"
-    with pytest.raises(
-        ConfigError, match=r"quantization is 'four_bit' but it runs on cuda; leave --quantization out"
-    ):
-        choose_quantization(Target(quantization="stored"))
+    assert isinstance(choose_quantization(target), PackedWeights)
+    with pytest.raises(ConfigError, match=r"activations is 'int8' but weights are kept by 'stored'"):
+        choose_quantization(replace(target, activations="int8"))
+
+
+NVFP4 = Scheme(
+    "E2M1",
+    packing=Packing(torch.uint8, (0, 1)),
+    scales=ScaleGrid(1, 16, torch.float8_e4m3fn),
+    second_scale="divides",
+    roles=(*ROLES, ("second_scale", "g")),
+)
+FP8_BLOCKS = Scheme("E4M3", scales=ScaleGrid(128, 128, torch.float32), activations="per_group", roles=ROLES)
+ROW_SCALES = Scheme("INT8", scales=ScaleGrid(1, None, torch.float32), roles=ROLES)
+
+
+def eight_bits(kind: Scheme, rows: int, seed: int) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, WIDTH, generator=generator)
+    assert kind.scales is not None
+    groups = tuple(1 if side is None else -(-size // side) for size, side in zip((rows, WIDTH), (kind.scales.rows, kind.scales.columns), strict=True))
+    scales = torch.rand(groups, generator=generator)
+    codes = values.to(torch.float8_e4m3fn) if kind.element == "E4M3" else (values * 40).to(torch.int8)
+    return StoredMatrix(kind, (rows, WIDTH), {"weight": codes, "scales": scales})
+
+
+def nvfp4(rows: int, seed: int) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[Role, Tensor] = {
+        "weight": torch.randint(0, 256, (rows, WIDTH // 2), generator=generator, dtype=torch.uint8),
+        "scales": torch.rand(rows, WIDTH // 16, generator=generator).to(torch.float8_e4m3fn),
+        "second_scale": torch.tensor([3.0 + seed]),
+    }
+    return StoredMatrix(NVFP4, (rows, WIDTH), tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [
+        (nvfp4, 4.5 + 32 / WIDTH),
+        (lambda rows, seed: eight_bits(FP8_BLOCKS, rows, seed), 8.25),
+        (lambda rows, seed: eight_bits(ROW_SCALES, rows, seed), 8 + 32 / WIDTH),
+    ],
+    ids=["nvfp4", "fp8 blocks", "int8"],
+)
+def test_floats_and_bytes_stay_packed(make: Callable[[int, int], StoredMatrix], bits: float) -> None:
+    """Merged pieces keep second-level scales of their own."""
+    pieces: list[Weight] = [make(128, 0), make(40, 1)]
+    method, planned = linear(pieces)
+    expected = torch.cat([piece.tensor() for piece in pieces if isinstance(piece, StoredMatrix)])
+    torch.testing.assert_close(method.multiply(torch.eye(WIDTH)).t(), expected, rtol=1e-6, atol=0)
+    assert method.num_bytes == planned == 168 * WIDTH * bits / 8
+
+
+@pytest.mark.parametrize("name", sorted(GGUF_SCHEMES))
+def test_blocks_stay_packed_if_asked_for(name: str) -> None:
+    data = k_blocks(name, 16, 512) if name.endswith("_K") else finite_blocks(name, 16, 512)
+    weight = StoredMatrix(GGUF_SCHEMES[name], (16, 512), {"weight": torch.from_numpy(data)})
+    method, planned = linear([weight])
+    assert torch.equal(method.multiply(torch.eye(512)).t(), weight.tensor())
+    assert method.num_bytes == planned <= 16 * 512 * 12 / 8
+
+
+def test_merged_blocks_of_different_types_become_bytes() -> None:
+    weights: list[Weight] = [
+        StoredMatrix(GGUF_SCHEMES[name], (16, 512), {"weight": torch.from_numpy(k_blocks(name, 16, 512))})
+        for name in ("Q4_K", "Q6_K")
+    ]
+    method, planned = linear(weights)
+    expected = torch.cat([weight.tensor() for weight in weights if isinstance(weight, StoredMatrix)])
+    assert torch.equal(method.multiply(torch.eye(512)).t(), expected)
+    assert (method.kept, method.num_bytes) == ("int8", planned)
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    weight = eight_bits(FP8_BLOCKS, 128, 0)
+    weight.tensors["weight"][3, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="fp8 weights that are no numbers"):
+        linear([weight])
 
 
 @needs_triton
