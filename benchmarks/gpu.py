@@ -405,8 +405,8 @@ def show(results: dict[str, dict[str, float]]) -> None:
         faster = (vllm / value if is_time(row) else value / vllm) if vllm else float("nan")
         reached = value <= reach if is_time(row) else value >= reach
         print(
-            f"{model:12} {row:32} {value:10.3f} {vllm or float("nan"):10.3f} {faster:6.2f} {floor or '-':>8} {reach:>8}  "
-            f"{'yes' if reached else 'NO'}"
+            f"{model:12} {row:32} {value:10.3f} {vllm or float('nan'):10.3f} {faster:6.2f} {floor or '-':>8}"
+            f" {reach:>8}  {'yes' if reached else 'NO'}"
         )
     for model, found in results.items():
         for row, value in found.items():

@@ -1,8 +1,8 @@
 """Quantized matrices as the kernels for GPUs keep them. Imports no Triton: layers fill them on any machine.
 
-Codes of 4 bits: a byte holds two columns of a line that are 32 apart, columns 64 c + j in the low bits and 64 c + 32 + j
-in the high ones (j < 32). Codes of 8 bits are bytes. Every group of columns has a scale, and integers may have a zero
-point; 4-bit floats may have scales that are powers of two, stored as exponents.
+Codes of 4 bits: a byte holds two columns of a line that are 32 apart, columns 64 c + j in the low bits and
+64 c + 32 + j in the high ones (j < 32). Codes of 8 bits are bytes. Every group of columns has a scale, and integers
+may have a zero point; 4-bit floats may have scales that are powers of two, stored as exponents.
 """
 
 from __future__ import annotations

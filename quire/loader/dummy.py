@@ -1,7 +1,7 @@
 """Seeded dummy weights: fills a model's parameters without any checkpoint, for tests, benchmarks and sizing.
 
-Where a model's config says that its checkpoint has 4-bit weights (MXFP4 experts, GPTQ, AWQ), the dummy weights are
-stored so, too: their sizes and the kernels that they take are those of the model.
+Where a model's config says that its checkpoint is quantized (MXFP4 experts, GPTQ, AWQ, fp8 in blocks), the dummy
+weights are stored so, too: their sizes and the kernels that they take are those of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROLES: tuple[tuple[Role, str], ...] = (("weight", "qweight"), ("scales", "scale
 
 
 def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedLayer, Schemes]:
-    """The schemes of a checkpoint that a model's config describes; floats where it is not AWQ, GPTQ, MXFP4 or fp8 in blocks."""
+    """The schemes of a checkpoint that a config describes: AWQ, GPTQ, MXFP4, fp8 in blocks, or floats."""
     settings = config.get("quantization_config") or {}
     method, group = settings.get("quant_method"), settings.get("group_size", 128)
     schemes: dict[WeightedLayer, Schemes] = {}

@@ -1,8 +1,8 @@
 """Turns GGUF block formats into float32 tensors. Knows bytes and blocks, not names or architectures.
 
-Each splitter takes blocks [n, bytes per block] uint8 and returns codes [n, values per block], float32 scales and, where
-the type has them, minima, both [n, groups]. A value is code * scale + minimum, with the same order of float operations
-as ggml, so that the result is the same to the last bit.
+Each splitter takes blocks [n, bytes per block] uint8 and returns codes [n, values per block], float32 scales and,
+where the type has them, minima, both [n, groups]. A value is code * scale + minimum, with the same order of float
+operations as ggml, so that the result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ _SPLITTERS: dict[str, Callable[[Tensor], Parts]] = {
     "Q6_K": _q6_k,
     **SPLITTERS,
 }
-# What a type's codes, scales and minima are when they lie apart; of all others small integers and a scale for each 16.
+# What a type's codes, scales and minima are when they lie apart; of others small integers and a scale for each 16.
 _PLAIN = dict.fromkeys(_SPLITTERS, _plain("INT8", 16, torch.float32)) | {
     "Q8_0": _plain("INT8", 32, torch.float16),
     "Q4_0": _plain("UINT4", 32, torch.float16),
@@ -200,8 +200,7 @@ def _decode_rows(type_name: str, blocks: Tensor) -> Tensor:
 
 def _split_rows(type_name: str, blocks: Tensor) -> dict[Role, Tensor]:
     """Blocks [rows, bytes of a row] -> the tensors of the plain scheme, each [rows, ...]."""
-    values, num_bytes = BLOCK_SIZES[type_name]
-    codes, scales, *minima = _SPLITTERS[type_name](blocks.reshape(-1, num_bytes))
+    codes, scales, *minima = _SPLITTERS[type_name](blocks.reshape(-1, BLOCK_SIZES[type_name][1]))
     plain = _PLAIN[type_name]
     assert plain.scales is not None
     assert plain.scales.columns is not None

@@ -414,7 +414,9 @@ def _stored_as(checkpoint: Checkpoint | None, kind: str, model_config: Mapping[s
     if kind == "gguf":
         return []
     if checkpoint is None:
-        return [str(method)] if (method := (model_config.get("quantization_config") or {}).get("quant_method")) else []
+        return (
+            [str(method)] if (method := (model_config.get("quantization_config") or {}).get("quant_method")) else []
+        )
     return sorted({info.scheme.element for info in checkpoint.tensors().values() if not info.scheme.is_float})
 
 

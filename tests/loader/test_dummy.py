@@ -7,7 +7,7 @@ from torch import nn
 from quire.layers.experts import GroupedDown, GroupedGateUp, Router
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.packed_weights import PackedWeights, PackedWeightGrouped, PackedWeightLinear
+from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, PackedWeights
 from quire.layers.quant.plain import PlainLinear
 from quire.loader.dummy import AMPLITUDE, dummy_schemes, fill_dummy
 from quire.loader.mapper import bytes_in

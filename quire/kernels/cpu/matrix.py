@@ -23,8 +23,8 @@ from quire.types.errors import CheckpointError, ConfigError
 
 PANEL = 16  # outputs that lie side by side in memory
 
-# The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32, as all
-# are after code8_f32.
+# The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32, as
+# all are after code8_f32.
 FORMATS = (
     *("float32", "bfloat16", "float16"),
     *("code4", "code4_min", "code4_min_f32"),

@@ -1,8 +1,8 @@
 """Matmuls with quantized weights, which are unpacked in the kernel: of experts, and of one matrix.
 
 Weights lie as quire/kernels/packed.py says, so that both halves of a piece are read with activations side by side.
-Sums of a piece are scaled; where that is too coarse (`FINE`), weights are, and rounded to the type of activations. The
-inner sum of a slot runs in one order, whatever the shape of the tiles, if their `bk` is the same.
+Sums of a piece are scaled; where that is too coarse (`FINE`), weights are, and rounded to the type of activations.
+The inner sum of a slot runs in one order, whatever the shape of the tiles, if their `bk` is the same.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ def _e4m3(codes, kind: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _byte_values(codes, kind: tl.constexpr, IS_FLOAT: tl.constexpr, NATIVE: tl.constexpr):
+def _byte_values(codes, kind: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes that are 8-bit floats or integers -> `kind`."""
-    if IS_FLOAT:
+    if KIND == "e4m3":
         return _e4m3(codes, kind, NATIVE)
     return codes.to(kind)
 
 
 @triton.jit
-def _scale_of(scale_ptr, at, mask, E4M3_SCALES: tl.constexpr):
-    """Scales as float32; bytes are exponents of two, or 8-bit floats."""
-    if E4M3_SCALES:
-        return _e4m3(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, False)
+def _scale_of(scale_ptr, at, mask):
+    """Scales as float32; int8 are exponents of two, uint8 8-bit floats."""
     if scale_ptr.dtype.element_ty == tl.uint8:
-        exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
+        return _e4m3(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, False)
+    if scale_ptr.dtype.element_ty == tl.int8:
+        exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32) & 255
         return (exponent << 23).to(tl.float32, bitcast=True)
     return tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """128 more than the zero point of each line, as bfloat16 [LINES, COLUMNS]."""
+    """128 more than the zero point of each line, which is 8 where none are stored, as bfloat16 [LINES, COLUMNS]."""
+    if zero_ptr is None:
+        return tl.full([LINES, COLUMNS], 136.0, tl.bfloat16)
     zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
     return tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
 
@@ -144,17 +146,36 @@ def _fine(
     minimum_ptr,
     at,  # [LINES, COUNT]: where the scales of each SPAN columns are
     mask,
-    HAS_MINIMA: tl.constexpr,
-    E4M3_SCALES: tl.constexpr,
     LINES: tl.constexpr,
     COUNT: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     """Codes times the scales of their groups, plus minima; float32."""
-    values *= _spread(_scale_of(scale_ptr, at, mask, E4M3_SCALES), LINES, COUNT, SPAN)
-    if HAS_MINIMA:
+    values *= _spread(_scale_of(scale_ptr, at, mask), LINES, COUNT, SPAN)
+    if minimum_ptr is not None:
         values += _spread(tl.load(minimum_ptr + at, mask=mask, other=0.0), LINES, COUNT, SPAN)
     return values
+
+
+@triton.jit
+def _fine_bytes(
+    codes,  # [LINES, COLUMNS]
+    scale_ptr,
+    minimum_ptr,
+    at,  # [LINES]: where the scale of the first column is
+    mask,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The weights of bytes, float32."""
+    SPAN: tl.constexpr = GROUP if GROUP < COLUMNS else COLUMNS
+    COUNT: tl.constexpr = COLUMNS // SPAN
+    values = _byte_values(codes, tl.float32, KIND, NATIVE)
+    each = at[:, None] + tl.arange(0, COUNT)[None, :]
+    return _fine(values, scale_ptr, minimum_ptr, each, mask[:, None], LINES, COUNT, SPAN)
 
 
 @triton.jit
@@ -165,9 +186,7 @@ def _fine_halves(
     groups,  # [LINES]: where the scales of the lines begin
     start,
     mask,
-    IS_FLOAT: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    E4M3_SCALES: tl.constexpr,
+    KIND: tl.constexpr,
     LINES: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
@@ -177,13 +196,25 @@ def _fine_halves(
     COUNT: tl.constexpr = HALF // SPAN
     index = tl.arange(0, COUNT) * SPAN
     first = start + index // 32 * 64 + index % 32
-    zero = tl.full([LINES, HALF], 128.0 if HAS_MINIMA else 136.0, tl.bfloat16)
-    low, high = _halves(codes, zero, zero, tl.float32, IS_FLOAT, False)
+    zero = tl.full([LINES, HALF], 136.0 if minimum_ptr is None else 128.0, tl.bfloat16)
+    low, high = _halves(codes, zero, zero, tl.float32, KIND == "e2m1", False)
     at = groups[:, None] + (first // GROUP)[None, :]
-    low = _fine(low, scale_ptr, minimum_ptr, at, mask[:, None], HAS_MINIMA, E4M3_SCALES, LINES, COUNT, SPAN)
+    low = _fine(low, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
     at = groups[:, None] + ((first + 32) // GROUP)[None, :]
-    high = _fine(high, scale_ptr, minimum_ptr, at, mask[:, None], HAS_MINIMA, E4M3_SCALES, LINES, COUNT, SPAN)
+    high = _fine(high, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
     return low, high
+
+
+@triton.jit
+def _slots_of(tile, order_ptr, tiles_ptr, num_slots, num_tiles, GROUPED: tl.constexpr, BT: tl.constexpr):
+    """The expert of a tile (-1: there is none), its slots, and which of them there are."""
+    if GROUPED:
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        places = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BT)
+        inside = places < tl.load(tiles_ptr + 2 * num_tiles + tile)
+        return expert, tl.load(order_ptr + places, mask=inside, other=0), inside
+    slots = tile * BT + tl.arange(0, BT)
+    return tl.zeros([], tl.int64), slots, slots < num_slots
 
 
 @triton.jit
@@ -204,14 +235,8 @@ def _packed_kernel(
     num_rows,
     N,
     K,
-    IS_FLOAT: tl.constexpr,
-    BYTES: tl.constexpr,  # codes are int8, or if IS_FLOAT E4M3; else of 4 bits, or if IS_FLOAT E2M1
+    KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
     FINE: tl.constexpr,
-    E4M3_SCALES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_LINE_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,  # slots are sorted into tiles; else slot s is line s of x and there is one matrix
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
@@ -227,17 +252,9 @@ def _packed_kernel(
     begin_dependent(PDL)
     line_tiles = tl.cdiv(N, BN)
     tile, line_tile = tl.program_id(0) // line_tiles, tl.program_id(0) % line_tiles
-    if GROUPED:
-        expert = tl.load(tiles_ptr + tile).to(tl.int64)
-        if expert < 0:
-            return
-        places = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BT)
-        inside = places < tl.load(tiles_ptr + 2 * num_tiles + tile)
-        slots = tl.load(order_ptr + places, mask=inside, other=0)
-    else:
-        expert = tl.zeros([], tl.int64)
-        slots = tile * BT + tl.arange(0, BT)
-        inside = slots < num_slots
+    expert, slots, inside = _slots_of(tile, order_ptr, tiles_ptr, num_slots, num_tiles, GROUPED, BT)
+    if expert < 0:
+        return
     lines, outputs, width = lines_of(line_tile, N, BN, ACTIVATION != "")
     line_mask = outputs < width
     HALF: tl.constexpr = BK // 2
@@ -248,7 +265,7 @@ def _packed_kernel(
     groups = line * (K // GROUP)
     kind = x_ptr.dtype.element_ty
     acc = tl.zeros([BN, BT], tl.float32)
-    if BYTES:
+    if KIND == "int8" or KIND == "e4m3":
         columns = tl.arange(0, BK)
         x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + columns[:, None]
         codes_at = codes_ptr + line[:, None] * K + columns[None, :]
@@ -256,65 +273,42 @@ def _packed_kernel(
             codes = tl.load(codes_at + start, mask=line_mask[:, None], other=0)
             x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
             if FINE:
-                SPAN: tl.constexpr = GROUP if GROUP < BK else BK
-                COUNT: tl.constexpr = BK // SPAN
-                mask = line_mask[:, None]
-                at = (groups + start // GROUP)[:, None] + tl.arange(0, COUNT)[None, :]
-                values = _byte_values(codes, tl.float32, IS_FLOAT, NATIVE_FP8)
-                values = _fine(values, scale_ptr, minimum_ptr, at, mask, HAS_MINIMA, E4M3_SCALES, BN, COUNT, SPAN)
+                at = groups + start // GROUP
+                values = _fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, NATIVE_FP8, BN, BK, GROUP)
                 acc = tl.dot(values.to(kind), x, acc, input_precision="ieee")
             else:
-                values = _byte_values(codes, kind, IS_FLOAT, NATIVE_FP8)
-                scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask, E4M3_SCALES)
+                values = _byte_values(codes, kind, KIND, NATIVE_FP8)
+                scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
                 acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
-    elif FINE:
-        codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
-        for start in range(0, K, BK):
-            codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
-            x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-            x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
-            low, high = _fine_halves(
-                codes,
-                scale_ptr,
-                minimum_ptr,
-                groups,
-                start,
-                line_mask,
-                IS_FLOAT,
-                HAS_MINIMA,
-                E4M3_SCALES,
-                BN,
-                HALF,
-                GROUP,
-            )
-            acc = tl.dot(low.to(kind), x_low, acc, input_precision="ieee")
-            acc = tl.dot(high.to(kind), x_high, acc, input_precision="ieee")
     else:
         codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
-        low_zero = tl.full([BN, HALF], 136.0, tl.bfloat16)
-        high_zero = low_zero
         for start in range(0, K, BK):  # K is whole pieces
             codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
             x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
             x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
-            scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask, E4M3_SCALES)
-            if HAS_ZEROS:
-                low_zero = _zero_of(zero_ptr, groups + start // GROUP, line_mask, BN, HALF)
-                high_zero = low_zero
-                if GROUP == 32:
-                    high_zero = _zero_of(zero_ptr, groups + start // GROUP + 1, line_mask, BN, HALF)
-            low, high = _halves(codes, low_zero, high_zero, kind, IS_FLOAT, ASM)
-            part = tl.dot(low, x_low, input_precision="ieee")
-            if GROUP == 32:
-                acc += part * scale[:, None]
-                scale = _scale_of(scale_ptr, groups + start // GROUP + 1, line_mask, E4M3_SCALES)
-                part = tl.dot(high, x_high, input_precision="ieee")
+            if FINE:
+                low, high = _fine_halves(
+                    codes, scale_ptr, minimum_ptr, groups, start, line_mask, KIND, BN, HALF, GROUP
+                )
+                acc = tl.dot(low.to(kind), x_low, acc, input_precision="ieee")
+                acc = tl.dot(high.to(kind), x_high, acc, input_precision="ieee")
             else:
-                part = tl.dot(high, x_high, part, input_precision="ieee")
-            acc += part * scale[:, None]
-    if HAS_LINE_SCALE:
+                at = groups + start // GROUP
+                low_zero = _zero_of(zero_ptr, at, line_mask, BN, HALF)
+                high_zero = _zero_of(zero_ptr, at + 1, line_mask, BN, HALF) if GROUP == 32 else low_zero
+                low, high = _halves(codes, low_zero, high_zero, kind, KIND == "e2m1", ASM)
+                part = tl.dot(low, x_low, input_precision="ieee")
+                scale = _scale_of(scale_ptr, at, line_mask)
+                if GROUP == 32:
+                    acc += part * scale[:, None]
+                    scale = _scale_of(scale_ptr, at + 1, line_mask)
+                    part = tl.dot(high, x_high, input_precision="ieee")
+                else:
+                    part = tl.dot(high, x_high, part, input_precision="ieee")
+                acc += part * scale[:, None]
+    if line_scale_ptr is not None:
         acc *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + lines, mask=line_mask, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":
         acc = activated(acc, out_ptr.dtype.element_ty, BN, BT, ACTIVATION)
@@ -337,13 +331,8 @@ def _unpack_kernel(
     out_ptr,  # [N, K]
     N,
     K,
-    IS_FLOAT: tl.constexpr,
-    BYTES: tl.constexpr,
+    KIND: tl.constexpr,
     FINE: tl.constexpr,
-    E4M3_SCALES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_LINE_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
@@ -356,68 +345,45 @@ def _unpack_kernel(
     line = lines.to(tl.int64)
     groups = line * (K // GROUP)
     line_scale = tl.full([LINES, 1], 1.0, tl.float32)
-    if HAS_LINE_SCALE:
+    if line_scale_ptr is not None:
         line_scale = tl.load(line_scale_ptr + line, mask=mask, other=0.0)[:, None]
-    if BYTES:
+    if KIND == "int8" or KIND == "e4m3":
         columns = start + tl.arange(0, 64)
         codes = tl.load(codes_ptr + line[:, None] * K + columns[None, :], mask=mask[:, None], other=0)
-        values = _byte_values(codes, tl.float32, IS_FLOAT, False)
+        values = _byte_values(codes, tl.float32, KIND, False)
         at = groups[:, None] + (columns // GROUP)[None, :]
-        values = _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], HAS_MINIMA, E4M3_SCALES, LINES, 64, 1)
+        values = _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
         at = out_ptr + line[:, None] * K + columns[None, :]
         tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
         return
     half = tl.arange(0, 32)
     codes = tl.load(codes_ptr + line[:, None] * (K // 2) + start // 2 + half[None, :], mask=mask[:, None], other=0)
     if FINE:
-        low, high = _fine_halves(
-            codes,
-            scale_ptr,
-            minimum_ptr,
-            groups,
-            start,
-            mask,
-            IS_FLOAT,
-            HAS_MINIMA,
-            E4M3_SCALES,
-            LINES,
-            32,
-            GROUP,
-        )
+        low, high = _fine_halves(codes, scale_ptr, minimum_ptr, groups, start, mask, KIND, LINES, 32, GROUP)
     else:
         low_group, high_group = groups + start // GROUP, groups + (start + 32) // GROUP
-        low_zero = tl.full([LINES, 32], 136.0, tl.bfloat16)
-        high_zero = low_zero
-        if HAS_ZEROS:
-            low_zero = _zero_of(zero_ptr, low_group, mask, LINES, 32)
-            high_zero = _zero_of(zero_ptr, high_group, mask, LINES, 32)
-        low, high = _halves(codes, low_zero, high_zero, tl.float32, IS_FLOAT, False)
-        low *= _scale_of(scale_ptr, low_group, mask, E4M3_SCALES)[:, None]
-        high *= _scale_of(scale_ptr, high_group, mask, E4M3_SCALES)[:, None]
+        low_zero = _zero_of(zero_ptr, low_group, mask, LINES, 32)
+        high_zero = _zero_of(zero_ptr, high_group, mask, LINES, 32)
+        low, high = _halves(codes, low_zero, high_zero, tl.float32, KIND == "e2m1", False)
+        low *= _scale_of(scale_ptr, low_group, mask)[:, None]
+        high *= _scale_of(scale_ptr, high_group, mask)[:, None]
     at = out_ptr + line[:, None] * K + start + half[None, :]
     tl.store(at, (low * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
     tl.store(at + 32, (high * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
-def _parts(weight: PackedWeight) -> list[Tensor]:
-    """What kernels read of a weight; what it does not have is something that they do not read."""
+def _parts(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """What kernels read of a weight: 8-bit floats as bytes, exponents as bytes with a sign."""
     codes = weight.codes.view(torch.uint8) if weight.codes.dtype == E4M3 else weight.codes
-    scales = weight.scales.view(torch.uint8) if weight.scales.dtype == E4M3 else weight.scales
-    others = (weight.zeros, weight.minima, weight.line_scale)
-    return [codes, scales, *(codes if other is None else other for other in others)]
+    viewed = {E4M3: torch.uint8, torch.uint8: torch.int8}.get(weight.scales.dtype)
+    scales = weight.scales if viewed is None else weight.scales.view(viewed)
+    return codes, scales, weight.zeros, weight.minima, weight.line_scale
 
 
-def _kinds(weight: PackedWeight) -> dict[str, bool | int]:
-    return {
-        "IS_FLOAT": weight.is_float or weight.codes.dtype == E4M3,
-        "BYTES": weight.has_bytes,
-        "FINE": weight.is_fine,
-        "E4M3_SCALES": weight.scales.dtype == E4M3,
-        "HAS_ZEROS": weight.zeros is not None,
-        "HAS_MINIMA": weight.minima is not None,
-        "HAS_LINE_SCALE": weight.line_scale is not None,
-        "GROUP": weight.group,
-    }
+def _kind(weight: PackedWeight) -> str:
+    if weight.has_bytes:
+        return "int8" if weight.codes.dtype == torch.int8 else "e4m3"
+    return "e2m1" if weight.is_float else "int4"
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -426,7 +392,16 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     lines = 32
     _unpack_kernel[(triton.cdiv(n, lines), k // CHUNK)](
-        *_parts(weight), out, n, k, **_kinds(weight), LINES=lines, num_warps=4, **launch_options()
+        *_parts(weight),
+        out,
+        n,
+        k,
+        KIND=_kind(weight),
+        FINE=weight.is_fine,
+        GROUP=weight.group,
+        LINES=lines,
+        num_warps=4,
+        **launch_options(),
     )
     return out
 
@@ -479,7 +454,7 @@ def packed_tiles(
     _packed_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
         *_parts(weight),
-        weight.scales if bias is None else bias,
+        bias,
         out,
         out if weights is None else weights,
         order,
@@ -489,8 +464,9 @@ def packed_tiles(
         out.shape[1],
         n,
         k,
-        **_kinds(weight),
-        HAS_BIAS=bias is not None,
+        KIND=_kind(weight),
+        FINE=weight.is_fine,
+        GROUP=weight.group,
         ACTIVATION=activation,
         GROUPED=slots is not None,
         TOP_K=0 if weights is None else weights.shape[1],
@@ -501,7 +477,9 @@ def packed_tiles(
         BN=shape.bn,
         BK=bk,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (shape.bt * x.element_size() + shape.bn * (1 + weight.has_bytes)) * bk),
+        num_stages=stages_within(
+            shape.num_stages, (shape.bt * x.element_size() + shape.bn * (1 + weight.has_bytes)) * bk
+        ),
         **launch_options(),
     )
     return out

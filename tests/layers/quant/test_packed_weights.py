@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.layers.experts import GroupedDown, GroupedGateUp
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.quant.base import MatrixSpec
-from quire.layers.quant.packed_weights import PackedWeights, PackedWeightGrouped, PackedWeightLinear, packed_form
 from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
+from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, PackedWeights, packed_form
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
 from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
 from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
@@ -195,7 +195,10 @@ def eight_bits(kind: Scheme, rows: int, seed: int) -> StoredMatrix:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, WIDTH, generator=generator)
     assert kind.scales is not None
-    groups = tuple(1 if side is None else -(-size // side) for size, side in zip((rows, WIDTH), (kind.scales.rows, kind.scales.columns), strict=True))
+    groups = tuple(
+        1 if side is None else -(-size // side)
+        for size, side in zip((rows, WIDTH), (kind.scales.rows, kind.scales.columns), strict=True)
+    )
     scales = torch.rand(groups, generator=generator)
     codes = values.to(torch.float8_e4m3fn) if kind.element == "E4M3" else (values * 40).to(torch.int8)
     return StoredMatrix(kind, (rows, WIDTH), {"weight": codes, "scales": scales})

@@ -204,5 +204,5 @@ def test_an_index_of_uneven_groups_is_refused_by_layer() -> None:
     weight = ordered(16, 0)
     weight.tensors["group_index"][:] = 0
     method = PackedLinear(MatrixSpec(128, (16,), False, Target(), "mlp.down_proj"), None)
-    with pytest.raises(CheckpointError, match="group index of mlp.down_proj does not give 32 columns"):
+    with pytest.raises(CheckpointError, match=r"group index of mlp\.down_proj does not give 32 columns"):
         method.load(0, weight)
