@@ -1,7 +1,7 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
     python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b deepseek-v2-lite]
-                             [--rows decode batch prefill throughput context]
+                             [--rows decode batch prefill throughput context] [--batches 16 64 256]
                              [--modes fast fp8 deterministic start] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,39 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
     },
 }
+SHAPES["llama-8b-int4"] = {
+    **SHAPES["llama-8b"],
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
+}
+SHAPES["qwen3-30b-a3b-fp8"] = {
+    **SHAPES["qwen3-30b-a3b"],
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+SHAPES["gpt-oss-20b"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(24)],
+    "sliding_window": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-5,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 DENSE = ["qwen3-0.6b", "llama-8b"]
+BATCHES = (16, 64, 256)
 
-# (model, row) -> (vLLM 0.24, floor, reach at least); times in ms, rates in tokens/s.
-TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
+# (model, row) -> (vLLM 0.24, floor, reach at least); times in ms, rates in tokens/s. None: not measured.
+TABLE: dict[tuple[str, str], tuple[float | None, float | None, float]] = {
     ("qwen3-0.6b", "decode batch 1, ms"): (1.598, 0.28, 0.85),
     ("llama-8b", "decode batch 1, ms"): (4.886, 3.49, 4.35),
     ("llama-8b", "fp8 decode batch 1, ms"): (3.467, 1.87, 2.9),
@@ -204,6 +233,17 @@ TABLE: dict[tuple[str, str], tuple[float, float | None, float]] = {
     ("deepseek-v2-lite", "decode batch 256, tok/s"): (26627, 27758, 20000),
     ("deepseek-v2-lite", "prefill 8k, ms"): (104.5, None, 95),
     ("deepseek-v2-lite", "512 x (512 in, 256 out), tok/s"): (15572, None, 13500),
+    ("gpt-oss-20b", "decode batch 1, ms"): (2.985, None, 1.8),
+    ("gpt-oss-20b", "decode batch 64, tok/s"): (5264, None, 8500),
+    ("gpt-oss-20b", "decode batch 256, tok/s"): (13002, None, 20000),
+    ("gpt-oss-20b", "prefill 8k, ms"): (116.8, None, 110),
+    ("gpt-oss-20b", "512 x (512 in, 256 out), tok/s"): (9229, None, 11500),
+    ("llama-8b-int4", "decode batch 1, ms"): (3.966, None, 2.0),
+    ("llama-8b-int4", "decode batch 64, tok/s"): (8387, None, 11000),
+    ("llama-8b-int4", "decode batch 256, tok/s"): (14675, None, 16000),
+    ("llama-8b-int4", "prefill 8k, ms"): (195.6, None, 196),
+    ("qwen3-30b-a3b-fp8", "decode batch 1, ms"): (None, None, 2.1),
+    ("qwen3-30b-a3b-fp8", "decode batch 64, tok/s"): (None, None, 5500),
     ("llama-8b", "start, warm caches, s"): (36, None, 12),
     ("llama-8b", "start, empty caches, s"): (82, None, 25),
 }
@@ -213,7 +253,8 @@ ALLOWED = {"decode batch 1, ms": 1.5, "decode batch 16, tok/s": 1.5, **PROMPTS, 
 
 
 def num_experts(shape: dict[str, Any]) -> int:
-    return int(shape.get("num_experts") or shape.get("n_routed_experts") or 0)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((int(shape[name]) for name in names if shape.get(name)), 0)
 
 
 class Bench:
@@ -322,7 +363,7 @@ class Bench:
         return sum(outputs) / self.best(2, lambda: self.run([self.prompt(n) for n in inputs], outputs))
 
 
-def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
+def measure(bench: Bench, rows: list[str], batches: Sequence[int] = BATCHES) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def record(name: str, value: float) -> None:
@@ -337,7 +378,7 @@ def measure(bench: Bench, rows: list[str]) -> dict[str, float]:
         record("prefill 8k, ms", bench.prefill(8192))
         record("8k prefix hit, ms", bench.prefix_hit(8192))
     if "batch" in rows:
-        for batch in (16, 64, 256):
+        for batch in batches:
             record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
             if count := num_experts(shape := SHAPES[bench.model]):
                 experts = distinct_experts(count, shape["num_experts_per_tok"], batch)
@@ -361,11 +402,11 @@ def show(results: dict[str, dict[str, float]]) -> None:
         value = results.get(model, {}).get(row)
         if value is None:
             continue
-        faster = vllm / value if is_time(row) else value / vllm
+        faster = (vllm / value if is_time(row) else value / vllm) if vllm else float("nan")
         reached = value <= reach if is_time(row) else value >= reach
         print(
-            f"{model:12} {row:32} {value:10.3f} {vllm:10.3f} {faster:6.2f} {floor or '-':>8} {reach:>8}  "
-            f"{'yes' if reached else 'NO'}"
+            f"{model:12} {row:32} {value:10.3f} {vllm or float('nan'):10.3f} {faster:6.2f} {floor or '-':>8}"
+            f" {reach:>8}  {'yes' if reached else 'NO'}"
         )
     for model, found in results.items():
         for row, value in found.items():
@@ -379,7 +420,7 @@ def show(results: dict[str, dict[str, float]]) -> None:
                 )
 
 
-def run_mode(model: str, mode: str, rows: list[str]) -> dict[str, float]:
+def run_mode(model: str, mode: str, rows: list[str], batches: Sequence[int]) -> dict[str, float]:
     """The rows of one model in one mode; names of other modes' rows begin with the mode."""
     if mode == "start":
         return measure_starts(model) if model == "llama-8b" else {}
@@ -394,7 +435,7 @@ def run_mode(model: str, mode: str, rows: list[str]) -> dict[str, float]:
     }
     bench = Bench(model, **settings[mode])
     print(f"{model} {mode} ready in {bench.ready:.1f} s", flush=True)
-    found = {"ready, s": bench.ready, **measure(bench, rows)}
+    found = {"ready, s": bench.ready, **measure(bench, rows, batches)}
     bench.client.shutdown()
     return found if mode == "fast" else {f"{mode} {row}": value for row, value in found.items()}
 
@@ -417,6 +458,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=DENSE, choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", default=["decode", "prefill", "batch", "throughput"])
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of the rows called batch")
     parser.add_argument("--modes", nargs="+", default=["fast", "fp8", "deterministic", "start"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--first-token", action="store_true", help="only start, and answer one request")
@@ -428,7 +470,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {model: {} for model in args.models}
     for model in args.models:
         for mode in args.modes:
-            results[model] |= run_mode(model, mode, args.rows)
+            results[model] |= run_mode(model, mode, args.rows, args.batches)
             gc.collect()
             free_memory()
             if args.out is not None:

@@ -25,7 +25,7 @@ def draw(results: dict[str, dict[str, float]], commit: str) -> str:
     bars = []
     for (model, row), (vllm, _, _) in TABLE.items():
         value = results.get(model, {}).get(row)
-        if value is not None and not row.startswith(LEFT_OUT):
+        if value is not None and vllm is not None and not row.startswith(LEFT_OUT):
             bars.append((model, row, value, vllm / value if is_time(row) else value / vllm))
     height = TOP + LINE * len(bars) + 48
     svg = Svg(WIDTH, height, "One H200: times as fast as vLLM 0.24", f"bf16 but for fp8; greedy; commit {commit}")

@@ -80,11 +80,12 @@ class ModelConfig:
     )
     quantization: str = setting(
         "auto",
-        "How weights are kept: int8 or int4 (quantized while loading, on a CPU), fp8 (the same, on a GPU), mxfp4 (the"
-        " same, anywhere: 4-bit floats), stored (as in the checkpoint, on a CPU), four_bit (4-bit weights as in the"
-        " checkpoint, others in --dtype, on a GPU), unpacked (as in a quantized checkpoint, unpacked for each matmul:"
-        " slow but small), or none (in --dtype). auto: on a GPU four_bit; on a CPU stored where there are kernels for"
-        " that and --dtype is not set, else none.",
+        "How weights are kept: stored (as in the checkpoint: packed on a CPU, and on a GPU where kernels multiply"
+        " by that), int8 or int4 (quantized while loading, on a CPU), fp8 (the same, on a GPU), mxfp4 (the same,"
+        " anywhere: 4-bit floats), unpacked (as in a quantized checkpoint, unpacked for each matmul: slow but small),"
+        " or none (in"
+        " --dtype). auto: stored on a CPU where there are kernels and --dtype is not set, and on a GPU for quantized"
+        " checkpoints other than GGUF files; else none.",
     )
     activations: Activations = setting(
         "auto",

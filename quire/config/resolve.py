@@ -23,6 +23,7 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     steps_in_flight: int
     attention_backend: str
+    quantization_reason: str = ""  # "": it is the device's default
     activations: str = "auto"  # what `quantization` rounds rows to
     typed_quantization: str = "none"  # instead of `quantization` where the user names a type
     deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
@@ -68,7 +69,7 @@ def resolve(config: EngineConfig, defaults: DeviceDefaults) -> ResolvedConfig:
     for_mode = on_device if sched.performance_mode == "balanced" else f"{on_device}, for {sched.performance_mode}"
     dtype = str(pick("dtype", config.model.dtype, defaults.dtype, defaults.dtype_reason))
     automatic = defaults.quantization if config.model.dtype == "auto" else defaults.typed_quantization
-    why = on_device if automatic == defaults.quantization else "dtype is set"
+    why = (defaults.quantization_reason or on_device) if automatic == defaults.quantization else "dtype is set"
     method = str(pick("quantization", config.model.quantization, automatic, why))
     activations = str(
         pick(

@@ -1,8 +1,8 @@
-"""Matrices of 4 bits as the kernels for GPUs keep them. Imports no Triton: layers fill them on any machine.
+"""Quantized matrices as the kernels for GPUs keep them. Imports no Triton: layers fill them on any machine.
 
-A byte holds two columns of a line that are 32 apart: columns 64 c + j in the low bits, 64 c + 32 + j in the high
-ones (j < 32). Every group of columns has a scale, and integers may have a zero point; E2M1 may have scales that are
-powers of two, stored as exponents.
+Codes of 4 bits: a byte holds two columns of a line that are 32 apart, columns 64 c + j in the low bits and
+64 c + 32 + j in the high ones (j < 32). Codes of 8 bits are bytes. Every group of columns has a scale, and integers
+may have a zero point; 4-bit floats may have scales that are powers of two, stored as exponents.
 """
 
 from __future__ import annotations
@@ -13,41 +13,66 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # columns whose halves share bytes
+E4M3 = torch.float8_e4m3fn
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class PackedWeight(NamedTuple):
-    """[experts, N, K] in 4 bits. `zeros` None: of integers, 8 stands for 0."""
+    """[experts, N, K]: (code - zero point) * scale + minimum, times the number of its line.
 
-    codes: Tensor  # [experts, N, K / 2] uint8
-    scales: Tensor  # [experts, N, K / group] of a float type; uint8: exponents
+    `zeros` None: of integers of 4 bits, 8 stands for 0, or with minima 0; bytes have a sign.
+    """
+
+    codes: Tensor  # [experts, N, K / 2] uint8: two of 4 bits; [experts, N, K] int8 or E4M3: bytes
+    scales: Tensor  # [experts, N, K / group] of a float type, or E4M3; uint8: exponents
     zeros: Tensor | None = None  # [experts, N, K / group] uint8
-    is_float: bool = False  # codes are E2M1
+    is_float: bool = False  # codes of 4 bits are E2M1
+    minima: Tensor | None = None  # [experts, N, K / group] float32
+    line_scale: Tensor | None = None  # [experts, N] float32
+
+    @property
+    def has_bytes(self) -> bool:
+        return self.codes.dtype != torch.uint8
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        experts, n, half = self.codes.shape
-        return experts, n, 2 * half
+        experts, n, width = self.codes.shape
+        return experts, n, width if self.has_bytes else 2 * width
 
     @property
     def group(self) -> int:
         return self.sizes[2] // self.scales.shape[2]
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether a piece that kernels multiply at a time has several scales, or minima."""
+        return self.minima is not None or self.group < (CHUNK if self.has_bytes else CHUNK // 2)
+
     def unpacked(self) -> Tensor:
         """The values as float32 [experts, N, K]."""
-        halves = torch.stack((self.codes & 15, self.codes >> 4), -1).unflatten(-2, (-1, CHUNK // 2))
-        codes = halves.transpose(-1, -2).flatten(-3)
-        if self.is_float:
-            table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)
-            values = table[codes.long()]
-        elif self.zeros is None:
-            values = codes.float() - 8.0
-        else:
-            values = codes.float() - self.zeros.float().repeat_interleave(self.group, -1)
+        values = self._codes()
+        if self.zeros is not None:
+            values = values - self.zeros.float().repeat_interleave(self.group, -1)
+        elif not self.has_bytes and not self.is_float and self.minima is None:
+            values = values - 8.0
         scales = self.scales.float()
         if self.scales.dtype == torch.uint8:
             scales = torch.ldexp(torch.ones_like(scales), self.scales.int() - 127)
-        return values * scales.repeat_interleave(self.group, -1)
+        values = values * scales.repeat_interleave(self.group, -1)
+        if self.minima is not None:
+            values = values + self.minima.repeat_interleave(self.group, -1)
+        return values if self.line_scale is None else values * self.line_scale.unsqueeze(-1)
+
+    def _codes(self) -> Tensor:
+        """What codes stand for, float32 [experts, N, K]."""
+        if self.has_bytes:
+            return self.codes.float()
+        halves = torch.stack((self.codes & 15, self.codes >> 4), -1).unflatten(-2, (-1, CHUNK // 2))
+        codes = halves.transpose(-1, -2).flatten(-3)
+        if not self.is_float:
+            return codes.float()
+        table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)
+        return table[codes.long()]
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 # ordered_index: a group index that has to be column // group, so that nobody needs it.
-Role = Literal["weight", "scales", "zeros", "second_scale", "group_index", "ordered_index", "input_scale", "shape"]
+Role = Literal[
+    "weight", "scales", "zeros", "minima", "second_scale", "group_index", "ordered_index", "input_scale", "shape"
+]
 ActivationRule = Literal["none", "static", "per_token", "per_group"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -53,8 +55,9 @@ class Block:
     values: int
     num_bytes: int
     decode: Callable[[Tensor], Tensor] = field(repr=False)  # uint8 [rows, bytes] -> float32 [rows, values]
-    split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
-    """The same into factors, where it has them: int8 [rows, values] and float32 [rows, values / 16]."""
+    plain: Scheme
+    """How the same values are stored when codes, scales and minima lie apart, none of them changed."""
+    split: Callable[[Tensor], dict[Role, Tensor]] = field(repr=False)  # uint8 [rows, bytes] -> the tensors of `plain`
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class ZeroPoints:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix [rows, columns] is stored: its values are (element - zero point) * scale."""
+    """How a matrix [rows, columns] is stored: its values are (element - zero point) * scale, plus a minimum."""
 
     element: str  # such as "BF16", "INT4", "E2M1", or a type of blocks such as "Q4_K"
     block: Block | None = None
@@ -160,9 +163,11 @@ class Scheme:
 
     def splits(self, axis: int, *places: int) -> bool:
         """Whether the matrix can be cut there without cutting a block, a word or a group that shares a scale."""
+        if axis == 1 and "group_index" in dict(self.roles):
+            return False  # a group's columns are anywhere
         units = [self.block.values if self.block is not None and axis == 1 else 1]
         units += [self.packing.unit(axis)] if self.packing is not None else []
-        if self.scales is not None and not self._by_index(axis):
+        if self.scales is not None:
             packing = None if self.zeros is None else self.zeros.packing
             units.append((self.scales.side(axis) or 1) * (1 if packing is None else packing.unit(axis)))
         unit = math.lcm(*units)
@@ -180,13 +185,11 @@ class Scheme:
 
     def cut(self, role: Role, tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
         """The part of a role's tensor that belongs to rows or columns [start, start + size)."""
-        if role == "group_index" and axis == 1:
-            return tensor.narrow(0, start, size)
         if role not in ("weight", "scales", "zeros"):
             return tensor
         if role != "weight":
             assert self.scales is not None
-            if self.scales.side(axis) is None or self._by_index(axis):
+            if self.scales.side(axis) is None:
                 return tensor
             tensor = tensor if tensor.ndim == 2 else tensor.unsqueeze(1 - axis)
         first = self.stored_count(axis, role, start)
@@ -203,7 +206,8 @@ class Scheme:
             values = values - (zeros if isinstance(zeros, float) else self._spread(zeros, shape, index))
         if self.scales is None:
             return values
-        return values * self._spread(self.scale_values(tensors), shape, index)
+        values = values * self._spread(self.scale_values(tensors), shape, index)
+        return values + self._spread(tensors["minima"], shape, index) if "minima" in tensors else values
 
     def scale_values(self, tensors: Mapping[Role, Tensor]) -> Tensor:
         """The scales as float32, the second-level one applied."""
@@ -237,10 +241,6 @@ class Scheme:
         if self.scales.columns is None:
             return grid.expand(-1, count)
         return grid.repeat_interleave(self.scales.columns // columns, 1)[:, :count]
-
-    def _by_index(self, axis: int) -> bool:
-        """Whether a tensor says which scale each column has, so that all scales stay with any part of the columns."""
-        return axis == 1 and "group_index" in dict(self.roles)
 
     def _elements(self, stored: Tensor, packing: Packing | None) -> Tensor:
         return element_values(self.element, stored if packing is None else packing.unpack(stored))
@@ -296,6 +296,11 @@ class StoredMatrix:
         tensors = {role: self.scheme.cut(role, tensor, axis, start, size) for role, tensor in self.tensors.items()}
         shape = (size, self.shape[1]) if axis == 0 else (self.shape[0], size)
         return StoredMatrix(self.scheme, shape, tensors)
+
+    def plain(self) -> StoredMatrix:
+        """The same matrix without blocks."""
+        block = self.scheme.block
+        return self if block is None else StoredMatrix(block.plain, self.shape, block.split(self.tensors["weight"]))
 
     def matrix(self, index: int) -> StoredMatrix:
         """One of several."""

@@ -1,7 +1,7 @@
 """Seeded dummy weights: fills a model's parameters without any checkpoint, for tests, benchmarks and sizing.
 
-Where a model's config says that its checkpoint has 4-bit weights (MXFP4 experts, GPTQ, AWQ), the dummy weights are
-stored so, too: their sizes and the kernels that they take are those of the model.
+Where a model's config says that its checkpoint is quantized (MXFP4 experts, GPTQ, AWQ, fp8 in blocks), the dummy
+weights are stored so, too: their sizes and the kernels that they take are those of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROLES: tuple[tuple[Role, str], ...] = (("weight", "qweight"), ("scales", "scale
 
 
 def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedLayer, Schemes]:
-    """The schemes of a checkpoint that a model's config describes; floats where it is not one of 4 bits."""
+    """The schemes of a checkpoint that a config describes: AWQ, GPTQ, MXFP4, fp8 in blocks, or floats."""
     settings = config.get("quantization_config") or {}
     method, group = settings.get("quant_method"), settings.get("group_size", 128)
     schemes: dict[WeightedLayer, Schemes] = {}
@@ -41,6 +41,9 @@ def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedL
             weight = Scheme(
                 "UINT4", packing=in_words(4), scales=grid, zeros=ZeroPoints(packing=in_words(4)), roles=_ROLES
             )
+        elif method == "fp8" and "weight_block_size" in settings and _is_quantized(layer):
+            grid = ScaleGrid(*settings["weight_block_size"], torch.float32)
+            weight = Scheme("E4M3", scales=grid, activations="per_group", roles=_ROLES[:2])
         schemes[layer] = {(name, None): weight if name == "weight" else F32 for name in layer.weight_names()}
     return schemes
 
@@ -53,16 +56,18 @@ def _is_quantized(layer: WeightedLayer) -> bool:
 
 def _stored(scheme: Scheme, shape: tuple[int, ...], amplitude: float, generator: torch.Generator) -> StoredMatrix:
     """Any codes, with scales and zero points that keep values within the amplitude. shape: [..., rows, columns]."""
-    assert scheme.packing is not None
     assert scheme.scales is not None
 
     def empty(role: Role, dtype: torch.dtype) -> Tensor:
         sides = (scheme.stored_count(axis, role, shape[axis - 2]) for axis in (0, 1))
         return torch.empty(*shape[:-2], *sides, dtype=dtype, device=generator.device)
 
-    weight = empty("weight", scheme.packing.word)
+    weight = empty("weight", torch.float8_e4m3fn if scheme.packing is None else scheme.packing.word)
     weight.view(torch.uint8).random_(0, 256, generator=generator)
-    if scheme.scales.dtype == torch.float8_e8m0fnu:  # of floats up to 6
+    if scheme.packing is None:  # without the codes that are no numbers
+        weight.view(torch.uint8).bitwise_and_(0xFE)
+        scales = empty("scales", scheme.scales.dtype).fill_(amplitude / 448)
+    elif scheme.scales.dtype == torch.float8_e8m0fnu:  # of floats up to 6
         scales = empty("scales", torch.uint8).fill_(127 + math.floor(math.log2(amplitude / 6)))
     else:
         scales = empty("scales", scheme.scales.dtype).fill_(amplitude / 8)

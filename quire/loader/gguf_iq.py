@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.loader.gguf_grids import grid
 
-Parts = tuple[Tensor, Tensor]
+Parts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]  # codes, scales, minima
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _EIGHT = torch.arange(8)

@@ -1,4 +1,4 @@
-"""Matmuls with 4-bit weights that stay packed: a linear layer's, and those of a mixture of experts."""
+"""Matmuls with quantized weights that stay packed: a linear layer's, and those of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels.packed import PackedWeight, pack_codes
+from quire.kernels.packed import E4M3, PackedWeight, pack_codes
 from quire.ops.base import Implementation, Op
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.grouped import generate_sparse_inputs, sparse_mlp
@@ -77,15 +77,22 @@ def generate_packed_sparse_inputs(
 def _generate_weight(experts: int, n: int, k: int, seed: int) -> PackedWeight:
     """Codes of every kind, with values of about K ** -0.5."""
     generator = torch.Generator().manual_seed(seed)
-    codes = pack_codes(torch.randint(0, 16, (experts, n, k), generator=generator))
-    group = (32, 64, k)[seed % 3]
+    group = (32, 64, k, 16, 32, 16, 64, 16)[seed % 8]
     shape = (experts, n, k // group)
-    if seed % 3 == 0:
-        exponents = torch.randint(121, 124, shape, generator=generator).to(torch.uint8)
-        return PackedWeight(codes, exponents, None, is_float=True)
     scales = (torch.rand(shape, generator=generator) + 0.5) * 0.2 * k**-0.5
-    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.uint8) if seed % 3 == 2 else None
-    return PackedWeight(codes, scales, zeros)
+    minima = torch.randn(shape, generator=generator) * k**-0.5 if seed % 8 in (4, 5, 7) else None
+    if seed % 8 > 4:
+        codes = torch.randint(-14, 15, (experts, n, k), generator=generator)
+        return PackedWeight((codes / 8).to(E4M3) if seed % 8 == 6 else codes.to(torch.int8), scales, minima=minima)
+    packed = pack_codes(torch.randint(0, 16, (experts, n, k), generator=generator))
+    if seed % 8 == 0:
+        exponents = torch.randint(121, 124, shape, generator=generator).to(torch.uint8)
+        return PackedWeight(packed, exponents, None, is_float=True)
+    if seed % 8 == 3:
+        line_scale = torch.rand(experts, n, generator=generator) * k**-0.5
+        return PackedWeight(packed, (scales * k**0.5).to(E4M3), None, is_float=True, line_scale=line_scale)
+    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.uint8) if seed % 8 == 2 else None
+    return PackedWeight(packed, scales, zeros, minima=minima)
 
 
 PACKED_LINEAR: Op[PackedLinear] = Op(

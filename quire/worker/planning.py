@@ -152,7 +152,9 @@ def plan_engine(
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
     default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
     length = config.model.max_model_len or description.max_position_embeddings
-    settings = resolve(config, _defaults(config, platform, default_dtype))
+    settings = resolve(
+        config, _defaults(config, platform, default_dtype, _stored_as(checkpoint, source.kind, model_config))
+    )
     if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
@@ -399,7 +401,7 @@ def _default_dtype(
     and of activations. See benchmarks/precision.py.
     """
     usual = platform.default_dtype, f"default on {platform.name}"
-    plain = config.model.quantization in ("auto", "none")  # fp8's kernels are made for bfloat16
+    plain = config.model.quantization in ("auto", "none", "stored")  # fp8's kernels are made for bfloat16
     if usual[0] != torch.bfloat16 or not gguf_formats or "BF16" in gguf_formats:
         return usual
     if not plain or not model.fits_float16:
@@ -407,16 +409,32 @@ def _default_dtype(
     return torch.float16, f"{usual[1]} for a GGUF file of a {model.__name__}, whose activations it holds"
 
 
-def _defaults(config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype, str]) -> DeviceDefaults:
+def _stored_as(checkpoint: Checkpoint | None, kind: str, model_config: Mapping[str, Any]) -> list[str]:
+    """What quantized matrices of a checkpoint are stored as; none of a GGUF file's, which are small if asked for."""
+    if kind == "gguf":
+        return []
+    if checkpoint is None:
+        return (
+            [str(method)] if (method := (model_config.get("quantization_config") or {}).get("quant_method")) else []
+        )
+    return sorted({info.scheme.element for info in checkpoint.tensors().values() if not info.scheme.is_float})
+
+
+def _defaults(
+    config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype, str], stored_as: Sequence[str]
+) -> DeviceDefaults:
     default, reason = dtype
     given = config.model.dtype
     target = Target(platform.name, default)
     method = choose_quantization(target)
+    if method.any_dtype and not stored_as:
+        method = choose_quantization(replace(target, quantization="none"))
     return DeviceDefaults(
         device=platform.name,
         dtype=str(default).removeprefix("torch."),
         dtype_reason=reason,
         quantization=method.name,
+        quantization_reason=f"{', '.join(stored_as)} in the checkpoint" if method.any_dtype else "",
         typed_quantization=method.name if method.any_dtype else "none",
         activations=method.activations(target),
         max_num_seqs=platform.default_max_num_seqs,

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedLinear, Layout, Router, TokenGate
 from quire.layers.linear import QKVParallelLinear
 from quire.layers.quant.registry import METHODS
-from quire.layers.scheme import Block, Scheme, StoredMatrix, Weight, as_tensor, matrix_of, rows_of
+from quire.layers.scheme import F32, Block, Scheme, StoredMatrix, Weight, as_tensor, matrix_of, rows_of
 from quire.layers.weights import MappedModule
 from quire.loader.checkpoint import Checkpoint, TensorInfo
 from quire.loader.mapper import load_weights
@@ -31,7 +31,9 @@ X, IDS, WEIGHTS = (
     torch.rand(5, 2),
 )
 # Each value is its own byte, less 100.
-BYTES = Scheme("BYTES", Block(1, 1, lambda data: data.float() - 100))
+BYTES = Scheme(
+    "BYTES", Block(1, 1, lambda data: data.float() - 100, F32, lambda data: {"weight": data.float() - 100})
+)
 
 
 def numbered(weight: Tensor, name: str, kind: str = "weight") -> dict[str, Weight]:

@@ -150,7 +150,11 @@ def blocks_of(rows: int, columns: int) -> tuple[StoredMatrix, Tensor]:
         pairs = data.float().unflatten(1, (-1, 2))
         return torch.cat((pairs, -pairs), dim=-1).flatten(1)
 
-    return StoredMatrix(Scheme("X4", Block(4, 2, decode)), (rows, columns), {"weight": data}), decode(data)
+    return StoredMatrix(
+        Scheme("X4", Block(4, 2, decode, F32, lambda data: {"weight": decode(data)})),
+        (rows, columns),
+        {"weight": data},
+    ), decode(data)
 
 
 @given(st.data())

@@ -7,7 +7,7 @@ from torch import nn
 from quire.layers.experts import GroupedDown, GroupedGateUp, Router
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.four_bit import FourBit, FourBitGrouped, FourBitLinear
+from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, PackedWeights
 from quire.layers.quant.plain import PlainLinear
 from quire.loader.dummy import AMPLITUDE, dummy_schemes, fill_dummy
 from quire.loader.mapper import bytes_in
@@ -65,11 +65,11 @@ def test_ranks_hold_parts_of_the_same_model(size: int) -> None:
             assert torch.equal(mine, all_of_it.chunk(size, dim=1)[rank])
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", None])
-def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "fp8", None])
+def test_quantized_where_the_config_says_so(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MXFP4 is that of gpt-oss: experts alone, gates and what they gate taking turns."""
-    monkeypatch.setattr(FourBit, "refuses", lambda self, target: None)
-    target, group = Target("elsewhere", quantization="four_bit"), ParallelGroup()
+    monkeypatch.setattr(PackedWeights, "refuses", lambda self, target: None)
+    target, group = Target("elsewhere", quantization="stored"), ParallelGroup()
     experts = {"bias": True, "layout": "interleaved_columns", "target": target, "group": group}
     model = nn.ModuleDict(
         {
@@ -79,7 +79,7 @@ def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pyt
             "qkv": MergedColumnParallelLinear(64, {"q": 64, "k": 64}, bias=True, target=target, group=group),
         }
     )
-    settings = {"quant_method": method, "bits": 4, "group_size": 64}
+    settings = {"quant_method": method, "bits": 4, "group_size": 64, "weight_block_size": [64, 64]}
     config = {} if method is None else {"quantization_config": settings}
     schemes = dummy_schemes(model, config)
     planned = bytes_in(model, schemes)
@@ -87,10 +87,10 @@ def test_four_bits_where_the_config_says_so(method: str | None, monkeypatch: pyt
     assert planned == sum(parameter.nbytes for parameter in model.parameters())
     kept = {name: type(layer.method) for name, layer in model.items()}
     assert kept["router"] is PlainLinear
-    assert (kept["gate_up"] is FourBitGrouped) == (kept["down"] is FourBitGrouped) == (method is not None)
-    assert (kept["qkv"] is FourBitLinear) == (method in ("awq", "gptq"))
+    assert (kept["gate_up"] is PackedWeightGrouped) == (kept["down"] is PackedWeightGrouped) == (method is not None)
+    assert (kept["qkv"] is PackedWeightLinear) == (method in ("awq", "gptq", "fp8"))
     for name in ("gate_up", "down", "qkv"):
-        if kept[name] in (FourBitGrouped, FourBitLinear):
+        if kept[name] in (PackedWeightGrouped, PackedWeightLinear):
             values = model[name].method._store.weight.unpacked()
             assert 0.2 * AMPLITUDE < values.std() < AMPLITUDE
             assert values.abs().max() <= 1.01 * AMPLITUDE

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from quire.layers.experts import GroupedLinear
-from quire.layers.quant.four_bit import FourBitGrouped
+from quire.layers.quant.packed_weights import PackedWeightGrouped
 from quire.loader.dummy import dummy_schemes, fill_dummy
 from quire.models.base import BuildContext, CausalLM
 from quire.models.experts import ExpertsMLP
@@ -56,7 +56,7 @@ def test_same_logits_as_plain_torch(name: str) -> None:
     expected = run_chunks(build(name, "elsewhere"), TOKENS, [8, 1])
     assert expected.std() > 0.1, "the reference must vary, or the comparison says nothing"
     model = build(name, "cuda")
-    packed = [isinstance(x.method, FourBitGrouped) for x in model.modules() if isinstance(x, GroupedLinear)]
+    packed = [isinstance(x.method, PackedWeightGrouped) for x in model.modules() if isinstance(x, GroupedLinear)]
     assert packed == ([True] * 4 if name == "gpt-oss" else [False] * 2)
     torch.testing.assert_close(run_chunks(model, TOKENS, [8, 1], TritonAttention()), expected, atol=1e-3, rtol=1e-3)
     # What the last layer gives is read by a norm, which adds up the shared expert too.

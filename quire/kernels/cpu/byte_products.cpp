@@ -16,7 +16,8 @@ void byte_grouped_down(const void* plans, const float* a, const int32_t* ids, co
 }
 
 void byte_product(const void* plan, const float* x, float* out, int64_t rows) {
-    QUIRE_WORDS::multiply_all(*(const Plan*)plan, x, out, rows);
+    const Plan& of = *(const Plan*)plan;
+    QUIRE_WORDS::multiply_all(of, in_order(of, x, rows), out, rows);
 }
 
 }  // namespace QUIRE_NS

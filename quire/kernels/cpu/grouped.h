@@ -90,7 +90,7 @@ static inline void run_grouped(const void* plans, const float* x, const int32_t*
         parallel(rows.rows, 1 + LEAST_COPIED / inner, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
                 const int64_t row = shared ? rows.order[i] / k : rows.order[i];
-                std::memcpy(sorted + i * inner, from + row * inner, inner * sizeof(float));
+                copy_in_order(*all[ids[first * k + rows.order[i]]], from + row * inner, sorted + i * inner);
             }
         });
         multiply(rows, sorted, results);

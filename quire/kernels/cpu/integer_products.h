@@ -22,7 +22,36 @@ struct Encode {
     static constexpr auto run = encode<ROWS>;
 };
 
+constexpr int64_t block_words(int64_t rows) { return (HEADER + BLOCK / PER_WORD) * rows; }
+
 // ---- weights
+// Eight elements along k of one panel.
+template <int F>
+struct Eight {
+    static constexpr int BYTES = PANEL * LAYOUTS[F].bits;
+    const uint8_t* p;
+    Words words[VECS];
+
+    inline void load_codes(const uint8_t* from) {
+        p = from;
+        if constexpr (LAYOUTS[F].bits == 4)
+            for (int v = 0; v < VECS; ++v) words[v] = load_words(from + v * LANES * 4);
+    }
+    static inline void prefetch(const uint8_t* from) {
+        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(from + line);
+    }
+    // PER_WORD of them: those that a word of a row has in its place I.
+    template <int I>
+    inline Ints word(int v) const {
+        if constexpr (LAYOUTS[F].table != NO_TABLE)
+            return table_word(nibble_word<I>(words[v]));
+        else if constexpr (LAYOUTS[F].bits == 4)
+            return nibble_word<I>(words[v]);
+        else
+            return line_word<I>(p + v * LANES);
+    }
+};
+
 // How the sum of a group becomes one over weights.
 enum Kind { SCALE, SCALE_AND_MINIMUM, SCALE_AND_MINIMUM_OF_8_BITS, SCALE_OF_16 };
 constexpr Kind kind_of(int format) {
@@ -281,8 +310,10 @@ template <int... F>
 struct ByFormat {
     static constexpr Kernels table[] = {{few<F>, tile_rows<F>}...};
 };
-using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, CODE8_MIN_F32, CODE8_F32>;
-inline const Kernels& kernels_of(const Segment& segment) { return AllKernels::table[segment.format - CODE4]; }
+using AllKernels = ByFormat<CODE4, CODE4_MIN, CODE4_MIN_F32, CODE8, CODE8_MIN, CODE8_MIN_F32, CODE8_F32, E2M1, E2M1_16>;
+inline const Kernels& kernels_of(const Segment& segment) {
+    return AllKernels::table[segment.format - (segment.format < CODE4_MIN_16 ? CODE4 : CODE4 + 1)];
+}
 
 inline void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
     const Passes passes(rows, plan.inner);

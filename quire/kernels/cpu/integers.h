@@ -6,6 +6,12 @@
 namespace quire {
 namespace QUIRE_NS {
 
+// The doubled 4-bit floats, as bytes.
+#define QUIRE_E2M1_BYTES(BIAS)                                                                                   \
+    (char)(0 + BIAS), (char)(1 + BIAS), (char)(2 + BIAS), (char)(3 + BIAS), (char)(4 + BIAS), (char)(6 + BIAS),   \
+        (char)(8 + BIAS), (char)(12 + BIAS), (char)(0 + BIAS), (char)(-1 + BIAS), (char)(-2 + BIAS),              \
+        (char)(-3 + BIAS), (char)(-4 + BIAS), (char)(-6 + BIAS), (char)(-8 + BIAS), (char)(-12 + BIAS)
+
 // A lane of `Ints` is a sum, or a pair of int16: elements k (low half) and k + 4 of eight, as the words of 4-bit codes
 // have them side by side.
 #if defined(__AVX512VNNI__)
@@ -23,6 +29,11 @@ static inline Ints dot(Ints total, Ints a, Ints b) {
 template <int I>
 static inline Ints nibble_pair(Words w) {
     return _mm512_and_si512(I ? _mm512_srli_epi32(w, 4 * I) : w, _mm512_set1_epi32(0x000f000f));
+}
+// What pairs of places in the table of doubled 4-bit floats stand for.
+static inline Ints table_pair(Ints places) {
+    const __m512i table = _mm512_cvtepi8_epi16(_mm256_broadcastsi128_si256(_mm_setr_epi8(QUIRE_E2M1_BYTES(0))));
+    return _mm512_permutexvar_epi16(places, table);
 }
 static inline Ints byte_pair(const uint8_t* low, const uint8_t* high) {
     const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low));
@@ -51,6 +62,10 @@ static inline Ints dot(Ints total, Ints a, Ints b) { return _mm256_add_epi32(tot
 template <int I>
 static inline Ints nibble_pair(Words w) {
     return _mm256_and_si256(I ? _mm256_srli_epi32(w, 4 * I) : w, _mm256_set1_epi32(0x000f000f));
+}
+static inline Ints table_pair(Ints places) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(QUIRE_E2M1_BYTES(0)));
+    return _mm256_srai_epi16(_mm256_slli_epi16(_mm256_shuffle_epi8(table, places), 8), 8);
 }
 static inline Ints byte_pair(const uint8_t* low, const uint8_t* high) {
     return _mm256_cvtepi8_epi16(
@@ -87,6 +102,10 @@ template <int I>
 static inline Ints nibble_pair(Words w) {
     return each_int([&](int i) { return (int32_t)(w.x[i] >> (4 * I) & 0x000f000f); });
 }
+static inline Ints table_pair(Ints places) {
+    constexpr int8_t TABLE[] = {QUIRE_E2M1_BYTES(0)};
+    return each_int([&](int i) { return join(TABLE[places.x[i] & 15], TABLE[places.x[i] >> 16 & 15]); });
+}
 static inline Ints byte_pair(const uint8_t* low, const uint8_t* high) {
     return each_int([&](int i) { return join((int8_t)low[i], (int8_t)high[i]); });
 }
@@ -96,6 +115,37 @@ static inline Vec pair_up(Vec low, Vec high) {
     return each([&](int i) { return lane_from((lane_bits(low.x[i]) & 0xffff) | lane_bits(high.x[i]) << 16); });
 }
 #endif
+
+// What a row's BLOCK becomes: integers in the low bits of `values`, their unit, and the sums of both halves of them.
+struct Rounded {
+    Vec values[BLOCK / LANES];
+    float scale, low, high;
+};
+
+// One row's BLOCK, of which `count` elements are there: the largest becomes LEVELS.
+template <int LEVELS>
+static inline Rounded rounded(const float* x, int64_t count) {
+    constexpr int N = BLOCK / LANES;
+    Rounded block;
+    Vec most = zero(), total[2] = {zero(), zero()};
+    for (int i = 0; i < N; ++i) {
+        const int64_t left = count - i * LANES;
+        Vec& v = block.values[i];
+        v = left >= LANES ? load(x + i * LANES) : left > 0 ? load_part(x + i * LANES, (int)left) : zero();
+        most = vmax(most, vmax(v, sub(zero(), v)));
+    }
+    const float unit = max_lane(most) * (1.0f / LEVELS);
+    const float step = unit < 0x1p-126f ? 0x1p-126f : unit;  // its inverse must not overflow
+    const Vec inverse = set(1.0f / step);
+    for (int i = 0; i < N; ++i) {
+        block.values[i] = fma(block.values[i], inverse, set(ROUNDER));
+        total[2 * i / N] = add(total[2 * i / N], sub(block.values[i], set(ROUNDER)));
+    }
+    block.low = QUIRE_NS::sum(total[0]), block.high = QUIRE_NS::sum(total[1]);
+    const float all = block.low + block.high;
+    block.scale = step + (all - all);  // NaN if anything is not finite: then the sum is NaN, as infinity times zero is
+    return block;
+}
 
 }  // namespace QUIRE_NS
 }  // namespace quire

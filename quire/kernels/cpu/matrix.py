@@ -23,12 +23,18 @@ from quire.types.errors import CheckpointError, ConfigError
 
 PANEL = 16  # outputs that lie side by side in memory
 
-# The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32.
+# The numbers are those of panels.h. A suffix _min means that groups have a minimum, _f32 that scales are float32, as
+# all are after code8_f32.
 FORMATS = (
     *("float32", "bfloat16", "float16"),
     *("code4", "code4_min", "code4_min_f32"),
     *("code8", "code8_min", "code8_min_f32", "code8_f32"),
+    *("code4_min_16", "e2m1", "e2m1_16", "nf4", "fp4", "e4m3", "e5m2"),
 )
+FLOAT8 = ("e4m3", "e5m2")
+# Codes that are integers, or become integers: what rounded activations are multiplied with.
+_INTEGERS = (*FORMATS[3:10], "e2m1", "e2m1_16")
+_HALF_SCALES = ("code4", "code4_min", "code8", "code8_min")
 # GGUF type -> its number in pack.cpp is its place here; values and bytes of a block, and the format it becomes.
 BLOCK_TYPES: dict[str, tuple[int, int, str]] = {
     "Q4_0": (32, 18, "code4"),
@@ -105,11 +111,12 @@ _arena = Arena()
 class PackedMatrix:
     """A matrix [rows, inner] of weights in panels of 16 rows, in one of FORMATS."""
 
-    def __init__(self, panels: Tensor, format: str, rows: int, inner: int) -> None:
+    def __init__(self, panels: Tensor, format: str, rows: int, inner: int, order: Tensor | None = None) -> None:
         self.panels = panels  # [bytes] uint8
         self.format = format
         self.rows = rows
         self.inner = inner
+        self.order = order  # [inner] int32: the column that stands at each place; None: its own
 
     @classmethod
     def from_blocks(cls, type: str, blocks: NDArray[np.uint8], inner: int) -> PackedMatrix:
@@ -161,12 +168,23 @@ class PackedMatrix:
         return cls(panels, STORAGES[storage], rows, inner)
 
     @classmethod
-    def from_codes(cls, format: str, codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> PackedMatrix:
-        """codes [rows, inner] (of four bits, or int8) that mean code * scale + minimum; code4 means code - 8.
+    def from_codes(
+        cls,
+        format: str,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> PackedMatrix:
+        """codes [rows, inner] (of four bits, or bytes) that mean code * scale + minimum; code4 means code - 8.
 
-        scales and minima [rows, groups of 32 columns], or of 16 for code8_f32.
+        scales and minima [rows, groups of 32 columns], or of 16 for code8_f32 and formats that end in _16. `order`:
+        which column of the matrix each column of the codes is.
         """
         rows, inner = codes.shape
+        if format == "e4m3":
+            scales = scales * 256  # of codes read as halves
+        codes = codes.view(torch.int8) if format in FLOAT8 else codes
         num_bytes = packed_bytes(format, PANEL, inner)
         panels = _arena.allocate(packed_bytes(format, rows, inner))
         view = panels.numpy().reshape(-1, num_bytes)  # torch refuses to write to what inference mode made
@@ -174,12 +192,12 @@ class PackedMatrix:
             part = slice(first, first + _ROWS)
             packed = _code_panels(format, codes[part]).numpy()
             numbers = [scales[part]] if minima is None else [scales[part], minima[part]]
-            grid = _scale_panels(numbers, torch.float32 if format.endswith("f32") else torch.float16).numpy()
+            grid = _scale_panels(numbers, torch.float16 if format in _HALF_SCALES else torch.float32).numpy()
             here = view[first // PANEL : first // PANEL + packed.shape[0]]
             here[:, : grid.shape[1]] = grid
             here[:, grid.shape[1] : num_bytes - packed.shape[1]] = 0
             here[:, num_bytes - packed.shape[1] :] = packed
-        return cls(panels, format, rows, inner)
+        return cls(panels, format, rows, inner, None if order is None else order.to(torch.int32).contiguous())
 
     @property
     def num_bytes(self) -> int:
@@ -202,7 +220,7 @@ class PackedMatrix:
             ids.shape[0],
             out.data_ptr(),
         )
-        return out
+        return out if self.order is None else out[:, self.order.argsort()]
 
 
 def _by_panel(values: Tensor) -> Tensor:
@@ -214,7 +232,7 @@ def _by_panel(values: Tensor) -> Tensor:
 def _code_panels(format: str, codes: Tensor) -> Tensor:
     """codes [rows, inner] -> bytes [panels, ..] as panels.h has them."""
     panels = _by_panel(torch.nn.functional.pad(codes, (0, -codes.shape[1] % BLOCK)))
-    if format.startswith("code8"):
+    if format.startswith("code8") or format in FLOAT8:
         lines: Tensor = panels.to(torch.int8).mT.contiguous()
         return lines.view(torch.uint8).flatten(1)
     # Eight elements of an output in a word, as four bytes.
@@ -245,23 +263,48 @@ class Product:
         self.inner = inner
         self.outputs = sum(matrix.rows for matrix in matrices)
         bias = None if bias is None else bias.float().contiguous()
-        self._held = (tuple(matrices), bias)  # the plan has their addresses
-        segments = [(m.panels.data_ptr(), FORMATS.index(m.format), m.rows) for m in matrices]
-        numbers = [inner, self.outputs, 0 if bias is None else bias.data_ptr(), len(segments)]
-        numbers += [number for segment in segments for number in segment]
-        self._plan = (ctypes.c_int64 * len(numbers))(*numbers)
-        self.address = ctypes.addressof(self._plan)
+        self._held = (tuple(matrices), bias)  # the plans have their addresses
+        self._plans: list[tuple[ctypes.Array[ctypes.c_int64], int]] = []  # and the columns before each one's results
+        column = 0
+        for order, run in runs_in_order(matrices):
+            segments = [(m.panels.data_ptr(), FORMATS.index(m.format), m.rows) for m in run]
+            numbers = [inner, self.outputs, 0 if bias is None else bias.data_ptr() + 4 * column]
+            numbers += [0 if order is None else order.data_ptr(), len(segments)]
+            numbers += [number for segment in segments for number in segment]
+            self._plans.append(((ctypes.c_int64 * len(numbers))(*numbers), column))
+            column += sum(matrix.rows for matrix in run)
         if activations == "auto":
             activations = "int16" if multiplies_integers() else "float32"
-        integers = all(matrix.format.startswith("code") for matrix in matrices)
+        integers = all(matrix.format in _INTEGERS for matrix in matrices)
         self.activations = activations if integers else "float32"
         self._kernel = KERNEL_PREFIXES[self.activations] + "product"
         self._kernels = bound()
+        self._calls = [(ctypes.addressof(plan), 4 * column) for plan, column in self._plans]
+
+    @property
+    def address(self) -> int:
+        """Of the one plan that all matrices have, whose columns are in one order."""
+        ((plan, _),) = self._calls
+        return plan
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, inner] float32 -> [n, outputs]."""
         x = x.contiguous()
         rows = x.shape[0]
         out = empty(rows, self.outputs)
-        getattr(self._kernels, self._kernel)(self.address, x.data_ptr(), out.data_ptr(), rows)
+        for plan, offset in self._calls:
+            getattr(self._kernels, self._kernel)(plan, x.data_ptr(), out.data_ptr() + offset, rows)
         return out
+
+
+def runs_in_order(matrices: Sequence[PackedMatrix]) -> list[tuple[Tensor | None, list[PackedMatrix]]]:
+    """Neighbours whose columns are in the same order, and that order."""
+    runs: list[tuple[Tensor | None, list[PackedMatrix]]] = []
+    for matrix in matrices:
+        last = runs[-1][0] if runs else None
+        same = last is matrix.order or (last is not None and matrix.order is not None and last.equal(matrix.order))
+        if runs and same:
+            runs[-1][1].append(matrix)
+        else:
+            runs.append((matrix.order, [matrix]))
+    return runs

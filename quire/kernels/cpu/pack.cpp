@@ -313,10 +313,15 @@ inline float unpack(Format format, const uint8_t* panel, int64_t inner, int64_t 
     if (format == FLOAT16) return read_float(codes, FROM_FLOAT16, k * PANEL + lane);
     if (format == BFLOAT16) return read_float(codes, FROM_BFLOAT16, (k / 2 * PANEL + lane) * 2 + k % 2);
     float code;
-    if (layout.bits == 4)
-        code = (float)((codes[(k / 8 * PANEL + lane) * 4 + k % 8 / 2] >> (k % 2 * 4) & 15) - layout.zero);
-    else
+    if (layout.bits == 4) {
+        const int nibble = codes[(k / 8 * PANEL + lane) * 4 + k % 8 / 2] >> (k % 2 * 4) & 15;
+        code = layout.table ? TABLES[layout.table][nibble] : (float)(nibble - layout.zero);
+    } else if (format == E4M3 || format == E5M2) {
+        const uint8_t byte = codes[k * PANEL + lane];
+        code = half_to_float(format == E5M2 ? half_of_e5m2(byte) : half_of_e4m3(byte));
+    } else {
         code = (float)(int8_t)codes[k * PANEL + lane];
+    }
     const uint8_t* scales = panel + k / layout.group * layout.scales_per_group();
     const int64_t source = layout.scale_bytes == 2 ? FROM_FLOAT16 : FROM_FLOAT32;
     const float scale = read_float(scales, source, lane);

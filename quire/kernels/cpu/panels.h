@@ -25,7 +25,27 @@ enum Format : int64_t {
     CODE8_MIN = 7,
     CODE8_MIN_F32 = 8,
     CODE8_F32 = 9,     // f32 scale for each 16 elements
-    NUM_FORMATS = 10,
+    CODE4_MIN_16 = 10, // f32 scale and minimum for each 16
+    E2M1 = 11,         // 4-bit floats, doubled; from here on scales are f32
+    E2M1_16 = 12,      // the same, a scale for each 16
+    NF4 = 13,
+    FP4 = 14,
+    E4M3 = 15,  // 8-bit floats, divided by 256
+    E5M2 = 16,
+    NUM_FORMATS = 17,
+};
+
+// What codes are places in.
+enum ValueTable { NO_TABLE, DOUBLED_E2M1, NORMAL_FLOAT4, FLOAT4 };
+alignas(64) constexpr float TABLES[][16] = {
+    {},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f, 0.3333333432674408f, 0.5f, 0.1666666716337204f, 0.25f,
+     -0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f, -0.3333333432674408f, -0.5f, -0.1666666716337204f,
+     -0.25f},
 };
 
 struct Layout {
@@ -34,7 +54,8 @@ struct Layout {
     int group;        // elements along k that share a scale
     int scale_bytes;  // of one scale or minimum; 0 if there are none
     bool has_min;
-    int zero;  // the code that means 0
+    int zero;          // the code that means 0
+    ValueTable table;  // of values that codes stand for
 
     constexpr int scales_per_group() const { return scale_bytes * PANEL * (has_min ? 2 : 1); }
     constexpr int64_t padded(int64_t inner) const { return (inner + BLOCK - 1) / BLOCK * BLOCK; }
@@ -43,9 +64,23 @@ struct Layout {
 };
 
 constexpr Layout LAYOUTS[NUM_FORMATS] = {
-    {32, 1, 32, 0, false, 0}, {16, 2, 32, 0, false, 0}, {16, 1, 32, 0, false, 0}, {4, 8, 32, 2, false, 8},
-    {4, 8, 32, 2, true, 0},   {4, 8, 32, 4, true, 0},   {8, 1, 32, 2, false, 0},  {8, 1, 32, 2, true, 0},
-    {8, 1, 32, 4, true, 0},   {8, 1, 16, 4, false, 0},
+    {32, 1, 32, 0, false, 0, NO_TABLE},
+    {16, 2, 32, 0, false, 0, NO_TABLE},
+    {16, 1, 32, 0, false, 0, NO_TABLE},
+    {4, 8, 32, 2, false, 8, NO_TABLE},
+    {4, 8, 32, 2, true, 0, NO_TABLE},
+    {4, 8, 32, 4, true, 0, NO_TABLE},
+    {8, 1, 32, 2, false, 0, NO_TABLE},
+    {8, 1, 32, 2, true, 0, NO_TABLE},
+    {8, 1, 32, 4, true, 0, NO_TABLE},
+    {8, 1, 16, 4, false, 0, NO_TABLE},
+    {4, 8, 16, 4, true, 0, NO_TABLE},
+    {4, 8, 32, 4, false, 0, DOUBLED_E2M1},
+    {4, 8, 16, 4, false, 0, DOUBLED_E2M1},
+    {4, 8, 32, 4, false, 0, NORMAL_FLOAT4},
+    {4, 8, 32, 4, false, 0, FLOAT4},
+    {8, 1, 32, 4, false, 0, NO_TABLE},
+    {8, 1, 32, 4, false, 0, NO_TABLE},
 };
 
 static inline float half_to_float(uint16_t half) {
@@ -65,6 +100,10 @@ static inline float half_to_float(uint16_t half) {
     return value;
 }
 
+// The bits of a half that are those of an 8-bit float; of E4M3 it is a 256th.
+static inline uint16_t half_of_e4m3(uint8_t code) { return (uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7); }
+static inline uint16_t half_of_e5m2(uint8_t code) { return (uint16_t)(code << 8); }
+
 // ---- vectors of LANES outputs from memory, for each instruction set
 #if defined(__AVX512F__)
 using Words = __m512i;
@@ -81,6 +120,16 @@ static inline Vec nibble(Words w) {
                                      9 - ZERO, 10 - ZERO, 11 - ZERO, 12 - ZERO, 13 - ZERO, 14 - ZERO, 15 - ZERO);
     return _mm512_permutexvar_ps(I ? _mm512_srli_epi32(w, 4 * I) : w, table);  // looks at the low four bits alone
 }
+template <int I, int TABLE>
+static inline Vec looked_up(Words w) {
+    return _mm512_permutexvar_ps(I ? _mm512_srli_epi32(w, 4 * I) : w, _mm512_load_ps(TABLES[TABLE]));
+}
+template <int F>
+static inline Vec load_float8(const void* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256i low = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_cvtph_ps(F == E5M2 ? _mm256_slli_epi16(wide, 8) : low);
+}
 #elif defined(__AVX2__) && defined(__FMA__)
 using Words = __m256i;
 static inline Words load_words(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -94,6 +143,19 @@ template <int I, int ZERO>
 static inline Vec nibble(Words w) {
     const __m256i code = _mm256_and_si256(I ? _mm256_srli_epi32(w, 4 * I) : w, _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(ZERO ? _mm256_sub_epi32(code, _mm256_set1_epi32(ZERO)) : code);
+}
+template <int I, int TABLE>
+static inline Vec looked_up(Words w) {
+    const __m256i place = I ? _mm256_srli_epi32(w, 4 * I) : w;  // the low three bits are looked at
+    const Vec low = _mm256_permutevar8x32_ps(_mm256_load_ps(TABLES[TABLE]), place);
+    const Vec high = _mm256_permutevar8x32_ps(_mm256_load_ps(TABLES[TABLE] + 8), place);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(w, 28 - 4 * I)));
+}
+template <int F>
+static inline Vec load_float8(const void* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    const __m128i low = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_cvtph_ps(F == E5M2 ? _mm_slli_epi16(wide, 8) : low);
 }
 #else
 struct Words {
@@ -120,6 +182,17 @@ static inline Vec bfloat(Words w) {
 template <int I, int ZERO>
 static inline Vec nibble(Words w) {
     return each([&](int i) { return (float)((int)(w.x[i] >> (4 * I) & 15) - ZERO); });
+}
+template <int I, int TABLE>
+static inline Vec looked_up(Words w) {
+    return each([&](int i) { return TABLES[TABLE][w.x[i] >> (4 * I) & 15]; });
+}
+template <int F>
+static inline Vec load_float8(const void* p) {
+    return each([&](int i) {
+        const uint8_t code = ((const uint8_t*)p)[i];
+        return half_to_float(F == E5M2 ? half_of_e5m2(code) : half_of_e4m3(code));
+    });
 }
 #endif
 
@@ -162,8 +235,12 @@ struct Codes {
         if constexpr (F == FLOAT16) return load_half(p + v * LANES * 2);
         if constexpr (L.scale_bytes > 0) {
             Vec code;
-            if constexpr (L.bits == 4)
+            if constexpr (L.table != NO_TABLE)
+                code = looked_up<I, L.table>(words[v]);
+            else if constexpr (L.bits == 4)
                 code = nibble<I, L.zero>(words[v]);
+            else if constexpr (F == E4M3 || F == E5M2)
+                code = load_float8<F>(p + v * LANES);
             else
                 code = load_int8(p + v * LANES);
             return L.has_min ? fma(code, s.scale[v], s.minimum[v]) : mul(code, s.scale[v]);

@@ -25,15 +25,35 @@ struct Segment {
     int64_t format, outputs;
 };
 
-// What matrix.py builds: inner, outputs of all segments, bias (an address or 0), segments, and then each segment.
+// What matrix.py builds: inner, floats from one row of results to the next (the outputs of all segments, or more), bias
+// and order (addresses or 0), segments, and then each segment.
 struct Plan {
     int64_t inner, outputs;
     const float* bias;
+    const int32_t* order;  // which column of x each element along k is multiplied with; null: its own
     int64_t num_segments;
     Segment segments[1];
 
     const float* bias_at(int64_t column) const { return bias ? bias + column : nullptr; }
 };
+
+static inline void copy_in_order(const Plan& plan, const float* from, float* to) {
+    if (!plan.order) {
+        std::memcpy(to, from, plan.inner * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < plan.inner; ++i) to[i] = from[plan.order[i]];
+}
+
+// x [rows, inner], or its copy whose columns are in the plan's order.
+static inline const float* in_order(const Plan& plan, const float* x, int64_t rows) {
+    if (!plan.order) return x;
+    float* copy = (float*)scratch(8, rows * plan.inner * sizeof(float));
+    parallel(rows, 1 + LEAST_WORK / plan.inner, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) copy_in_order(plan, x + r * plan.inner, copy + r * plan.inner);
+    });
+    return copy;
+}
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

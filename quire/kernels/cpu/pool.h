@@ -14,7 +14,7 @@ void set_threads(int count);
 int num_threads();
 
 // This thread's memory `slot` (of SCRATCH_SLOTS), at least `bytes` long, aligned to 64 bytes; its content is anything.
-constexpr int SCRATCH_SLOTS = 8;
+constexpr int SCRATCH_SLOTS = 9;
 void* scratch(int slot, size_t bytes);
 
 #ifdef QUIRE_NS

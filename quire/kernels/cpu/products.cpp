@@ -253,7 +253,8 @@ template <int... F>
 struct ByFormat {
     static constexpr Kernels table[] = {{few<F>, tile_rows<F>}...};
 };
-using AllKernels = ByFormat<0, 1, 2, 3, 4, 5, 6, 7, 8, 9>;
+using AllKernels = ByFormat<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16>;
+static_assert(sizeof AllKernels::table / sizeof *AllKernels::table == NUM_FORMATS, "every format has kernels");
 
 void few_rows(const Plan& plan, const float* x, float* out, int64_t rows) {
     share_panels(plan, rows, [&](const Segment& segment, int64_t begin, int64_t end, int64_t column) {
@@ -276,6 +277,12 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
         AllKernels::table[segment.format].tile(x, first, last, segment, panel, out + column, plan.outputs,
                                                plan.bias_at(column));
     });
+}
+
+void multiply_all(const Plan& plan, const float* x, float* out, int64_t rows) {
+    multiply_rows(
+        plan, x, out, rows, MOST_DIRECT_ROWS, MOST_PACKED, [&](auto... part) { few_rows(plan, part...); },
+        [&](auto... part) { many_rows(plan, part...); });
 }
 
 // Rows of several experts, sorted: x [rows, inner] -> out [rows, outputs].
@@ -303,7 +310,7 @@ void grouped_rows(const Grouping& rows, const float* x, float* out) {
     for (int64_t b = 0; b < rows.num_buckets; ++b) {
         const Bucket& bucket = rows.buckets[b];
         if (bucket.count > MOST_DIRECT_ROWS && bucket.count > MOST_AT_ONCE)
-            product(bucket.plan, x + bucket.start * inner, out + bucket.start * outputs, bucket.count);
+            multiply_all(*bucket.plan, x + bucket.start * inner, out + bucket.start * outputs, bucket.count);
     }
 }
 
@@ -321,9 +328,7 @@ void grouped_down(const void* plans, const float* a, const int32_t* ids, const f
 
 void product(const void* plan_address, const float* x, float* out, int64_t rows) {
     const Plan& plan = *(const Plan*)plan_address;
-    multiply_rows(
-        plan, x, out, rows, MOST_DIRECT_ROWS, MOST_PACKED, [&](auto... part) { few_rows(plan, part...); },
-        [&](auto... part) { many_rows(plan, part...); });
+    multiply_all(plan, in_order(plan, x, rows), out, rows);
 }
 
 }  // namespace QUIRE_NS

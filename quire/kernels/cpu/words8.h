@@ -23,12 +23,16 @@ static inline Ints dot_words(Ints total, Ints w, Ints x) {
     return total;
 }
 template <int I>
-static inline Ints nibble_bytes(Words w) {
+static inline Ints nibble_word(Words w) {
     return _mm512_and_si512(I ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi32(0x0f0f0f0f));
+}
+static inline Ints table_word(Ints places) {
+    const __m128i table = _mm_setr_epi8(QUIRE_E2M1_BYTES(128));  // 128 more, without a sign
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), places);
 }
 // Of eight lines of 16 bytes, four bytes of each output.
 template <int I>
-static inline Ints line_bytes(const uint8_t* p) {
+static inline Ints line_word(const uint8_t* p) {
     const __m512i low = _mm512_loadu_si512(p), high = _mm512_loadu_si512(p + 64);
     const __m512i lines = _mm512_add_epi32(_mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0),
                                            _mm512_set1_epi32(4 * I));
@@ -54,11 +58,14 @@ static inline Ints dot_words(Ints total, Ints w, Ints x) {
     return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 template <int I>
-static inline Ints nibble_bytes(Words w) {
+static inline Ints nibble_word(Words w) {
     return _mm256_and_si256(I ? _mm256_srli_epi32(w, 4) : w, _mm256_set1_epi32(0x0f0f0f0f));
 }
+static inline Ints table_word(Ints places) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(QUIRE_E2M1_BYTES(0))), places);
+}
 template <int I>
-static inline Ints line_bytes(const uint8_t* p) {
+static inline Ints line_word(const uint8_t* p) {
     const auto line = [&](int i) { return _mm_loadl_epi64((const __m128i*)(p + (I + 2 * i) * PANEL)); };
     const __m128i first = _mm_unpacklo_epi8(line(0), line(1)), second = _mm_unpacklo_epi8(line(2), line(3));
     return _mm256_set_m128i(_mm_unpackhi_epi16(first, second), _mm_unpacklo_epi16(first, second));
@@ -84,11 +91,19 @@ static inline Ints dot_words(Ints total, Ints w, Ints x) {
     });
 }
 template <int I>
-static inline Ints nibble_bytes(Words w) {
+static inline Ints nibble_word(Words w) {
     return each_int([&](int i) { return (int32_t)(w.x[i] >> (4 * I) & 0x0f0f0f0f); });
 }
+static inline Ints table_word(Ints places) {
+    constexpr int8_t TABLE[] = {QUIRE_E2M1_BYTES(0)};
+    return each_int([&](int i) {
+        uint32_t word = 0;
+        for (int shift = 0; shift < 32; shift += 8) word |= (uint32_t)(uint8_t)TABLE[places.x[i] >> shift & 15] << shift;
+        return (int32_t)word;
+    });
+}
 template <int I>
-static inline Ints line_bytes(const uint8_t* p) {
+static inline Ints line_word(const uint8_t* p) {
     return each_int([&](int i) {
         uint32_t word = 0;
         for (int k = 0; k < 4; ++k) word |= (uint32_t)p[(I + 2 * k) * PANEL + i] << (8 * k);
@@ -107,68 +122,27 @@ static inline void low_bytes(const Vec* v, int32_t* words) {
 }
 #endif
 
-constexpr int64_t block_words(int64_t rows) { return (HEADER + BLOCK / PER_WORD) * rows; }
-
 // One row's BLOCK, of which `count` elements are there. `header` and `words` are of one row among `rows`.
 inline void encode_row(const float* x, int64_t count, int64_t rows, int32_t* header, int32_t* words) {
-    constexpr int N = BLOCK / LANES;
-    Vec v[N], most = zero(), total[2] = {zero(), zero()};
-    for (int i = 0; i < N; ++i) {
-        const int64_t left = count - i * LANES;
-        v[i] = left >= LANES ? load(x + i * LANES) : left > 0 ? load_part(x + i * LANES, (int)left) : zero();
-        most = vmax(most, vmax(v[i], sub(zero(), v[i])));
-    }
-    const float unit = max_lane(most) * (1.0f / 127.0f);
-    const float step = unit < 0x1p-126f ? 0x1p-126f : unit;  // its inverse must not overflow
-    const Vec inverse = set(1.0f / step);
-    for (int i = 0; i < N; ++i) {
-        v[i] = fma(v[i], inverse, set(ROUNDER));
-        total[2 * i / N] = add(total[2 * i / N], sub(v[i], set(ROUNDER)));
-    }
-    const float low = QUIRE_NS::sum(total[0]), high = QUIRE_NS::sum(total[1]), all = low + high;
-    const float scale = step + (all - all);  // NaN if anything is not finite
-    const bool finite = scale == scale;
-    std::memcpy(header, &scale, sizeof scale);
+    const Rounded block = rounded<127>(x, count);
+    const float all = block.low + block.high;
+    const bool finite = block.scale == block.scale;
+    std::memcpy(header, &block.scale, sizeof block.scale);
     std::memcpy(header + rows, &all, sizeof all);
-    header[2 * rows] = finite ? -128 * (int32_t)low : 0;
-    header[3 * rows] = finite ? -128 * (int32_t)high : 0;
+    header[2 * rows] = finite ? -128 * (int32_t)block.low : 0;
+    header[3 * rows] = finite ? -128 * (int32_t)block.high : 0;
     int32_t made[BLOCK / PER_WORD];
-    low_bytes(v, made);
+    low_bytes(block.values, made);
     for (int w = 0; w < BLOCK / PER_WORD; ++w) words[w * rows] = made[w];
 }
 
 // x [ROWS][stride], `depth` elements of each.
 template <int ROWS>
 void encode(const float* x, int64_t stride, int64_t depth, int32_t* out) {
-    for (int64_t k = 0; k < depth; k += BLOCK, out += block_words(ROWS))
+    for (int64_t k = 0; k < depth; k += BLOCK, out += (HEADER + BLOCK / PER_WORD) * ROWS)
         for (int r = 0; r < ROWS; ++r)
             encode_row(x + r * stride + k, depth - k, ROWS, out + r, out + HEADER * ROWS + r);
 }
-
-// Eight elements along k of one panel.
-template <int F>
-struct Eight {
-    static constexpr int BYTES = PANEL * LAYOUTS[F].bits;
-    const uint8_t* p;
-    Words words[VECS];
-
-    inline void load_codes(const uint8_t* from) {
-        p = from;
-        if constexpr (LAYOUTS[F].bits == 4)
-            for (int v = 0; v < VECS; ++v) words[v] = load_words(from + v * LANES * 4);
-    }
-    static inline void prefetch(const uint8_t* from) {
-        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(from + line);
-    }
-    // The elements I, I + 2, I + 4 and I + 6.
-    template <int I>
-    inline Ints word(int v) const {
-        if constexpr (LAYOUTS[F].bits == 4)
-            return nibble_bytes<I>(words[v]);
-        else
-            return line_bytes<I>(p + v * LANES);
-    }
-};
 
 }  // namespace QUIRE_WORDS
 }  // namespace QUIRE_NS

@@ -1,6 +1,7 @@
-"""Matmuls with 4-bit weights, which are unpacked in the kernel: of experts, and of one matrix.
+"""Matmuls with quantized weights, which are unpacked in the kernel: of experts, and of one matrix.
 
 Weights lie as quire/kernels/packed.py says, so that both halves of a piece are read with activations side by side.
+Sums of a piece are scaled; where that is too coarse (`FINE`), weights are, and rounded to the type of activations.
 The inner sum of a slot runs in one order, whatever the shape of the tiles, if their `bk` is the same.
 """
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.packed import CHUNK, PackedWeight
+from quire.kernels.packed import CHUNK, E4M3, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, activated, empty_slots, weighted
 from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
@@ -21,17 +22,38 @@ from quire.kernels.triton.tile_matmul import lines_of
 
 
 @triton.jit
+def _e4m3(codes, kind: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes that are 8-bit floats -> `kind`. Shifted to where a float16's exponent begins, they are a 256th."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(kind)
+    bits = ((codes & 0x80).to(tl.int16) << 8) | ((codes & 0x7F).to(tl.int16) << 7)
+    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(kind)
+
+
+@triton.jit
+def _byte_values(codes, kind: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes that are 8-bit floats or integers -> `kind`."""
+    if KIND == "e4m3":
+        return _e4m3(codes, kind, NATIVE)
+    return codes.to(kind)
+
+
+@triton.jit
 def _scale_of(scale_ptr, at, mask):
-    """Scales as float32; bytes are exponents of two."""
+    """Scales as float32; int8 are exponents of two, uint8 8-bit floats."""
     if scale_ptr.dtype.element_ty == tl.uint8:
-        exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32)
+        return _e4m3(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, False)
+    if scale_ptr.dtype.element_ty == tl.int8:
+        exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32) & 255
         return (exponent << 23).to(tl.float32, bitcast=True)
     return tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """128 more than the zero point of each line, as bfloat16 [LINES, COLUMNS]."""
+    """128 more than the zero point of each line, which is 8 where none are stored, as bfloat16 [LINES, COLUMNS]."""
+    if zero_ptr is None:
+        return tl.full([LINES, COLUMNS], 136.0, tl.bfloat16)
     zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
     return tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
 
@@ -112,11 +134,97 @@ def _halves(codes, low_zero, high_zero, kind: tl.constexpr, IS_FLOAT: tl.constex
 
 
 @triton.jit
+def _spread(grid, LINES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """A number for each group [LINES, GROUPS] -> one for each column."""
+    return tl.reshape(tl.broadcast_to(grid[:, :, None], [LINES, GROUPS, GROUP]), [LINES, GROUPS * GROUP])
+
+
+@triton.jit
+def _fine(
+    values,  # [LINES, columns] float32
+    scale_ptr,
+    minimum_ptr,
+    at,  # [LINES, COUNT]: where the scales of each SPAN columns are
+    mask,
+    LINES: tl.constexpr,
+    COUNT: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Codes times the scales of their groups, plus minima; float32."""
+    values *= _spread(_scale_of(scale_ptr, at, mask), LINES, COUNT, SPAN)
+    if minimum_ptr is not None:
+        values += _spread(tl.load(minimum_ptr + at, mask=mask, other=0.0), LINES, COUNT, SPAN)
+    return values
+
+
+@triton.jit
+def _fine_bytes(
+    codes,  # [LINES, COLUMNS]
+    scale_ptr,
+    minimum_ptr,
+    at,  # [LINES]: where the scale of the first column is
+    mask,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The weights of bytes, float32."""
+    SPAN: tl.constexpr = GROUP if GROUP < COLUMNS else COLUMNS
+    COUNT: tl.constexpr = COLUMNS // SPAN
+    values = _byte_values(codes, tl.float32, KIND, NATIVE)
+    each = at[:, None] + tl.arange(0, COUNT)[None, :]
+    return _fine(values, scale_ptr, minimum_ptr, each, mask[:, None], LINES, COUNT, SPAN)
+
+
+@triton.jit
+def _fine_halves(
+    codes,  # bytes [LINES, HALF]
+    scale_ptr,
+    minimum_ptr,
+    groups,  # [LINES]: where the scales of the lines begin
+    start,
+    mask,
+    KIND: tl.constexpr,
+    LINES: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The weights of the low and of the high codes of columns from `start` on, float32."""
+    SPAN: tl.constexpr = GROUP if GROUP < 32 else 32
+    COUNT: tl.constexpr = HALF // SPAN
+    index = tl.arange(0, COUNT) * SPAN
+    first = start + index // 32 * 64 + index % 32
+    zero = tl.full([LINES, HALF], 136.0 if minimum_ptr is None else 128.0, tl.bfloat16)
+    low, high = _halves(codes, zero, zero, tl.float32, KIND == "e2m1", False)
+    at = groups[:, None] + (first // GROUP)[None, :]
+    low = _fine(low, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
+    at = groups[:, None] + ((first + 32) // GROUP)[None, :]
+    high = _fine(high, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
+    return low, high
+
+
+@triton.jit
+def _slots_of(tile, order_ptr, tiles_ptr, num_slots, num_tiles, GROUPED: tl.constexpr, BT: tl.constexpr):
+    """The expert of a tile (-1: there is none), its slots, and which of them there are."""
+    if GROUPED:
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        places = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BT)
+        inside = places < tl.load(tiles_ptr + 2 * num_tiles + tile)
+        return expert, tl.load(order_ptr + places, mask=inside, other=0), inside
+    slots = tile * BT + tl.arange(0, BT)
+    return tl.zeros([], tl.int64), slots, slots < num_slots
+
+
+@triton.jit
 def _packed_kernel(
     x_ptr,
     codes_ptr,
     scale_ptr,
     zero_ptr,
+    minimum_ptr,
+    line_scale_ptr,
     bias_ptr,
     out_ptr,  # [slots, width], or where weighted [TOP_K, rows, width] float32
     weights_ptr,  # [slots] float32
@@ -127,34 +235,26 @@ def _packed_kernel(
     num_rows,
     N,
     K,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
+    FINE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,  # slots are sorted into tiles; else slot s is line s of x and there is one matrix
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
-    BK: tl.constexpr,  # at most GROUP; where that is 32, each half of a chunk has its own scale
+    BK: tl.constexpr,  # unless FINE, at most GROUP; where that is 32, each half of a chunk has its own scale
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
     line_tiles = tl.cdiv(N, BN)
     tile, line_tile = tl.program_id(0) // line_tiles, tl.program_id(0) % line_tiles
-    if GROUPED:
-        expert = tl.load(tiles_ptr + tile).to(tl.int64)
-        if expert < 0:
-            return
-        places = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BT)
-        inside = places < tl.load(tiles_ptr + 2 * num_tiles + tile)
-        slots = tl.load(order_ptr + places, mask=inside, other=0)
-    else:
-        expert = tl.zeros([], tl.int64)
-        slots = tile * BT + tl.arange(0, BT)
-        inside = slots < num_slots
+    expert, slots, inside = _slots_of(tile, order_ptr, tiles_ptr, num_slots, num_tiles, GROUPED, BT)
+    if expert < 0:
+        return
     lines, outputs, width = lines_of(line_tile, N, BN, ACTIVATION != "")
     line_mask = outputs < width
     HALF: tl.constexpr = BK // 2
@@ -162,32 +262,53 @@ def _packed_kernel(
     low_columns = half // 32 * 64 + half % 32
     line = expert * N + lines
     x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + low_columns[:, None]
-    codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
     groups = line * (K // GROUP)
     kind = x_ptr.dtype.element_ty
-    low_zero = tl.full([BN, HALF], 136.0, tl.bfloat16)
-    high_zero = low_zero
     acc = tl.zeros([BN, BT], tl.float32)
-    for start in range(0, K, BK):  # K is whole pieces
-        codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
-        x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-        x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
-        scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
-        if HAS_ZEROS:
-            low_zero = _zero_of(zero_ptr, groups + start // GROUP, line_mask, BN, HALF)
-            high_zero = low_zero
-            if GROUP == 32:
-                high_zero = _zero_of(zero_ptr, groups + start // GROUP + 1, line_mask, BN, HALF)
-        low, high = _halves(codes, low_zero, high_zero, kind, IS_FLOAT, ASM)
-        part = tl.dot(low, x_low, input_precision="ieee")
-        if GROUP == 32:
-            acc += part * scale[:, None]
-            scale = _scale_of(scale_ptr, groups + start // GROUP + 1, line_mask)
-            part = tl.dot(high, x_high, input_precision="ieee")
-        else:
-            part = tl.dot(high, x_high, part, input_precision="ieee")
-        acc += part * scale[:, None]
-    if HAS_BIAS:
+    if KIND == "int8" or KIND == "e4m3":
+        columns = tl.arange(0, BK)
+        x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + columns[:, None]
+        codes_at = codes_ptr + line[:, None] * K + columns[None, :]
+        for start in range(0, K, BK):
+            codes = tl.load(codes_at + start, mask=line_mask[:, None], other=0)
+            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+            if FINE:
+                at = groups + start // GROUP
+                values = _fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, NATIVE_FP8, BN, BK, GROUP)
+                acc = tl.dot(values.to(kind), x, acc, input_precision="ieee")
+            else:
+                values = _byte_values(codes, kind, KIND, NATIVE_FP8)
+                scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
+                acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
+    else:
+        codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
+        for start in range(0, K, BK):  # K is whole pieces
+            codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
+            x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+            x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
+            if FINE:
+                low, high = _fine_halves(
+                    codes, scale_ptr, minimum_ptr, groups, start, line_mask, KIND, BN, HALF, GROUP
+                )
+                acc = tl.dot(low.to(kind), x_low, acc, input_precision="ieee")
+                acc = tl.dot(high.to(kind), x_high, acc, input_precision="ieee")
+            else:
+                at = groups + start // GROUP
+                low_zero = _zero_of(zero_ptr, at, line_mask, BN, HALF)
+                high_zero = _zero_of(zero_ptr, at + 1, line_mask, BN, HALF) if GROUP == 32 else low_zero
+                low, high = _halves(codes, low_zero, high_zero, kind, KIND == "e2m1", ASM)
+                part = tl.dot(low, x_low, input_precision="ieee")
+                scale = _scale_of(scale_ptr, at, line_mask)
+                if GROUP == 32:
+                    acc += part * scale[:, None]
+                    scale = _scale_of(scale_ptr, at + 1, line_mask)
+                    part = tl.dot(high, x_high, input_precision="ieee")
+                else:
+                    part = tl.dot(high, x_high, part, input_precision="ieee")
+                acc += part * scale[:, None]
+    if line_scale_ptr is not None:
+        acc *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + lines, mask=line_mask, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":
         acc = activated(acc, out_ptr.dtype.element_ty, BN, BT, ACTIVATION)
@@ -205,11 +326,13 @@ def _unpack_kernel(
     codes_ptr,
     scale_ptr,
     zero_ptr,
+    minimum_ptr,
+    line_scale_ptr,
     out_ptr,  # [N, K]
     N,
     K,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    KIND: tl.constexpr,
+    FINE: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
@@ -218,23 +341,49 @@ def _unpack_kernel(
     begin_dependent(PDL)
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
     start = tl.program_id(1) * 64
-    half = tl.arange(0, 32)
     mask = lines < N
     line = lines.to(tl.int64)
+    groups = line * (K // GROUP)
+    line_scale = tl.full([LINES, 1], 1.0, tl.float32)
+    if line_scale_ptr is not None:
+        line_scale = tl.load(line_scale_ptr + line, mask=mask, other=0.0)[:, None]
+    if KIND == "int8" or KIND == "e4m3":
+        columns = start + tl.arange(0, 64)
+        codes = tl.load(codes_ptr + line[:, None] * K + columns[None, :], mask=mask[:, None], other=0)
+        values = _byte_values(codes, tl.float32, KIND, False)
+        at = groups[:, None] + (columns // GROUP)[None, :]
+        values = _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
+        at = out_ptr + line[:, None] * K + columns[None, :]
+        tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        return
+    half = tl.arange(0, 32)
     codes = tl.load(codes_ptr + line[:, None] * (K // 2) + start // 2 + half[None, :], mask=mask[:, None], other=0)
-    low_group = line * (K // GROUP) + start // GROUP
-    high_group = line * (K // GROUP) + (start + 32) // GROUP
-    low_zero = tl.full([LINES, 32], 136.0, tl.bfloat16)
-    high_zero = low_zero
-    if HAS_ZEROS:
+    if FINE:
+        low, high = _fine_halves(codes, scale_ptr, minimum_ptr, groups, start, mask, KIND, LINES, 32, GROUP)
+    else:
+        low_group, high_group = groups + start // GROUP, groups + (start + 32) // GROUP
         low_zero = _zero_of(zero_ptr, low_group, mask, LINES, 32)
         high_zero = _zero_of(zero_ptr, high_group, mask, LINES, 32)
-    low, high = _halves(codes, low_zero, high_zero, tl.float32, IS_FLOAT, False)
-    low *= _scale_of(scale_ptr, low_group, mask)[:, None]
-    high *= _scale_of(scale_ptr, high_group, mask)[:, None]
+        low, high = _halves(codes, low_zero, high_zero, tl.float32, KIND == "e2m1", False)
+        low *= _scale_of(scale_ptr, low_group, mask)[:, None]
+        high *= _scale_of(scale_ptr, high_group, mask)[:, None]
     at = out_ptr + line[:, None] * K + start + half[None, :]
-    tl.store(at, low.to(out_ptr.dtype.element_ty), mask=mask[:, None])
-    tl.store(at + 32, high.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(at, (low * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(at + 32, (high * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+def _parts(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """What kernels read of a weight: 8-bit floats as bytes, exponents as bytes with a sign."""
+    codes = weight.codes.view(torch.uint8) if weight.codes.dtype == E4M3 else weight.codes
+    viewed = {E4M3: torch.uint8, torch.uint8: torch.int8}.get(weight.scales.dtype)
+    scales = weight.scales if viewed is None else weight.scales.view(viewed)
+    return codes, scales, weight.zeros, weight.minima, weight.line_scale
+
+
+def _kind(weight: PackedWeight) -> str:
+    if weight.has_bytes:
+        return "int8" if weight.codes.dtype == torch.int8 else "e4m3"
+    return "e2m1" if weight.is_float else "int4"
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -243,14 +392,12 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     lines = 32
     _unpack_kernel[(triton.cdiv(n, lines), k // CHUNK)](
-        weight.codes,
-        weight.scales,
-        weight.codes if weight.zeros is None else weight.zeros,
+        *_parts(weight),
         out,
         n,
         k,
-        IS_FLOAT=weight.is_float,
-        HAS_ZEROS=weight.zeros is not None,
+        KIND=_kind(weight),
+        FINE=weight.is_fine,
         GROUP=weight.group,
         LINES=lines,
         num_warps=4,
@@ -261,6 +408,9 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 def piece(weight: PackedWeight, wanted: int) -> int:
     """Columns at a time: whole chunks within one scale, or one chunk where each half has its own."""
+    if weight.is_fine:
+        uneven = weight.sizes[2] % wanted or (weight.group > CHUNK and weight.group % wanted)
+        return CHUNK if uneven else wanted
     columns = min(wanted, max(CHUNK, weight.group))
     while weight.group > 32 and weight.group % columns:
         columns -= CHUNK
@@ -271,6 +421,12 @@ def piece(weight: PackedWeight, wanted: int) -> int:
 def has_packed_arithmetic() -> bool:
     """Whether pairs of bfloat16 are computed at once."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
+
+
+@cache
+def has_fp8_arithmetic() -> bool:
+    """Whether 8-bit floats are converted by an instruction."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def packed_tiles(
@@ -297,10 +453,8 @@ def packed_tiles(
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
     _packed_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
         x,
-        weight.codes,
-        weight.scales,
-        weight.codes if weight.zeros is None else weight.zeros,
-        weight.scales if bias is None else bias,
+        *_parts(weight),
+        bias,
         out,
         out if weights is None else weights,
         order,
@@ -310,20 +464,22 @@ def packed_tiles(
         out.shape[1],
         n,
         k,
-        IS_FLOAT=weight.is_float,
-        HAS_ZEROS=weight.zeros is not None,
-        HAS_BIAS=bias is not None,
+        KIND=_kind(weight),
+        FINE=weight.is_fine,
+        GROUP=weight.group,
         ACTIVATION=activation,
         GROUPED=slots is not None,
         TOP_K=0 if weights is None else weights.shape[1],
         PER_ROW=per_row,
-        GROUP=weight.group,
         ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),
+        NATIVE_FP8=has_fp8_arithmetic(),
         BT=shape.bt,
         BN=shape.bn,
         BK=bk,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (shape.bt * x.element_size() + shape.bn) * bk),
+        num_stages=stages_within(
+            shape.num_stages, (shape.bt * x.element_size() + shape.bn * (1 + weight.has_bytes)) * bk
+        ),
         **launch_options(),
     )
     return out

@@ -1,4 +1,4 @@
-"""Linear layers and experts with 4-bit weights: which kernels for how many tokens.
+"""Linear layers and experts with packed weights: which kernels for how many tokens.
 
 All shapes of tiles have the same pieces of the inner dimension, so that a token's bits do not depend on the others.
 """

@@ -214,6 +214,10 @@ class Quantization(ABC):
     rounds_activations: bool = False
     """Whether it can round what it multiplies to integers, as `Target.activations` may ask."""
 
+    def on(self, target: Target) -> Quantization:
+        """What does this on the target's platform."""
+        return self
+
     @abstractmethod
     def refuses(self, target: Target) -> str | None:
         """Why it cannot serve this target, with the fix; None if it can."""

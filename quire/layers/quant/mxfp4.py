@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.packed import CHUNK
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
-from quire.layers.quant.four_bit import FourBitGrouped, FourBitLinear, packed_form
+from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, packed_form
 from quire.layers.quant.plain import Plain
 from quire.layers.quant.unpacked import UnpackedLinear
 from quire.layers.scheme import Packing, ScaleGrid, Scheme, StoredMatrix, Weight, as_tensor, scheme_of
@@ -53,7 +53,7 @@ class Mxfp4Linear(UnpackedLinear):
         return super().planned_bytes([MXFP4] * len(schemes))
 
 
-class Mxfp4Packed(FourBitLinear):
+class Mxfp4Packed(PackedWeightLinear):
     """Where kernels multiply by it."""
 
     def load(self, piece: int, rows: Weight) -> None:
@@ -66,7 +66,7 @@ class Mxfp4Packed(FourBitLinear):
         return super().planned_bytes(schemes)
 
 
-class Mxfp4Grouped(FourBitGrouped):
+class Mxfp4Grouped(PackedWeightGrouped):
     def load(self, expert: int, piece: int, rows: Weight) -> None:
         _check(self.spec, scheme_of(rows))
         super().load(expert, piece, round_to_mxfp4(as_tensor(rows).to(self.codes.device)))

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from quire.kernels.cpu.grouped import GroupedProduct, grouped_workspace
 from quire.kernels.cpu.library import multiplies_integers
-from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes
+from quire.kernels.cpu.matrix import BLOCK_TYPES, PackedMatrix, Product, packed_bytes, runs_in_order
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.packed_weights import PackedWeights
 from quire.layers.quant.panels import panel_format, panel_parts
 from quire.layers.scheme import Scheme, StoredMatrix, Weight, as_tensor, scheme_of
 from quire.ops.base import Implementation, Target
-from quire.types.errors import ConfigError
+from quire.types.errors import CheckpointError, ConfigError
 
 KERNELS = Implementation("native", "cpu.matrix:Product", ("cpu",), (torch.float32,), "cpu.library:unavailable")
 # Float types of checkpoints and what they are kept as; other float types and other schemes become float32.
@@ -98,6 +99,11 @@ class PackedGrouped(GroupedMethod):
     def finish(self) -> None:
         pieces = range(len(self.spec.pieces))
         experts = [[self._matrices[expert, piece] for piece in pieces] for expert in range(self.spec.count)]
+        if any(len(runs_in_order(expert)) > 1 for expert in experts):
+            raise CheckpointError(
+                f"the matrices of an expert of {self.spec.path} have their inputs in different orders (act order);"
+                " set --quantization none"
+            )
         self._product = GroupedProduct(experts, self.bias, self.spec.target.activations)
 
     def gate_up(self, x: Tensor, expert_ids: Tensor, activation: str) -> Tensor:
@@ -130,7 +136,7 @@ def _packed(spec: MatrixSpec, storage: str | None, rows: Weight) -> PackedMatrix
     if isinstance(rows, StoredMatrix) and kept in BLOCK_TYPES:
         return PackedMatrix.from_blocks(kept, rows.tensors["weight"].numpy(), spec.in_features)
     if isinstance(rows, StoredMatrix) and panel_format(rows.scheme) is not None:
-        return PackedMatrix.from_codes(*panel_parts(rows))
+        return PackedMatrix.from_codes(*panel_parts(rows, spec.path))
     return PackedMatrix.from_float(as_tensor(rows), kept)
 
 
@@ -155,6 +161,10 @@ class Stored(Quantization):
     rounds_activations = True
     storage: str | None = None
     table_storage: str | None = None
+
+    def on(self, target: Target) -> Quantization:
+        elsewhere = PackedWeights()
+        return elsewhere if self.storage is None and elsewhere.refuses(target) is None else self
 
     def refuses(self, target: Target) -> str | None:
         if target.platform not in KERNELS.platforms:

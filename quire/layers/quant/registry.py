@@ -26,7 +26,6 @@ METHODS: Registry[type[Quantization]] = Registry(
         "int4": "packed:Int4",
         "fp8": "fp8:Fp8",
         "mxfp4": "mxfp4:Mxfp4",
-        "four_bit": "four_bit:FourBit",
         "unpacked": "unpacked:Unpacked",
     },
 )
@@ -37,7 +36,7 @@ _FIXES = {  # what else makes a backend for experts possible
 }
 ROUNDED = ("int16", "int8")  # what activations are rounded to if they are
 # What "auto" means: the first of these that does not refuse. "none" never does.
-AUTOMATIC = ("stored", "four_bit", "none")
+AUTOMATIC = ("stored", "none")
 
 
 def choose_method(spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
@@ -70,9 +69,9 @@ def choose_quantization(target: Target) -> Quantization:
 
 def _named(target: Target) -> Quantization:
     if target.quantization == "auto":
-        methods = (METHODS.get(name)() for name in AUTOMATIC)
+        methods = (METHODS.get(name)().on(target) for name in AUTOMATIC)
         return next(method for method in methods if method.refuses(target) is None)
-    method = METHODS.get(target.quantization)()
+    method = METHODS.get(target.quantization)().on(target)
     reason = method.refuses(target)
     if reason is not None:
         raise ConfigError(f"quantization is {target.quantization!r} but {reason}")

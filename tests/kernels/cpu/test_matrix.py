@@ -13,14 +13,17 @@ from torch import Tensor
 
 from quire.kernels.cpu import library
 from quire.kernels.cpu.matrix import BLOCK_TYPES, FORMATS, STORAGES, Arena, PackedMatrix, Product, packed_bytes
+from quire.layers.scheme import TABLES
 from quire.loader.gguf_quants import dequantize
 from quire.types.errors import CheckpointError, ConfigError
 from tests.kernels.cpu.isa import examples
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason="needs a C++ compiler")
 
-KINDS = (*BLOCK_TYPES, *STORAGES)
-CODED = (*BLOCK_TYPES, "int8", "int4")  # weights that rows of integers can be multiplied with
+GROUPS = {"code4_min_16": 16, "e2m1": 32, "e2m1_16": 16, "nf4": 32, "fp4": 32, "e4m3": 32, "e5m2": 32}
+KINDS = (*BLOCK_TYPES, *STORAGES, *GROUPS)
+# Weights that rows of integers can be multiplied with.
+CODED = (*BLOCK_TYPES, "int8", "int4", "e2m1", "e2m1_16")
 ARITHMETIC = [*((kind, "float32") for kind in KINDS), *((kind, bits) for kind in CODED for bits in ("int16", "int8"))]
 
 
@@ -42,9 +45,35 @@ def sane_blocks(type: str, rows: int, inner: int, seed: int) -> NDArray[np.uint8
     return data
 
 
+def parts(kind: str, rows: int, inner: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and minima of a format that has no packer of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = (rows, -(-inner // GROUPS[kind]))
+    scales, minima = torch.rand(grid, generator=generator), torch.randn(grid, generator=generator)
+    if kind in ("e4m3", "e5m2"):
+        floats = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
+        return torch.randn(rows, inner, generator=generator).to(floats), scales, None
+    codes = torch.randint(0, 16, (rows, inner), generator=generator)
+    return codes, scales, minima if kind == "code4_min_16" else None
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_codes_keep_their_values(kind: str) -> None:
+    codes, scales, minima = parts(kind, 37, 100, 3)
+    tables = {"e2m1": "E2M1", "e2m1_16": "E2M1", "nf4": "NF4", "fp4": "FP4"}
+    values = torch.tensor(TABLES[tables[kind]])[codes] if kind in tables else codes.float()
+    values = values * (2 if kind.startswith("e2m1") else 1)
+    spread = [None if grid is None else grid.repeat_interleave(GROUPS[kind], 1)[:, :100] for grid in (scales, minima)]
+    assert spread[0] is not None
+    expected = values.double() * spread[0].double() + (0 if spread[1] is None else spread[1].double())
+    assert torch.equal(make(kind, 37, 100, 3).dequantize(), expected.float())
+
+
 def make(kind: str, rows: int, inner: int, seed: int) -> PackedMatrix:
     if kind in BLOCK_TYPES:
         return PackedMatrix.from_blocks(kind, sane_blocks(kind, rows, inner, seed), inner)
+    if kind in GROUPS:
+        return PackedMatrix.from_codes(kind, *parts(kind, rows, inner, seed))
     return PackedMatrix.from_float(torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)), kind)
 
 

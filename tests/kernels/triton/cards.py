@@ -158,6 +158,20 @@ def experts(all_shapes: bool) -> None:
         weight = packed(1, 28672, 4096, group, kind)
         packed_mlp.packed_linear(numbers(rows, 4096), weight, None, "silu")
         packed_mlp.packed_linear_fixed(numbers(rows, 4096), weight, numbers(28672), "")
+    codes, halves = numbers(1, 2048, 4096, dtype=torch.int8), numbers(1, 2048, 2048, dtype=torch.uint8)
+
+    def grid(group: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return numbers(1, 2048, 4096 // group, dtype=dtype)
+
+    fine = [
+        PackedWeight(codes.view(FP8), grid(128)),
+        PackedWeight(halves, grid(16, FP8), is_float=True, line_scale=numbers(1, 2048, dtype=torch.float32)),
+        PackedWeight(halves, grid(32), minima=grid(32)),
+        PackedWeight(codes, grid(16)),
+        *([PackedWeight(codes, grid(32), minima=grid(32)), PackedWeight(codes, grid(4096))] if all_shapes else []),
+    ]
+    for rows, weight in product((1, 300), fine):
+        packed_mlp.packed_linear(numbers(rows, 4096), weight, None, "")
 
 
 def lines(all_shapes: bool) -> None:

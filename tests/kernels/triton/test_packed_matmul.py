@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.kernels.device import DEVICE, HALF
 from tests.kernels.triton.paged import needs_triton
@@ -91,3 +92,23 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     for rows in (1, 10):
         few = packed_sparse_mlp(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
         assert torch.equal(few, many[-rows:])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_kind_of_codes(seed: int) -> None:
+    """4 and 8 bits, scales for 16 columns and more, minima, and a scale for each line."""
+    from quire.kernels.triton.packed_matmul import unpack
+    from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
+    from quire.ops import packed
+    from quire.ops.split_k import sum_of
+
+    def place(value: Any) -> Any:
+        return tree_map(lambda part: part.to(DEVICE) if isinstance(part, Tensor) else part, value)
+
+    given = packed.generate_linear_inputs(seed)
+    out = packed_linear_fixed(*map(place, given))
+    torch.testing.assert_close(out.cpu(), packed.packed_linear(*given), rtol=1e-4, atol=1e-4)
+    assert torch.equal(unpack(place(given[1]), torch.float32).cpu(), given[1].unpacked()[0])
+    experts = packed.generate_packed_sparse_inputs(seed)
+    found = sum_of(packed_sparse_mlp(*map(place, experts)), torch.float32).cpu()
+    torch.testing.assert_close(found, packed.packed_sparse_mlp(*experts)[0], rtol=2e-4, atol=2e-4)

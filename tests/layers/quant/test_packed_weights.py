@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,18 +12,20 @@ from torch import Tensor
 from quire.layers.experts import GroupedDown, GroupedGateUp
 from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.quant.base import MatrixSpec
-from quire.layers.quant.four_bit import FourBit, FourBitGrouped, FourBitLinear, packed_form
 from quire.layers.quant.mxfp4 import MXFP4, round_to_mxfp4
+from quire.layers.quant.packed_weights import PackedWeightGrouped, PackedWeightLinear, PackedWeights, packed_form
 from quire.layers.quant.plain import PlainGrouped, PlainLinear
 from quire.layers.quant.registry import choose_grouped, choose_method, choose_quantization
 from quire.layers.scheme import F32, Packing, Role, ScaleGrid, Scheme, StoredMatrix, Weight, ZeroPoints, in_words
+from quire.loader.gguf_quants import SCHEMES as GGUF_SCHEMES
 from quire.ops.base import Target
 from quire.ops.grouped import sparse_mlp
 from quire.parallel.groups import ParallelGroup
-from quire.types.errors import ConfigError
+from quire.types.errors import CheckpointError, ConfigError
 from quire.types.ledger import EngineSizes
 from tests.kernels.triton.paged import needs_triton
 from tests.layers.test_scheme import pack
+from tests.loader.gguf_tiny import finite_blocks, k_blocks
 
 AWQ = Packing(torch.int32, (0, 4, 1, 5, 2, 6, 3, 7))
 ROLES: tuple[tuple[Role, str], ...] = (("weight", "w"), ("scales", "s"))
@@ -65,12 +68,12 @@ def stored(kind: Scheme, rows: int, columns: int = WIDTH, seed: int = 0) -> Stor
     return StoredMatrix(kind, (rows, columns), tensors)
 
 
-def linear(pieces: list[Weight]) -> tuple[FourBitLinear, int]:
+def linear(pieces: list[Weight]) -> tuple[PackedWeightLinear, int]:
     """The method of such pieces, and the bytes that it planned."""
     schemes = [piece.scheme if isinstance(piece, StoredMatrix) else F32 for piece in pieces]
     spec = MatrixSpec(pieces[0].shape[1], tuple(piece.shape[0] for piece in pieces), False, Target())
-    method = FourBit().method(spec, schemes)
-    assert isinstance(method, FourBitLinear)
+    method = PackedWeights().method(spec, schemes)
+    assert isinstance(method, PackedWeightLinear)
     for index, piece in enumerate(pieces):
         method.load(index, piece)
     return method, method.planned_bytes(schemes)
@@ -111,7 +114,7 @@ def test_powers_of_two_stay_exponents() -> None:
     [
         ([F32], 128),
         ([SCHEMES["awq"]], 96),  # half a chunk
-        ([scheme("UINT4", 16)], 128),
+        ([scheme("UINT4", 8)], 128),
         ([scheme("UINT4", 64, ZeroPoints(0.5))], 128),
         ([scheme("UINT4", 64, ZeroPoints())], 128),  # float zero points
         ([SCHEMES["awq"], MXFP4], 128),
@@ -122,14 +125,14 @@ def test_powers_of_two_stay_exponents() -> None:
 def test_what_does_not_fit_is_kept_in_the_models_type(schemes: list[Scheme], inputs: int) -> None:
     spec = MatrixSpec(inputs, (64,) * len(schemes), False, Target())
     assert packed_form(inputs, schemes) is None
-    assert isinstance(FourBit().method(spec, schemes), PlainLinear)
-    assert isinstance(FourBit().grouped(replace(spec, role="grouped", count=2), schemes * 2), PlainGrouped)
+    assert isinstance(PackedWeights().method(spec, schemes), PlainLinear)
+    assert isinstance(PackedWeights().grouped(replace(spec, role="grouped", count=2), schemes * 2), PlainGrouped)
 
 
 def test_outputs_of_experts_fit_the_next_matmul() -> None:
     """Both layers of experts are kept alike."""
     spec = MatrixSpec(64, (96, 96), False, Target(), role="grouped", count=2)
-    assert isinstance(FourBit().grouped(spec, [MXFP4] * 4), PlainGrouped)
+    assert isinstance(PackedWeights().grouped(spec, [MXFP4] * 4), PlainGrouped)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,7 +140,7 @@ def test_experts(bias: bool) -> None:
     """All experts in one tensor, gates and what they gate taking turns, as gpt-oss stores them."""
     experts, hidden, width = 4, 64, 128
     generator = torch.Generator().manual_seed(0)
-    target, group = Target("cpu", quantization="four_bit"), ParallelGroup()
+    target, group = Target("cpu", quantization="stored"), ParallelGroup()
     layout = "interleaved_columns"
     gate_up = GroupedGateUp(
         experts, hidden, width, "clamped_swiglu", bias=bias, layout=layout, target=target, group=group
@@ -148,14 +151,14 @@ def test_experts(bias: bool) -> None:
         matrices = [round_to_mxfp4(torch.randn(rows, columns, generator=generator)) for _ in range(experts)]
         tensors = {role: torch.stack([each.tensors[role] for each in matrices]) for role in matrices[0].tensors}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FourBit, "refuses", lambda self, target: None)
+            patch.setattr(PackedWeights, "refuses", lambda self, target: None)
             layer.allocate("experts", {("weight", None): MXFP4})
         layer.load("weight", None, StoredMatrix(MXFP4, (experts, rows, columns), tensors))
         values = torch.randn(experts, rows, generator=generator)
         if bias:
             layer.load("bias", None, values)
         layer.finish()
-        assert isinstance(layer.method, FourBitGrouped)
+        assert isinstance(layer.method, PackedWeightGrouped)
         assert layer.planned_bytes({("weight", None): MXFP4}) == layer.method.num_bytes
         turns = torch.arange(rows) if layer is down else torch.arange(rows).view(-1, 2).t().flatten()
         weights.append(torch.stack([each.tensor() for each in matrices])[:, turns])
@@ -170,13 +173,90 @@ def test_experts(bias: bool) -> None:
     torch.testing.assert_close(down(gate_up(x, ids), ids, shares), expected)
 
 
-def test_cuda_keeps_four_bits_unasked() -> None:
+def test_cuda_keeps_quantized_weights_unasked() -> None:
     target = Target("cuda", torch.bfloat16)
-    assert choose_quantization(target).name == "four_bit"
-    with pytest.raises(
-        ConfigError, match=r"quantization is 'four_bit' but it runs on cuda; leave --quantization out"
-    ):
-        choose_quantization(Target(quantization="four_bit"))
+    assert isinstance(choose_quantization(target), PackedWeights)
+    with pytest.raises(ConfigError, match=r"activations is 'int8' but weights are kept by 'stored'"):
+        choose_quantization(replace(target, activations="int8"))
+
+
+NVFP4 = Scheme(
+    "E2M1",
+    packing=Packing(torch.uint8, (0, 1)),
+    scales=ScaleGrid(1, 16, torch.float8_e4m3fn),
+    second_scale="divides",
+    roles=(*ROLES, ("second_scale", "g")),
+)
+FP8_BLOCKS = Scheme("E4M3", scales=ScaleGrid(128, 128, torch.float32), activations="per_group", roles=ROLES)
+ROW_SCALES = Scheme("INT8", scales=ScaleGrid(1, None, torch.float32), roles=ROLES)
+
+
+def eight_bits(kind: Scheme, rows: int, seed: int) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, WIDTH, generator=generator)
+    assert kind.scales is not None
+    groups = tuple(
+        1 if side is None else -(-size // side)
+        for size, side in zip((rows, WIDTH), (kind.scales.rows, kind.scales.columns), strict=True)
+    )
+    scales = torch.rand(groups, generator=generator)
+    codes = values.to(torch.float8_e4m3fn) if kind.element == "E4M3" else (values * 40).to(torch.int8)
+    return StoredMatrix(kind, (rows, WIDTH), {"weight": codes, "scales": scales})
+
+
+def nvfp4(rows: int, seed: int) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[Role, Tensor] = {
+        "weight": torch.randint(0, 256, (rows, WIDTH // 2), generator=generator, dtype=torch.uint8),
+        "scales": torch.rand(rows, WIDTH // 16, generator=generator).to(torch.float8_e4m3fn),
+        "second_scale": torch.tensor([3.0 + seed]),
+    }
+    return StoredMatrix(NVFP4, (rows, WIDTH), tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [
+        (nvfp4, 4.5 + 32 / WIDTH),
+        (lambda rows, seed: eight_bits(FP8_BLOCKS, rows, seed), 8.25),
+        (lambda rows, seed: eight_bits(ROW_SCALES, rows, seed), 8 + 32 / WIDTH),
+    ],
+    ids=["nvfp4", "fp8 blocks", "int8"],
+)
+def test_floats_and_bytes_stay_packed(make: Callable[[int, int], StoredMatrix], bits: float) -> None:
+    """Merged pieces keep second-level scales of their own."""
+    pieces: list[Weight] = [make(128, 0), make(40, 1)]
+    method, planned = linear(pieces)
+    expected = torch.cat([piece.tensor() for piece in pieces if isinstance(piece, StoredMatrix)])
+    torch.testing.assert_close(method.multiply(torch.eye(WIDTH)).t(), expected, rtol=1e-6, atol=0)
+    assert method.num_bytes == planned == 168 * WIDTH * bits / 8
+
+
+@pytest.mark.parametrize("name", sorted(GGUF_SCHEMES))
+def test_blocks_stay_packed_if_asked_for(name: str) -> None:
+    data = k_blocks(name, 16, 512) if name.endswith("_K") else finite_blocks(name, 16, 512)
+    weight = StoredMatrix(GGUF_SCHEMES[name], (16, 512), {"weight": torch.from_numpy(data)})
+    method, planned = linear([weight])
+    assert torch.equal(method.multiply(torch.eye(512)).t(), weight.tensor())
+    assert method.num_bytes == planned <= 16 * 512 * 12 / 8
+
+
+def test_merged_blocks_of_different_types_become_bytes() -> None:
+    weights: list[Weight] = [
+        StoredMatrix(GGUF_SCHEMES[name], (16, 512), {"weight": torch.from_numpy(k_blocks(name, 16, 512))})
+        for name in ("Q4_K", "Q6_K")
+    ]
+    method, planned = linear(weights)
+    expected = torch.cat([weight.tensor() for weight in weights if isinstance(weight, StoredMatrix)])
+    assert torch.equal(method.multiply(torch.eye(512)).t(), expected)
+    assert (method.kept, method.num_bytes) == ("int8", planned)
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    weight = eight_bits(FP8_BLOCKS, 128, 0)
+    weight.tensors["weight"][3, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="fp8 weights that are no numbers"):
+        linear([weight])
 
 
 @needs_triton
@@ -194,7 +274,7 @@ def test_the_unpacked_matrix_of_prompts_is_in_the_ledger(deterministic: bool) ->
 def test_float_experts_are_rounded_while_they_are_loaded() -> None:
     spec = MatrixSpec(64, (128,), False, Target(quantization="mxfp4"), "experts", "grouped", 2)
     method = choose_grouped(spec, [F32, F32])
-    assert isinstance(method, FourBitGrouped)
+    assert isinstance(method, PackedWeightGrouped)
     weights = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(0))
     for expert in range(2):
         method.load(expert, 0, weights[expert])
@@ -212,9 +292,9 @@ def test_float_experts_are_rounded_while_they_are_loaded() -> None:
 @needs_triton
 def test_float_matrices_are_rounded_to_what_kernels_multiply_by() -> None:
     method = choose_method(MatrixSpec(64, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert isinstance(method, FourBitLinear)
+    assert isinstance(method, PackedWeightLinear)
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
     method.load(0, weight)
     assert torch.equal(method._store.weight.unpacked()[0], round_to_mxfp4(weight).tensor())
     odd = choose_method(MatrixSpec(32, (24,), False, Target("cuda", quantization="mxfp4")), [F32])
-    assert not isinstance(odd, FourBitLinear), "half a chunk"
+    assert not isinstance(odd, PackedWeightLinear), "half a chunk"

@@ -1,7 +1,7 @@
-"""Matrices and experts that a checkpoint stores in 4 bits stay so on GPUs, and are unpacked inside the matmul.
+"""Matrices that a checkpoint stores quantized stay so on GPUs, and are unpacked inside the matmul.
 
-Integers with a scale for each group of inputs (GPTQ, AWQ, compressed-tensors) and E2M1 (MXFP4) fit; whatever does not
-is kept in the model's dtype. Knows schemes, not files.
+Integers and floats of 4 and 8 bits with a scale for each group of inputs fit (GPTQ, AWQ, compressed-tensors, MXFP4,
+NVFP4, fp8, GGUF blocks); whatever does not is kept in the model's dtype. Knows schemes, not files.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.kernels.packed import CHUNK, PackedWeight, pack_codes
+from quire.kernels.packed import CHUNK, E4M3, PackedWeight, pack_codes
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.panels import check_numbers, integer_bits
 from quire.layers.quant.plain import Plain
 from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight
 from quire.layers.weights import empty_parameter
@@ -23,8 +24,7 @@ from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.split_k import PartialSums
 
-_MIN_GROUP = 32
-_MIDDLE = 8  # the code of integers that stands for 0, where no other is said
+_MIDDLE = 8  # the code of 4-bit integers that stands for 0, where no other is said
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -32,73 +32,107 @@ _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 class PackedForm:
     """What the pieces of a layer's matrices are kept as together."""
 
+    name: str  # int4, int8, e2m1 or e4m3
     group: int  # columns of a scale
-    is_float: bool
     scales: torch.dtype  # uint8: exponents
     has_zeros: bool
+    has_minima: bool
+    has_line_scale: bool
+
+    @property
+    def codes(self) -> torch.dtype:
+        return {"int8": torch.int8, "e4m3": E4M3}.get(self.name, torch.uint8)
+
+    @property
+    def per_byte(self) -> int:
+        return 2 if self.codes == torch.uint8 else 1
 
     def num_bytes(self, matrices: int, rows: int, columns: int) -> int:
-        groups = columns // self.group * (self.scales.itemsize + int(self.has_zeros))
-        return matrices * rows * (columns // 2 + groups)
+        groups = columns // self.group * (self.scales.itemsize + int(self.has_zeros) + 4 * int(self.has_minima))
+        return matrices * rows * (columns // self.per_byte + groups + 4 * int(self.has_line_scale))
 
 
 def packed_form(in_features: int, schemes: Sequence[Scheme]) -> PackedForm | None:
-    """How matrices of these schemes are kept in 4 bits without changing a value; None: they cannot be."""
-    if in_features % CHUNK or not all(_fits(scheme, in_features) for scheme in schemes):
-        return None
-    floats = {scheme.element == "E2M1" for scheme in schemes}
-    if len(floats) > 1:
+    """How matrices of these schemes are kept quantized without changing a value; None: they cannot be."""
+    schemes = [scheme if scheme.block is None else scheme.block.plain for scheme in schemes]
+    kinds = {_kind(scheme, in_features) for scheme in schemes}
+    kinds = {"int8"} if kinds == {"int4", "int8"} else kinds
+    kind = kinds.pop()
+    if kind is None or kinds or in_features % CHUNK:
         return None
     group = math.gcd(*(_columns(scheme, in_features) for scheme in schemes))
-    return PackedForm(
-        group=_MIN_GROUP if group % CHUNK else group,
-        is_float=floats.pop(),
-        scales=_scale_dtype(schemes),
-        has_zeros=any(_zero_code(scheme) != _MIDDLE for scheme in schemes if scheme.element != "E2M1"),
-    )
+    group = group if group % CHUNK == 0 else 32 if group % 32 == 0 else 16
+    zeros = {_zero_code(scheme) for scheme in schemes}
+    has_minima = any("minima" in dict(scheme.roles) for scheme in schemes)
+    other_zeros = kind == "int4" and zeros != {_MIDDLE}
+    has_minima |= (other_zeros and group == 16) or (kind == "int8" and None in zeros)
+    scales, has_line_scale = _scale_dtype(schemes)
+    return PackedForm(kind, group, scales, other_zeros and not has_minima, has_minima, has_line_scale)
 
 
 class PackedStore:
-    """[count, outputs, in_features] in 4 bits, filled piece by piece."""
+    """[count, outputs, in_features] in codes, filled piece by piece."""
 
     def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
-        groups = (spec.count, spec.out_features, spec.in_features // form.group)
+        lines = (spec.count, spec.out_features)
+        groups = (*lines, spec.in_features // form.group)
         self.spec, self.form = spec, form
-        self.codes = empty_parameter(spec.count, spec.out_features, spec.in_features // 2, dtype=torch.uint8)
+        self.codes = empty_parameter(*lines, spec.in_features // form.per_byte, dtype=form.codes)
         self.scales = empty_parameter(*groups, dtype=form.scales)
         self.zeros = empty_parameter(*groups, dtype=torch.uint8) if form.has_zeros else None
+        self.minima = empty_parameter(*groups, dtype=torch.float32) if form.has_minima else None
+        self.line_scale = empty_parameter(*lines, dtype=torch.float32) if form.has_line_scale else None
 
     @property
     def weight(self) -> PackedWeight:
-        return PackedWeight(self.codes, self.scales, self.zeros, self.form.is_float)
+        return PackedWeight(
+            self.codes, self.scales, self.zeros, self.form.name == "e2m1", self.minima, self.line_scale
+        )
+
+    def register(self, module: nn.Module) -> None:
+        """Make the tensors parameters of the module."""
+        for name in ("codes", "scales", "zeros", "minima", "line_scale"):
+            module.register_parameter(name, self.__dict__[name])
 
     def load(self, index: int, piece: int, rows: Weight) -> None:
         """Piece number `piece` of matrix number `index`."""
         assert isinstance(rows, StoredMatrix), "the form was chosen by the scheme"
         device, start = self.codes.device, sum(self.spec.pieces[:piece])
         here = (index, slice(start, start + rows.shape[0]))
+        rows, form = rows.plain(), self.form
         scheme, shape = rows.scheme, (rows.shape[0], rows.shape[1])
         tensors: dict[Role, Tensor] = {role: tensor.to(device) for role, tensor in rows.tensors.items()}
-        codes = scheme.codes(tensors, shape)
-        self.codes.data[here] = pack_codes(codes ^ 8 if scheme.element == "INT4" else codes)
-        is_bytes = self.form.scales == torch.uint8
-        scales = tensors["scales"].view(torch.uint8) if is_bytes else scheme.scale_values(tensors)
-        self.scales.data[here] = scheme.per_columns(scales, shape, self.form.group).to(self.form.scales)
+        codes, zeros = scheme.codes(tensors, shape), scheme.zero_values(tensors)
+        check_numbers(scheme, codes, self.spec.path)
+        if scheme.element == "INT4":  # two's complement
+            codes, zeros = codes ^ 8, zeros + _MIDDLE
+        if form.name == "int8":
+            middle = int(zeros) if isinstance(zeros, float) else 128 if scheme.element == "UINT8" else 0
+            codes, zeros = codes.int() - middle, zeros - middle
+        self.codes.data[here] = pack_codes(codes) if form.per_byte == 2 else codes.to(form.codes)
+        as_stored = form.scales == torch.uint8 or form.has_line_scale
+        scales = tensors["scales"].view(torch.uint8) if as_stored else scheme.scale_values(tensors)
+        scales = scheme.per_columns(scales, shape, form.group)
+        self.scales.data[here] = scales.contiguous().view(form.scales) if as_stored else scales.to(form.scales)
+        if self.line_scale is not None:
+            second = tensors["second_scale"].float()
+            self.line_scale.data[here] = second if scheme.second_scale == "multiplies" else 1 / second
+        grid = zeros if isinstance(zeros, float) else scheme.per_columns(zeros, shape, form.group)
         if self.zeros is not None:
-            self.zeros.data[here] = self._zeros(scheme, tensors, shape)
-
-    def _zeros(self, scheme: Scheme, tensors: dict[Role, Tensor], shape: tuple[int, int]) -> Tensor:
-        zeros = scheme.zero_values(tensors) + (_MIDDLE if scheme.element == "INT4" else 0)
-        if isinstance(zeros, float):
-            return torch.tensor(int(zeros), dtype=torch.uint8)
-        return scheme.per_columns(zeros, shape, self.form.group).to(torch.uint8)
+            self.zeros.data[here] = torch.as_tensor(grid).to(torch.uint8)
+        if self.minima is not None:
+            found = tensors.get("minima")
+            minima = -grid * scales.float() if found is None else scheme.per_columns(found, shape, form.group)
+            self.minima.data[here] = minima
 
 
-class FourBitLinear(LinearMethod):
+class PackedWeightLinear(LinearMethod):
+    codes: nn.Parameter
+
     def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
         super().__init__(spec)
         self._store = PackedStore(spec, form)
-        self.codes, self.scales, self.zeros = self._store.codes, self._store.scales, self._store.zeros
+        self._store.register(self)
         self._product = PACKED_LINEAR.bind(spec.target)
 
     def load(self, piece: int, rows: Weight) -> None:
@@ -112,7 +146,7 @@ class FourBitLinear(LinearMethod):
 
     @property
     def kept(self) -> str:
-        return "4 bits"
+        return self._store.form.name
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(1, self.spec.out_features, self.spec.in_features)
@@ -127,11 +161,13 @@ class FourBitLinear(LinearMethod):
         return self.spec.out_features * self.spec.in_features * self.spec.target.dtype.itemsize
 
 
-class FourBitGrouped(GroupedMethod):
+class PackedWeightGrouped(GroupedMethod):
+    codes: nn.Parameter
+
     def __init__(self, spec: MatrixSpec, form: PackedForm) -> None:
         super().__init__(spec)
         self._store = PackedStore(spec, form)
-        self.codes, self.scales, self.zeros = self._store.codes, self._store.scales, self._store.zeros
+        self._store.register(self)
         self._gate_up, self._down = GROUPED_GATE_UP.bind(spec.target), GROUPED_DOWN.bind(spec.target)
 
     @property
@@ -154,7 +190,7 @@ class FourBitGrouped(GroupedMethod):
         in_parts: bool,
         shared: tuple[LinearMethod, LinearMethod] | None = None,
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
-        if not isinstance(down, FourBitGrouped) or shared is not None:
+        if not isinstance(down, PackedWeightGrouped) or shared is not None:
             return None
         run, first, second = PACKED_SPARSE_MLP.bind(self.spec.target), self._store.weight, down._store.weight
 
@@ -166,7 +202,7 @@ class FourBitGrouped(GroupedMethod):
 
     @property
     def kept(self) -> str:
-        return "4 bits"
+        return self._store.form.name
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)
@@ -175,8 +211,8 @@ class FourBitGrouped(GroupedMethod):
         return self._store.weight.unpacked().to(self.spec.target.dtype)
 
 
-class FourBit(Quantization):
-    name = "four_bit"
+class PackedWeights(Quantization):
+    name = "stored"
     any_dtype = True
     _plain = Plain()
 
@@ -186,24 +222,26 @@ class FourBit(Quantization):
 
     def method(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> LinearMethod:
         form = packed_form(spec.in_features, schemes) if spec.role == "linear" else None
-        return self._plain.method(spec, schemes) if form is None else FourBitLinear(spec, form)
+        return self._plain.method(spec, schemes) if form is None else PackedWeightLinear(spec, form)
 
     def grouped(self, spec: MatrixSpec, schemes: Sequence[Scheme]) -> GroupedMethod:
         # The outputs of one layer of experts are the inputs of the other: both are kept alike, for kernels to join.
         form = packed_form(spec.in_features, schemes)
         fits = form is not None and not any(size % CHUNK for size in spec.pieces)
-        return FourBitGrouped(spec, form) if form is not None and fits else self._plain.grouped(spec, schemes)
+        return PackedWeightGrouped(spec, form) if form is not None and fits else self._plain.grouped(spec, schemes)
 
 
-def _fits(scheme: Scheme, in_features: int) -> bool:
-    if scheme.scales is None or scheme.packing is None or scheme.packing.bits != 4:
-        return False
-    if scheme.element not in ("INT4", "UINT4", "E2M1") or "group_index" in dict(scheme.roles):
-        return False
-    if scheme.zeros is not None and (scheme.element == "E2M1" or not _has_whole_zeros(scheme)):
-        return False
-    columns = _columns(scheme, in_features)
-    return columns % _MIN_GROUP == 0 and in_features % columns == 0
+def _kind(scheme: Scheme, in_features: int) -> str | None:
+    """What codes of a scheme without blocks are kept as: int4, int8, e2m1 or e4m3; None: they are not."""
+    if scheme.scales is None or "group_index" in dict(scheme.roles):
+        return None
+    columns, bits = _columns(scheme, in_features), integer_bits(scheme.element)
+    if columns % 16 or in_features % columns:
+        return None
+    if bits is None:
+        floats = {"E2M1": "e2m1", "E4M3": "e4m3"}
+        return floats.get(scheme.element) if scheme.zeros is None else None
+    return ("int4" if bits <= 4 else "int8") if scheme.zeros is None or _has_whole_zeros(scheme) else None
 
 
 def _has_whole_zeros(scheme: Scheme) -> bool:
@@ -226,12 +264,15 @@ def _zero_code(scheme: Scheme) -> float | None:
     return implied + (_MIDDLE if scheme.element == "INT4" else 0)
 
 
-def _scale_dtype(schemes: Sequence[Scheme]) -> torch.dtype:
-    """A type that holds all scales as they are."""
+def _scale_dtype(schemes: Sequence[Scheme]) -> tuple[torch.dtype, bool]:
+    """A type that holds all scales as they are, and whether second-level scales stay apart."""
     found = {scheme.scales.dtype for scheme in schemes if scheme.scales is not None}
-    if len(found) > 1 or any(scheme.second_scale != "none" for scheme in schemes):
-        return torch.float32
+    second = {scheme.second_scale != "none" for scheme in schemes}
+    if len(found) > 1 or len(second) > 1:
+        return torch.float32, False
     dtype = found.pop()
+    if second.pop():
+        return (E4M3, True) if dtype == E4M3 else (torch.float32, False)
     if dtype == torch.float8_e8m0fnu:
-        return torch.uint8
-    return dtype if dtype in _SCALES else torch.float32
+        return torch.uint8, False
+    return dtype if dtype in _SCALES else torch.float32, False
