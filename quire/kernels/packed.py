@@ -68,7 +68,7 @@ class PackedWeight(NamedTuple):
         if self.has_bytes:
             return self.codes.float()
         halves = torch.stack((self.codes & 15, self.codes >> 4), -1).unflatten(-2, (-1, CHUNK // 2))
-        codes = halves.transpose(-1, -2).flatten(-3)
+        codes: Tensor = halves.transpose(-1, -2).flatten(-3)
         if not self.is_float:
             return codes.float()
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)

@@ -42,7 +42,8 @@ def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedL
                 "UINT4", packing=in_words(4), scales=grid, zeros=ZeroPoints(packing=in_words(4)), roles=_ROLES
             )
         elif method == "fp8" and "weight_block_size" in settings and _is_quantized(layer):
-            grid = ScaleGrid(*settings["weight_block_size"], torch.float32)
+            rows, columns = settings["weight_block_size"]
+            grid = ScaleGrid(rows, columns, torch.float32)
             weight = Scheme("E4M3", scales=grid, activations="per_group", roles=_ROLES[:2])
         schemes[layer] = {(name, None): weight if name == "weight" else F32 for name in layer.weight_names()}
     return schemes
