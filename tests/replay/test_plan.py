@@ -231,6 +231,7 @@ def test_a_plan_needs_no_torch(tmp_path: Path, table: CostTable) -> None:
 
 
 def test_shipped_tables_can_be_read_and_say_where_they_were_measured() -> None:
+    assert ("epyc-2-cores", "smollm2") in shipped_tables()
     for (machine, model), found in shipped_tables().items():
         assert (machine, model) == (found.machine, found.model)
         assert found.environment["commit"]

@@ -23,7 +23,7 @@ FORMAT = 2
 
 # The parts of a plan that are told apart when two runs differ.
 PLAN_PARTS = ("rows and num_tokens", "freed_rows and starts", "block tables", "drafts, masks and adapters")
-RESULT_PARTS = ("logprobs", "prompt_logprobs", "errors", "pooled", "routed_experts")
+RESULT_PARTS = ("logprobs", "prompt_logprobs", "errors", "pooled", "routed_experts", "proposals")
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -119,7 +119,8 @@ def plan_digests(plan: StepPlan) -> tuple[int, int, int, int]:
 def result_digests(result: StepResult) -> dict[int, tuple[int, ...]]:
     """For rows that have more than tokens, a digest of each of RESULT_PARTS; 0 where there is none."""
     parts: tuple[dict[int, Any], ...] = (
-        *(result.logprobs, result.prompt_logprobs, result.errors, result.pooled, result.routed_experts),
+        *(result.logprobs, result.prompt_logprobs, result.errors, result.pooled),
+        *(result.routed_experts, result.proposals),
     )
     if not any(parts):
         return {}
