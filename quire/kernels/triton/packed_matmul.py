@@ -259,9 +259,8 @@ def _packed_kernel(
     line_mask = outputs < width
     HALF: tl.constexpr = BK // 2
     half = tl.arange(0, HALF)
-    low_columns = half // 32 * 64 + half % 32
     line = expert * N + lines
-    x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + low_columns[:, None]
+    x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + (half // 32 * 64 + half % 32)[:, None]
     groups = line * (K // GROUP)
     kind = x_ptr.dtype.element_ty
     acc = tl.zeros([BN, BT], tl.float32)
