@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -343,6 +343,12 @@ def rows_of(weight: Weight, rows: Tensor) -> Weight:
     """A copy of some rows of a matrix, or elements of a vector, in its scheme if no two rows share anything in it."""
     if isinstance(weight, Tensor):
         return weight[rows.to(weight.device)]
+    grid = weight.scheme.scales
+    if grid is not None and grid.rows != 1 and weight.scheme.zeros is None:  # each row gets its own scales
+        shape, columns = (weight.shape[0], weight.shape[1]), grid.columns or weight.shape[1]
+        scales = weight.scheme.per_columns(weight.tensors["scales"], shape, columns)
+        scheme = replace(weight.scheme, scales=replace(grid, rows=1))
+        weight = StoredMatrix(scheme, weight.shape, {**weight.tensors, "scales": scales})
     if not weight.scheme.has_single_rows:
         return weight.tensor()[rows]
     tensors = {

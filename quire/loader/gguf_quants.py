@@ -208,7 +208,10 @@ def _split_rows(type_name: str, blocks: Tensor) -> dict[Role, Tensor]:
         codes = _E2M1_PLACES[codes.long() + 12]
         scales = scales[:, :: plain.scales.columns // 16] * 2
     grids = [grid.reshape(len(blocks), -1) for grid in (scales, *minima)]
-    tensors: dict[Role, Tensor] = {"weight": codes.view(len(blocks), -1), "scales": grids[0].to(plain.scales.dtype)}
+    tensors: dict[Role, Tensor] = {
+        "weight": codes.reshape(len(blocks), -1),
+        "scales": grids[0].to(plain.scales.dtype),
+    }
     return {**tensors, "minima": grids[1]} if minima else tensors
 
 
