@@ -116,7 +116,10 @@ def test_plans_ahead_as_far_as_it_may_and_answers_the_same(depth: int, right: fl
     for r in requests:
         assert outputs[r.request_id].token_ids == generate_alone(r, MAX_LEN)[0]
     assert device.num_planned_ahead >= min(depth, 2)
-    assert (device.fake.num_accepted > 0) == bool(right)
+    if right:
+        assert device.fake.num_accepted > 0
+    elif right is None or depth == 1:  # behind drafts in flight that do not hold, a guess may be right by chance
+        assert device.fake.num_accepted == 0
     assert core.scheduler.stats().num_free_blocks == core.scheduler.stats().num_blocks
 
 

@@ -125,9 +125,10 @@ def _is_same(was: Any, now: Any) -> bool:
 
 
 def _to(dtype: torch.dtype, value: Any) -> Any:
-    """An argument in another type: a tensor of floats, several of them, or a type itself."""
+    """An argument in another type: a tensor of floats, several of them, or a type itself. Stored bytes stay."""
     if isinstance(value, torch.dtype):
         return dtype
     if isinstance(value, tuple):
         return tree_map(lambda part: _to(dtype, part), value)
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    is_float = isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1
+    return value.to(dtype) if is_float else value

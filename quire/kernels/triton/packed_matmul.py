@@ -53,9 +53,11 @@ def _scale_of(scale_ptr, at, mask):
 def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
     """128 more than the zero point of each line, which is 8 where none are stored, as bfloat16 [LINES, COLUMNS]."""
     if zero_ptr is None:
-        return tl.full([LINES, COLUMNS], 136.0, tl.bfloat16)
-    zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
-    return tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
+        zeros = tl.full([LINES, COLUMNS], 136.0, tl.bfloat16)
+    else:
+        zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
+        zeros = tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
+    return zeros
 
 
 @triton.jit
