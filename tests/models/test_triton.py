@@ -48,6 +48,8 @@ def build(name: str, platform: str, *, deterministic: bool = False) -> CausalLM:
     return model
 
 
+# Rows of padding hold whatever their memory did, and numpy, which the interpreter computes with, warns of it.
+@pytest.mark.filterwarnings("ignore:overflow encountered in reduce:RuntimeWarning")
 @pytest.mark.parametrize("name", ["gpt-oss", "hunyuan-moe", pytest.param("phi-moe", marks=pytest.mark.nightly)])
 def test_same_logits_as_plain_torch(name: str) -> None:
     from quire.attention.triton import TritonAttention
