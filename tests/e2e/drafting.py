@@ -134,7 +134,7 @@ class Counting:
         self.rejected: set[str | None] = set()  # requests that a draft did not hold of
         self._request_ids = runner_of(core).rows.request_ids
         self._finish = runner_of(core).finish
-        runner_of(core).finish = self._count  # type: ignore[method-assign]
+        runner_of(core).finish = self._count
 
     def _count(self, step: Any) -> StepResult:
         result, plan = self._finish(step), step.plan

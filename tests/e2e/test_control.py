@@ -70,11 +70,13 @@ def tell(core: EngineCore, verb: str, argument: Any = None) -> Reply:
 def settle(driver: Driver) -> EngineState:
     """Drive the engine until a change has ended."""
     end = time.monotonic() + LIMIT
-    while (state := tell(driver.core, "state").value).changing is not None:
+    state: EngineState = tell(driver.core, "state").value
+    while state.changing is not None:
         assert time.monotonic() < end
         if driver.core.has_work():
             driver.step()
-    return state  # type: ignore[no-any-return]
+        state = tell(driver.core, "state").value
+    return state
 
 
 def fresh(model: Path, requests: list[EngineRequest]) -> dict[str, Answer]:

@@ -58,7 +58,7 @@ def test_proposals_are_those_of_the_reference(case: Case) -> None:
             seen.append((tokens, draft(known, step.plan.num_proposals[row])))
         return result
 
-    runner.finish = look  # type: ignore[method-assign]
+    runner.finish = look
     driver = Driver(core)
     for index, length in enumerate((1, 7, 30)):
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

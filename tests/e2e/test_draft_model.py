@@ -11,6 +11,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.platform.cpu import CpuPlatform
+from quire.runner.proposers.draft_model import DraftModel
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
 from quire.worker.planning import plan_memory
@@ -51,6 +52,12 @@ def drafting(target: Path, draft: Path, **settings: Any) -> tuple[EngineCore, Co
     return core, Counting(core)
 
 
+def propose_eagerly(core: EngineCore) -> None:
+    proposer = worker_of(core).runner.proposer
+    assert isinstance(proposer, DraftModel)
+    proposer._runner.ways = proposer._runner.ways[-1:]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("target", "draft"), [("llama", "small"), ("gemma3", "llama")])
 def test_tokens_are_those_of_no_speculation(
@@ -76,8 +83,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(
     core, counted = drafting(models[target], models[target], max_num_batched_tokens=24, max_num_seqs=8)
     if ways == "eager":
         run_eagerly(core)
-        runner = worker_of(core).runner.proposer._runner  # type: ignore[attr-defined]
-        runner.ways = runner.ways[-1:]
+        propose_eagerly(core)
     assert_same(run(core, seed=1), expected[target])
     assert counted.num_drafts > 100
     assert {str(name).partition(",")[0] for name in counted.rejected} <= UNKNOWN
@@ -100,8 +106,7 @@ def test_results_may_come_late(
     monkeypatch.setattr(CpuPlatform, "asynchronous", True)
     core, counted = drafting(models["llama"], models["small"], steps_in_flight=2)
     run_eagerly(core)
-    runner = worker_of(core).runner.proposer._runner  # type: ignore[attr-defined]
-    runner.ways = runner.ways[-1:]
+    propose_eagerly(core)
     assert_same(run(core, seed=3), expected["llama"])
     assert counted.num_drafts > 100
 

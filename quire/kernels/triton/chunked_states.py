@@ -31,7 +31,7 @@ from quire.kernels.triton.states import (
 from quire.types.cache import STATE_SHORT
 
 _CHUNK = 64
-_SLOT = 16  # a row of more than STATE_SHORT tokens has fewer chunks than it has times so many tokens
+_SLOT = 16  # a row of n > STATE_SHORT tokens has at most n / _SLOT chunks
 _ROWS = 64
 _LEAST_LOG = -87.0  # of a decay: below it float32 has none
 

@@ -224,7 +224,7 @@ def _padded(rank: int) -> int:
 
 
 def _num_tiles(count: int, num_slots: int) -> int:
-    """The most that so many tokens are sorted into."""
+    """The largest number of tiles that `count` tokens can be sorted into."""
     return min(count, num_slots + count // _TOKENS)
 
 

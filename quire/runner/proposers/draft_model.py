@@ -96,7 +96,7 @@ def _num_common(proposed: list[int] | tuple[int, ...], tokens: list[int]) -> int
 
 
 def _parts(wanted: dict[int, int], most: int) -> Iterator[dict[int, int]]:
-    """Steps of at most `most` tokens that compute so many tokens of each row."""
+    """Steps of at most `most` tokens, which together compute `wanted[row]` tokens of each row."""
     part: dict[int, int] = {}
     left = most
     for row, count in wanted.items():
