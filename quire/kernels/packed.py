@@ -1,8 +1,9 @@
 """Quantized matrices as the kernels for GPUs keep them. Imports no Triton: layers fill them on any machine.
 
-Codes of 4 bits: a byte holds two columns of a line that are 32 apart, columns 64 c + j in the low bits and
-64 c + 32 + j in the high ones (j < 32). Codes of 8 bits are bytes. Every group of columns has a scale, and integers
-may have a zero point; 4-bit floats may have scales that are powers of two, stored as exponents.
+Codes of 4 bits: a word of 16 bits holds four columns of a line that are 16 apart, from its lowest bits on columns
+64 c + j, 64 c + 16 + j, 64 c + 32 + j and 64 c + 48 + j (j < 16). Two words in a register give, by one shift and one
+mask, two columns side by side. Codes of 8 bits are bytes. Every group of columns has a scale, and integers may have a
+zero point; 4-bit floats may have scales that are powers of two, stored as exponents.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 64  # columns whose halves share bytes
+CHUNK = 64  # columns that share words
+_SLICES = 4
 E4M3 = torch.float8_e4m3fn
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -67,8 +69,9 @@ class PackedWeight(NamedTuple):
         """What codes stand for, float32 [experts, N, K]."""
         if self.has_bytes:
             return self.codes.float()
-        halves = torch.stack((self.codes & 15, self.codes >> 4), -1).unflatten(-2, (-1, CHUNK // 2))
-        codes: Tensor = halves.transpose(-1, -2).flatten(-3)
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
+        words: Tensor = codes.unflatten(-1, (-1, CHUNK // _SLICES, _SLICES))
+        codes = words.transpose(-1, -2).flatten(-3)
         if not self.is_float:
             return codes.float()
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)
@@ -77,5 +80,5 @@ class PackedWeight(NamedTuple):
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Codes [..., K] of 4 bits -> [..., K / 2] uint8; K is whole chunks."""
-    halves: Tensor = codes.to(torch.uint8).unflatten(-1, (-1, 2, CHUNK // 2))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    words: Tensor = codes.to(torch.uint8).unflatten(-1, (-1, _SLICES, CHUNK // _SLICES)).transpose(-1, -2)
+    return (words[..., 0::2] | words[..., 1::2] << 4).flatten(-3)

@@ -110,5 +110,8 @@ PACKED_SPARSE_MLP: Op[PackedSparseMLP] = Op(
     packed_sparse_mlp,
     generate_packed_sparse_inputs,
     2e-4,
-    (Implementation("triton", "triton.packed_mlp:packed_sparse_mlp", ("cuda",)),),
+    (
+        Implementation("triton", "triton.packed_mlp:packed_sparse_mlp", ("cuda",), varies=True),
+        Implementation("triton_fixed", "triton.packed_mlp:packed_sparse_mlp_fixed", ("cuda",)),
+    ),
 )

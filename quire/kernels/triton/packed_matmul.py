@@ -18,7 +18,8 @@ from quire.kernels.packed import CHUNK, E4M3, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, activated, empty_slots, weighted
 from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
-from quire.kernels.triton.tile_matmul import lines_of
+from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.tile_matmul import add_splits, lines_of
 
 
 @triton.jit
@@ -61,78 +62,116 @@ def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _halves(codes, low_zero, high_zero, kind: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
-    """Bytes and, as bfloat16, 128 more than the zero points of their low and high codes -> what these stand for."""
+def _power_of(scale_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
+    """2 ** 63 times the scales of lines, which are powers of two up to 2 ** 64, as bfloat16 [LINES, COLUMNS].
+
+    Halfway to the 2 ** 126 that `_float_slices` lacks: neither overflows; sums are multiplied with the other half.
+    """
+    exponent = tl.broadcast_to(tl.load(scale_ptr + at, mask=mask, other=0)[:, None], [LINES, COLUMNS]).to(tl.int16)
+    return (((exponent & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _float_slices(words, low, high):
+    """Words of E2M1 -> their four columns as bfloat16, the first two times `low` and the others times `high`.
+
+    Shifted to where exponent and mantissa of a bfloat16 begin, E2M1 is 2 ** -126 of what it means.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 sign, part;
+        shl.b32 sign, $4, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 part, $4, 6;
+        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+        mul.bf16x2 $0, part, $5;
+        shl.b32 sign, $4, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 part, $4, 2;
+        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+        mul.bf16x2 $1, part, $5;
+        shl.b32 sign, $4, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 part, $4, 2;
+        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+        mul.bf16x2 $2, part, $6;
+        and.b32 sign, $4, 0x80008000;
+        shr.b32 part, $4, 6;
+        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+        mul.bf16x2 $3, part, $6;
+        }
+        """,
+        "=r,=r,=r,=r,r,r,r",
+        [words, low, high],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _integer_slices(words, low, high):
+    """Words -> their four columns as bfloat16, the first two less `low` and the others less `high`, all plus 128.
+
+    128 has a bfloat16 whose last bits count ones: a code in them is 128 more than itself.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 part;
+        lop3.b32 part, $4, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 $0, part, $5;
+        shr.b32 part, $4, 4;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 $1, part, $5;
+        shr.b32 part, $4, 8;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 $2, part, $6;
+        shr.b32 part, $4, 12;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 $3, part, $6;
+        }
+        """,
+        "=r,=r,=r,=r,r,r,r",
+        [words, low, high],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _slice(words, zero, SLICE: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """What one of a word's codes stands for, float32; `zero` is 128 more than the zero point."""
+    codes = (words >> (4 * SLICE)) & 15
+    if IS_FLOAT:  # shifted to where exponent and mantissa of a float16 begin, it is 2 ** -14 of what it means
+        bits = ((codes & 7) << 9) | ((codes & 8) << 12)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return codes.to(tl.float32) + 128.0 - zero.to(tl.float32)
+
+
+@triton.jit
+def _slices(
+    words,
+    low,
+    high,
+    kind: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Words and, as bfloat16, 128 more than the zero points of their first and last two codes -> four columns."""
     if ASM and IS_FLOAT:
-        # Shifted to where exponent and mantissa of a bfloat16 begin, E2M1 is 2 ** -126 of what it means.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 even, odd, low, high, power;
-            mov.b32 power, 0x7E807E80;
-            prmt.b32 even, $4, 0, 0x4140;
-            prmt.b32 odd, $4, 0, 0x4342;
-            shl.b32 low, even, 6;
-            shl.b32 high, even, 12;
-            and.b32 high, high, 0x80008000;
-            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
-            mul.bf16x2 $0, low, power;
-            shl.b32 low, odd, 6;
-            shl.b32 high, odd, 12;
-            and.b32 high, high, 0x80008000;
-            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
-            mul.bf16x2 $1, low, power;
-            shl.b32 low, even, 2;
-            shl.b32 high, even, 8;
-            and.b32 high, high, 0x80008000;
-            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
-            mul.bf16x2 $2, low, power;
-            shl.b32 low, odd, 2;
-            shl.b32 high, odd, 8;
-            and.b32 high, high, 0x80008000;
-            lop3.b32 low, low, 0x01C001C0, high, 0xEA;
-            mul.bf16x2 $3, low, power;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [codes],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    if ASM:
-        # 128 has a bfloat16 whose last bits count ones: a code in them is 128 more than itself.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 even, odd, part;
-            prmt.b32 even, $4, 0, 0x4140;
-            prmt.b32 odd, $4, 0, 0x4342;
-            lop3.b32 part, even, 0x000F000F, 0x43004300, 0xEA;
-            sub.bf16x2 $0, part, $5;
-            lop3.b32 part, odd, 0x000F000F, 0x43004300, 0xEA;
-            sub.bf16x2 $1, part, $6;
-            shr.b32 even, even, 4;
-            shr.b32 odd, odd, 4;
-            lop3.b32 part, even, 0x000F000F, 0x43004300, 0xEA;
-            sub.bf16x2 $2, part, $7;
-            lop3.b32 part, odd, 0x000F000F, 0x43004300, 0xEA;
-            sub.bf16x2 $3, part, $8;
-            }
-            """,
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [codes, low_zero, high_zero],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    low, high = codes & 15, codes >> 4
-    if IS_FLOAT:  # shifted to where those of a float16 begin, it is 2 ** -14 of what it means
-        low = (((low & 7).to(tl.int16) << 9) | ((low & 8).to(tl.int16) << 12)).to(tl.float16, bitcast=True)
-        high = (((high & 7).to(tl.int16) << 9) | ((high & 8).to(tl.int16) << 12)).to(tl.float16, bitcast=True)
-        return (low.to(tl.float32) * 16384.0).to(kind), (high.to(tl.float32) * 16384.0).to(kind)
-    low = low.to(tl.float32) + 128.0 - low_zero.to(tl.float32)
-    return low.to(kind), (high.to(tl.float32) + 128.0 - high_zero.to(tl.float32)).to(kind)
+        power = tl.full([LINES, WORDS], 85070591730234615865843651857942052864.0, tl.bfloat16)  # 2 ** 126
+        w0, w1, w2, w3 = _float_slices(words, power, power)
+    elif ASM:
+        w0, w1, w2, w3 = _integer_slices(words, low, high)
+    else:
+        w0, w1 = _slice(words, low, 0, IS_FLOAT).to(kind), _slice(words, low, 1, IS_FLOAT).to(kind)
+        w2, w3 = _slice(words, high, 2, IS_FLOAT).to(kind), _slice(words, high, 3, IS_FLOAT).to(kind)
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -181,30 +220,48 @@ def _fine_bytes(
 
 
 @triton.jit
-def _fine_halves(
-    codes,  # bytes [LINES, HALF]
+def _fine_slice(
+    words,  # [LINES, WORDS]
     scale_ptr,
     minimum_ptr,
     groups,  # [LINES]: where the scales of the lines begin
     start,
     mask,
+    SLICE: tl.constexpr,
     KIND: tl.constexpr,
     LINES: tl.constexpr,
-    HALF: tl.constexpr,
+    WORDS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The weights of the low and of the high codes of columns from `start` on, float32."""
-    SPAN: tl.constexpr = GROUP if GROUP < 32 else 32
-    COUNT: tl.constexpr = HALF // SPAN
-    index = tl.arange(0, COUNT) * SPAN
-    first = start + index // 32 * 64 + index % 32
-    zero = tl.full([LINES, HALF], 136.0 if minimum_ptr is None else 128.0, tl.bfloat16)
-    low, high = _halves(codes, zero, zero, tl.float32, KIND == "e2m1", False)
+    """The weights of one slice of the chunks from column `start` on, float32."""
+    COUNT: tl.constexpr = WORDS // 16
+    first = start + tl.arange(0, COUNT) * 64 + 16 * SLICE
+    zero = tl.full([LINES, WORDS], 136.0 if minimum_ptr is None else 128.0, tl.float32)
+    values = _slice(words, zero, SLICE, KIND == "e2m1")
     at = groups[:, None] + (first // GROUP)[None, :]
-    low = _fine(low, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
-    at = groups[:, None] + ((first + 32) // GROUP)[None, :]
-    high = _fine(high, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, SPAN)
-    return low, high
+    return _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, 16)
+
+
+@triton.jit
+def _fine_slices(
+    words,
+    scale_ptr,
+    minimum_ptr,
+    groups,
+    start,
+    mask,
+    kind: tl.constexpr,
+    KIND: tl.constexpr,
+    LINES: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The weights of all four slices, rounded to `kind`."""
+    w0 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 0, KIND, LINES, WORDS, GROUP).to(kind)
+    w1 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 1, KIND, LINES, WORDS, GROUP).to(kind)
+    w2 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 2, KIND, LINES, WORDS, GROUP).to(kind)
+    w3 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 3, KIND, LINES, WORDS, GROUP).to(kind)
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -232,11 +289,14 @@ def _packed_kernel(
     weights_ptr,  # [slots] float32
     order_ptr,
     tiles_ptr,  # [3, tiles]
+    parts_ptr,  # [SPLITS, slots, N] float32, added up here
+    counters_ptr,  # [tiles of slots and lines] int32, zero before and after
     num_slots,
     num_tiles,
     num_rows,
     N,
     K,
+    k_per_split,
     KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
     FINE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -246,6 +306,7 @@ def _packed_kernel(
     GROUP: tl.constexpr,  # columns of a scale
     ASM: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    SPLITS: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,  # unless FINE, at most GROUP; where that is 32, each half of a chunk has its own scale
@@ -259,18 +320,18 @@ def _packed_kernel(
         return
     lines, outputs, width = lines_of(line_tile, N, BN, ACTIVATION != "")
     line_mask = outputs < width
-    HALF: tl.constexpr = BK // 2
-    half = tl.arange(0, HALF)
+    begin = tl.program_id(1) * k_per_split
+    end = tl.minimum(begin + k_per_split, K)
     line = expert * N + lines
-    x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + (half // 32 * 64 + half % 32)[:, None]
+    x_line = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K
     groups = line * (K // GROUP)
     kind = x_ptr.dtype.element_ty
     acc = tl.zeros([BN, BT], tl.float32)
     if KIND == "int8" or KIND == "e4m3":
         columns = tl.arange(0, BK)
-        x_at = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K + columns[:, None]
+        x_at = x_line + columns[:, None]
         codes_at = codes_ptr + line[:, None] * K + columns[None, :]
-        for start in range(0, K, BK):
+        for start in range(begin, end, BK):
             codes = tl.load(codes_at + start, mask=line_mask[:, None], other=0)
             x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
             if FINE:
@@ -282,31 +343,54 @@ def _packed_kernel(
                 scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
                 acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
     else:
-        codes_at = codes_ptr + line[:, None] * (K // 2) + half[None, :]
-        for start in range(0, K, BK):  # K is whole pieces
-            codes = tl.load(codes_at + start // 2, mask=line_mask[:, None], other=0)
-            x_low = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-            x_high = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
+        WORDS: tl.constexpr = BK // 4
+        POWERS: tl.constexpr = ASM and scale_ptr.dtype.element_ty == tl.int8 and GROUP == 32 and BK == 64
+        word = tl.arange(0, WORDS)
+        x_at = x_line + (word // 16 * 64 + word % 16)[:, None]
+        codes_at = codes_ptr + line[:, None] * (K // 4) + word[None, :]
+        for start in range(begin, end, BK):  # K is whole pieces
+            words = tl.load(codes_at + start // 4, mask=line_mask[:, None], other=0)
+            x0 = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+            x1 = tl.load(x_at + start + 16, mask=inside[None, :], other=0.0)
+            x2 = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
+            x3 = tl.load(x_at + start + 48, mask=inside[None, :], other=0.0)
+            at = groups + start // GROUP
             if FINE:
-                low, high = _fine_halves(
-                    codes, scale_ptr, minimum_ptr, groups, start, line_mask, KIND, BN, HALF, GROUP
+                w0, w1, w2, w3 = _fine_slices(
+                    words, scale_ptr, minimum_ptr, groups, start, line_mask, kind, KIND, BN, WORDS, GROUP
                 )
-                acc = tl.dot(low.to(kind), x_low, acc, input_precision="ieee")
-                acc = tl.dot(high.to(kind), x_high, acc, input_precision="ieee")
+            elif POWERS:
+                low = _power_of(scale_ptr, at, line_mask, BN, WORDS)
+                w0, w1, w2, w3 = _float_slices(words, low, _power_of(scale_ptr, at + 1, line_mask, BN, WORDS))
             else:
-                at = groups + start // GROUP
-                low_zero = _zero_of(zero_ptr, at, line_mask, BN, HALF)
-                high_zero = _zero_of(zero_ptr, at + 1, line_mask, BN, HALF) if GROUP == 32 else low_zero
-                low, high = _halves(codes, low_zero, high_zero, kind, KIND == "e2m1", ASM)
-                part = tl.dot(low, x_low, input_precision="ieee")
+                low = _zero_of(zero_ptr, at, line_mask, BN, WORDS)
+                high = _zero_of(zero_ptr, at + 1, line_mask, BN, WORDS) if GROUP == 32 else low
+                w0, w1, w2, w3 = _slices(words, low, high, kind, KIND == "e2m1", ASM, BN, WORDS)
+            if FINE or POWERS:
+                acc = tl.dot(w0, x0, acc, input_precision="ieee")
+                acc = tl.dot(w1, x1, acc, input_precision="ieee")
+                acc = tl.dot(w2, x2, acc, input_precision="ieee")
+                acc = tl.dot(w3, x3, acc, input_precision="ieee")
+            else:
+                part = tl.dot(w0, x0, input_precision="ieee")
+                part = tl.dot(w1, x1, part, input_precision="ieee")
                 scale = _scale_of(scale_ptr, at, line_mask)
                 if GROUP == 32:
                     acc += part * scale[:, None]
                     scale = _scale_of(scale_ptr, at + 1, line_mask)
-                    part = tl.dot(high, x_high, input_precision="ieee")
+                    part = tl.dot(w2, x2, input_precision="ieee")
                 else:
-                    part = tl.dot(high, x_high, part, input_precision="ieee")
+                    part = tl.dot(w2, x2, part, input_precision="ieee")
+                part = tl.dot(w3, x3, part, input_precision="ieee")
                 acc += part * scale[:, None]
+        if POWERS:
+            acc *= 9223372036854775808.0  # 2 ** 63
+    if SPLITS > 1:
+        split_at = slots.to(tl.int64)[None, :] * N + lines[:, None]
+        mask = inside[None, :] & line_mask[:, None]
+        acc, is_last = add_splits(acc, parts_ptr, counters_ptr, num_slots * N, split_at, mask, SPLITS)
+        if not is_last:
+            return
     if line_scale_ptr is not None:
         acc *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
     if bias_ptr is not None:
@@ -356,26 +440,27 @@ def _unpack_kernel(
         values = _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
         at = out_ptr + line[:, None] * K + columns[None, :]
         tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
-        return
-    half = tl.arange(0, 32)
-    codes = tl.load(codes_ptr + line[:, None] * (K // 2) + start // 2 + half[None, :], mask=mask[:, None], other=0)
-    if FINE:
-        low, high = _fine_halves(codes, scale_ptr, minimum_ptr, groups, start, mask, KIND, LINES, 32, GROUP)
     else:
-        low_group, high_group = groups + start // GROUP, groups + (start + 32) // GROUP
-        low_zero = _zero_of(zero_ptr, low_group, mask, LINES, 32)
-        high_zero = _zero_of(zero_ptr, high_group, mask, LINES, 32)
-        low, high = _halves(codes, low_zero, high_zero, tl.float32, KIND == "e2m1", False)
-        low *= _scale_of(scale_ptr, low_group, mask)[:, None]
-        high *= _scale_of(scale_ptr, high_group, mask)[:, None]
-    at = out_ptr + line[:, None] * K + start + half[None, :]
-    tl.store(at, (low * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
-    tl.store(at + 32, (high * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        word = tl.arange(0, 16)
+        words = tl.load(
+            codes_ptr + line[:, None] * (K // 4) + start // 4 + word[None, :], mask=mask[:, None], other=0
+        )
+        for index in tl.static_range(4):
+            if FINE:
+                values = _fine_slice(
+                    words, scale_ptr, minimum_ptr, groups, start, mask, index, KIND, LINES, 16, GROUP
+                )
+            else:
+                group = groups + (start + 16 * index) // GROUP
+                values = _slice(words, _zero_of(zero_ptr, group, mask, LINES, 16), index, KIND == "e2m1")
+                values *= _scale_of(scale_ptr, group, mask)[:, None]
+            at = out_ptr + line[:, None] * K + start + 16 * index + word[None, :]
+            tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
 def _parts(weight: PackedWeight) -> tuple[Tensor | None, ...]:
-    """What kernels read of a weight: 8-bit floats as bytes, exponents as bytes with a sign."""
-    codes = weight.codes.view(torch.uint8) if weight.codes.dtype == E4M3 else weight.codes
+    """What kernels read of a weight: codes of 4 bits as words, 8-bit floats as bytes, exponents with a sign."""
+    codes = weight.codes.view({E4M3: torch.uint8, torch.uint8: torch.int16}.get(weight.codes.dtype, torch.int8))
     viewed = {E4M3: torch.uint8, torch.uint8: torch.int8}.get(weight.scales.dtype)
     scales = weight.scales if viewed is None else weight.scales.view(viewed)
     return codes, scales, weight.zeros, weight.minima, weight.line_scale
@@ -402,7 +487,7 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         GROUP=weight.group,
         LINES=lines,
         num_warps=4,
-        **launch_options(),
+        **launch_options(fused=False),
     )
     return out
 
@@ -439,11 +524,13 @@ def packed_tiles(
     shape: GroupedShape,
     activation: str = "",
     weights: Tensor | None = None,
+    splits: int = 1,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], or N / 2 with an activation.
 
     Without `slots` there is one matrix, and every line of x is a slot. With `weights` [n, k] the result of each slot
-    is weighted: [k, n, N] float32.
+    is weighted: [k, n, N] float32. Of what `packed_tiles` is given, only `splits` of the inner sum, which the last
+    program of a tile adds up, and `shape.bk` can change a bit of the result.
     """
     _, n, k = weight.sizes
     bk = piece(weight, shape.bk)
@@ -452,7 +539,12 @@ def packed_tiles(
     out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     num_tiles = triton.cdiv(num_slots, shape.bt) if slots is None else slots.tiles.shape[1]
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
-    _packed_kernel[(num_tiles * triton.cdiv(n, shape.bn),)](
+    line_tiles = triton.cdiv(n, shape.bn)
+    parts, counters = out, out
+    if splits > 1:
+        parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
+        counters = arrival_counters(x.device)
+    _packed_kernel[(num_tiles * line_tiles, splits)](
         x,
         *_parts(weight),
         bias,
@@ -460,11 +552,14 @@ def packed_tiles(
         out if weights is None else weights,
         order,
         tiles,
+        parts,
+        counters,
         num_slots,
         num_tiles,
         out.shape[1],
         n,
         k,
+        triton.cdiv(triton.cdiv(k, splits), bk) * bk,
         KIND=_kind(weight),
         FINE=weight.is_fine,
         GROUP=weight.group,
@@ -474,6 +569,7 @@ def packed_tiles(
         PER_ROW=per_row,
         ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),
         NATIVE_FP8=has_fp8_arithmetic(),
+        SPLITS=splits,
         BT=shape.bt,
         BN=shape.bn,
         BK=bk,

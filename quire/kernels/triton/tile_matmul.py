@@ -42,6 +42,26 @@ def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def add_splits(acc, parts_ptr, counters_ptr, size, at, mask, SPLITS: tl.constexpr):
+    """acc of program (tile, split) -> the sum over splits in their order, and whether this program has it, as the last
+    of its tile to come here.
+
+    parts are [SPLITS, size] float32, counters [tiles] int32 that are zero before and after.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tl.store(parts_ptr + split * size + at, acc, mask=mask)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros_like(acc)
+        for other in tl.static_range(SPLITS):  # unrolled: all are on their way at once
+            part_ptr = parts_ptr + tl.full([], other, tl.int64) * size
+            acc += tl.load(part_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return acc, is_last
+
+
+@triton.jit
 def _tile_kernel(
     x_ptr,
     weight_ptr,
@@ -108,15 +128,9 @@ def _tile_kernel(
     at = tokens.to(tl.int64)[None, :] * N + lines[:, None]
     mask = token_mask[None, :] & line_mask[:, None]
     if SPLITS > 1 and not IN_PARTS:
-        tl.store(parts_ptr + split * (M * N).to(tl.int64) + at, acc, mask=mask)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel")
-        if arrived != SPLITS - 1:
+        acc, is_last = add_splits(acc, parts_ptr, counters_ptr, M * N, at, mask, SPLITS)
+        if not is_last:
             return
-        acc = tl.zeros([BN, BT], tl.float32)
-        for other in range(SPLITS):
-            acc += tl.load(parts_ptr + other * (M * N).to(tl.int64) + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(counters_ptr + place, 0)
     if SCALED:
         x_scale = tl.load(x_scale_ptr + tokens, mask=token_mask, other=0.0)
         weight_scale = tl.load(weight_scale_ptr + lines, mask=line_mask, other=0.0)

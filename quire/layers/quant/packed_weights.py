@@ -23,7 +23,9 @@ from quire.ops.base import Target
 from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.split_k import PartialSums
+from quire.types.errors import CheckpointError
 
+_MAX_EXPONENT = 127 + 64  # as stored, of scales that are powers of two
 _MIDDLE = 8  # the code of 4-bit integers that stands for 0, where no other is said
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -113,6 +115,11 @@ class PackedStore:
         as_stored = form.scales == torch.uint8 or form.has_line_scale
         scales = tensors["scales"].view(torch.uint8) if as_stored else scheme.scale_values(tensors)
         scales = scheme.per_columns(scales, shape, form.group)
+        if form.scales == torch.uint8 and int(scales.max()) > _MAX_EXPONENT:
+            raise CheckpointError(
+                f"{self.spec.path} has scales of 2 ** {int(scales.max()) - 127}, kernels take up to 2 ** 64;"
+                " download the file again"
+            )
         self.scales.data[here] = scales.contiguous().view(form.scales) if as_stored else scales.to(form.scales)
         if self.line_scale is not None:
             second = tensors["second_scale"].float()

@@ -54,8 +54,10 @@ def test_one_matrix(group: int, kind: str) -> None:
     weight, dense = make_packed(1, 40, k, group, kind)
     x, bias = torch.randn(3, k), torch.randn(1, 40)
     expected = x @ dense[0].T + bias
-    out = packed_tiles(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, GroupedShape(bn=32, num_stages=2))
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
+    for splits in (1, 2):
+        shape = GroupedShape(bn=32, num_stages=2)
+        out = packed_tiles(x.to(DEVICE), None, weight, bias.to(DEVICE), 1, shape, splits=splits)
+        torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("k", [128, 192])
@@ -77,7 +79,7 @@ def test_experts(k: int) -> None:
 
 @pytest.mark.parametrize("kind", ["e2m1", "zeros"])
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
-    from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
+    from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp_fixed
 
     group, generator = 32 if kind == "e2m1" else 64, torch.Generator().manual_seed(0)
     gate_up, down = (make_packed(4, n, k, group, kind)[0] for n, k in ((128, 128), (64, 64)))
@@ -88,9 +90,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     many = packed_linear_fixed(x, single, None, "silu")
     for rows in (1, 17):
         assert torch.equal(packed_linear_fixed(x[-rows:], single, None, "silu"), many[-rows:])
-    many = packed_sparse_mlp(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
+    many = packed_sparse_mlp_fixed(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
     for rows in (1, 10):
-        few = packed_sparse_mlp(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
+        few = packed_sparse_mlp_fixed(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
         assert torch.equal(few, many[-rows:])
 
 

@@ -1,0 +1,154 @@
+"""Matmuls with 4-bit weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
+
+    python benchmarks/packed_gpu.py [--only int4 mxfp4] [--rows 1 16 64 256] [--best 4] [--out FILE]
+
+Shapes are those of llama-8b (groups of 128 with zero points) and of gpt-oss-20b's experts (uniform routing). Each
+time is of a CUDA graph over several weights, so that none is in the L2 cache. Kernels are compiled first, by all
+cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.kernels.packed import PackedWeight
+from quire.kernels.triton.expert_slots import sort_slots
+from quire.kernels.triton.grouped_matmul import GroupedShape
+from quire.kernels.triton.packed_matmul import packed_tiles
+
+BANDWIDTH = 4.3e12
+INT4 = {
+    "gate_up": (28672, 4096, "silu"),
+    "down": (4096, 14336, ""),
+    "qkv": (6144, 4096, ""),
+    "o": (4096, 4096, ""),
+}
+EXPERTS, TOP_K = 32, 4
+MXFP4 = {"gate_up": (5760, 2880, "clamped_swiglu"), "down": (2880, 2880, "")}
+IN_TURN = 300 << 20  # bytes of weights that a graph goes through
+Way = tuple[GroupedShape, int]  # and splits
+
+
+def ways(rows: int, piece: int) -> Iterator[Way]:
+    if rows <= 16:
+        shapes = [(16, 64, 4, 4), (16, 64, 2, 4), (16, 128, 4, 4), (16, 128, 4, 6), (16, 256, 8, 4), (16, 128, 2, 4)]
+        splits = [1, 2, 4, 8]
+    elif rows <= 64:
+        shapes = [(64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 8, 3), (32, 128, 4, 4), (32, 64, 4, 4)]
+        splits = [1, 2, 4]
+    else:
+        shapes = [(128, 128, 8, 3), (256, 64, 4, 3), (256, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 4)]
+        splits = [1, 2]
+    for (bt, bn, warps, stages), count in product(shapes, splits):
+        yield GroupedShape(bt, bn, piece, warps, stages), count
+
+
+def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
+    codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
+    if kind == "mxfp4":
+        exponents = torch.randint(115, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
+        return PackedWeight(codes, exponents, None, is_float=True)
+    scales = torch.rand(experts, n, k // 128, device="cuda").to(torch.float16) / 256
+    zeros = torch.randint(0, 16, (experts, n, k // 128), dtype=torch.uint8, device="cuda")
+    return PackedWeight(codes, scales, zeros)
+
+
+def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callable[[], Tensor]]:
+    """The matmul over different weights."""
+    shape, splits = way
+    n, k, activation = (INT4 if kind == "int4" else MXFP4)[name]
+    if kind == "int4":
+        x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
+        weights = [make_weight(1, n, k, kind) for _ in range(copies)]
+        return [lambda w=w: packed_tiles(x, None, w, None, 1, shape, activation, splits=splits) for w in weights]
+    ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
+    slots = sort_slots(ids, EXPERTS, shape.bt)
+    per_row = TOP_K if name == "gate_up" else 1
+    x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
+    weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
+    return [lambda w=w: packed_tiles(x, slots, w, None, per_row, shape, activation, splits=splits) for w in weights]
+
+
+def floor_us(kind: str, name: str, rows: int) -> float:
+    n, k, _ = (INT4 if kind == "int4" else MXFP4)[name]
+    experts = 1.0 if kind == "int4" else EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** rows)
+    return experts * n * k * (0.5 + (3 / 128 if kind == "int4" else 1 / 32)) / BANDWIDTH * 1e6
+
+
+def compile_one(case: tuple[str, str, int, Way]) -> None:
+    try:
+        calls(*case, copies=1)[0]()
+        torch.cuda.synchronize()
+    except Exception as error:  # a shape that does not fit is no candidate
+        print("left out", case, type(error).__name__, flush=True)
+
+
+def time_one(case: tuple[str, str, int, Way]) -> float:
+    kind, name, _, _ = case
+    n, k, _ = (INT4 if kind == "int4" else MXFP4)[name]
+    each = n * k // 2 * (1 if kind == "int4" else EXPERTS)
+    run = calls(*case, copies=max(2, IN_TURN // each))
+    run[0]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in run]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = 1e9
+    for _ in range(4):
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / (3 * len(kept)))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=["int4", "mxfp4"], choices=["int4", "mxfp4"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--best", type=int, default=4, help="ways to print of each matmul")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cases = [
+        (kind, name, rows, way)
+        for kind in args.only
+        for name in (INT4 if kind == "int4" else MXFP4)
+        for rows in args.rows
+        for way in ways(rows, 128 if kind == "int4" else 64)
+    ]
+    few = {(kind, bool((INT4 if kind == "int4" else MXFP4)[name][2]), rows, way): (kind, name, rows, way)
+           for kind, name, rows, way in cases}  # fmt: skip
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        pool.map(compile_one, few.values(), chunksize=1)
+    found: dict[str, list[tuple[float, str]]] = {}
+    for case in cases:
+        kind, name, rows, (shape, splits) = case
+        key = f"{kind} {name} {rows}"
+        try:
+            time = time_one(case)
+        except Exception as error:
+            print("left out", case, type(error).__name__, flush=True)
+            continue
+        way = f"{shape.bt}x{shape.bn} w{shape.num_warps} s{shape.num_stages} /{splits}"
+        found.setdefault(key, []).append((time, way))
+    for key, times in found.items():
+        kind, name, rows = key.split()
+        ways_by_time = "  ".join(f"{time:.1f} ({way})" for time, way in sorted(times)[: args.best])
+        print(f"{key:22} floor {floor_us(kind, name, int(rows)):6.1f}   {ways_by_time}", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
