@@ -78,7 +78,7 @@ def test_eager_steps_give_the_bits_of_captured_ones(model: Path) -> None:
 
 def test_preempted_requests_go_on(model: Path) -> None:
     known = run_jobs(engine(model, deterministic=True, kv_cache_memory=ROOMY_CACHE), make_jobs(30), seed=1)
-    small = {"kv_cache_memory": SMALL_CACHE, "max_model_len": 512}
+    small = {"kv_cache_memory": SMALL_CACHE * 5 // 8, "max_model_len": 512}
     core = speculating(model, known, 0.3, deterministic=True, steps_in_flight=2, **small)
     assert contents(run_jobs(core, make_jobs(30), seed=2)) == contents(known)
     assert core.scheduler.stats().num_preemptions > 0

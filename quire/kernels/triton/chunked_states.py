@@ -43,14 +43,17 @@ def _log_decays(decays_ptr, token, inside, HEADS: tl.constexpr, LEAST: tl.conste
 
 
 @triton.jit
-def _inverse(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round."""
+def _inverse(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round.
+
+    In float32: with tf32, Triton 3.6 gives other blocks than the first wrong numbers on Hopper.
+    """
     rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
     for power in range(1, LEVELS):
         below = (rows >> (power + 1) == columns >> (power + 1)) & (rows >> power != columns >> power)
-        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, part, input_precision=PRECISION)
+        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision="ieee")
+        inverse -= tl.dot(inverse, part, input_precision="ieee")
     return inverse
 
 
@@ -126,7 +129,7 @@ def _within_chunks_kernel(
             strength = tl.load(strengths_ptr + token * HEADS + head, mask=inside, other=0.0)
             a = tl.dot(key, tl.trans(key), input_precision=PRECISION) * factors * strength[:, None]
             a = tl.where(places[:, None] > places[None, :], a, 0.0)
-            inverse = _inverse(a, CHUNK, LEVELS, PRECISION).to(dtype)
+            inverse = _inverse(a, CHUNK, LEVELS).to(dtype)
             # Read again: registers that hold keys meanwhile are wanted for the inverse.
             key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0)
             scaled = (key.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(dtype)
