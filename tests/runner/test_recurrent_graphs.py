@@ -10,11 +10,11 @@ from quire.layers.state import StateCache
 from quire.platform.cpu import CpuPlatform
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import Driver, make_engine, make_model
-from tests.kernels.device import DEVICE
+from tests.kernels.device import NATIVE
 from tests.kernels.triton.paged import needs_triton
 from tests.runner.engines import Rerun, capture_steps, spy_on, worker_of
 
-pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs kernels in Triton's interpreter")]
+pytestmark = [needs_triton, pytest.mark.skipif(NATIVE, reason="runs kernels in Triton's interpreter")]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 # A prompt of more than one chunk, one beside rows that decode, and one that goes on from a checkpoint of the first.
 LONG = [3 + 5 * index % 190 for index in range(70)]
