@@ -19,249 +19,20 @@ from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, activated, empty_slots, weighted
 from quire.kernels.triton.launch import HOPPER, begin_dependent, launch_options, stages_within
 from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.packed_values import (
+    byte_values,
+    fine_bytes,
+    fine_slice,
+    fine_slices,
+    fine_values,
+    float_slices,
+    power_of,
+    scale_of,
+    slice_of,
+    slices_of,
+    zero_of,
+)
 from quire.kernels.triton.tile_matmul import add_splits, lines_of
-
-
-@triton.jit
-def _e4m3(codes, kind: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes that are 8-bit floats -> `kind`. Shifted to where a float16's exponent begins, they are a 256th."""
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(kind)
-    bits = ((codes & 0x80).to(tl.int16) << 8) | ((codes & 0x7F).to(tl.int16) << 7)
-    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(kind)
-
-
-@triton.jit
-def _byte_values(codes, kind: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes that are 8-bit floats or integers -> `kind`."""
-    if KIND == "e4m3":
-        return _e4m3(codes, kind, NATIVE)
-    return codes.to(kind)
-
-
-@triton.jit
-def _scale_of(scale_ptr, at, mask):
-    """Scales as float32; int8 are exponents of two, uint8 8-bit floats."""
-    if scale_ptr.dtype.element_ty == tl.uint8:
-        return _e4m3(tl.load(scale_ptr + at, mask=mask, other=0), tl.float32, False)
-    if scale_ptr.dtype.element_ty == tl.int8:
-        exponent = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.int32) & 255
-        return (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _zero_of(zero_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """128 more than the zero point of each line, which is 8 where none are stored, as bfloat16 [LINES, COLUMNS]."""
-    if zero_ptr is None:
-        zeros = tl.full([LINES, COLUMNS], 136.0, tl.bfloat16)
-    else:
-        zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32) + 128.0
-        zeros = tl.broadcast_to(zero.to(tl.bfloat16)[:, None], [LINES, COLUMNS])
-    return zeros
-
-
-@triton.jit
-def _power_of(scale_ptr, at, mask, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """2 ** 63 times the scales of lines, which are powers of two up to 2 ** 64, as bfloat16 [LINES, COLUMNS].
-
-    Halfway to the 2 ** 126 that `_float_slices` lacks: neither overflows; sums are multiplied with the other half.
-    """
-    exponent = tl.broadcast_to(tl.load(scale_ptr + at, mask=mask, other=0)[:, None], [LINES, COLUMNS]).to(tl.int16)
-    return (((exponent & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _float_slices(words, low, high):
-    """Words of E2M1 -> their four columns as bfloat16, the first two times `low` and the others times `high`.
-
-    Shifted to where exponent and mantissa of a bfloat16 begin, E2M1 is 2 ** -126 of what it means.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 sign, part;
-        shl.b32 sign, $4, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 part, $4, 6;
-        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
-        mul.bf16x2 $0, part, $5;
-        shl.b32 sign, $4, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 part, $4, 2;
-        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
-        mul.bf16x2 $1, part, $5;
-        shl.b32 sign, $4, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.b32 part, $4, 2;
-        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
-        mul.bf16x2 $2, part, $6;
-        and.b32 sign, $4, 0x80008000;
-        shr.b32 part, $4, 6;
-        lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
-        mul.bf16x2 $3, part, $6;
-        }
-        """,
-        "=r,=r,=r,=r,r,r,r",
-        [words, low, high],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _integer_slices(words, low, high):
-    """Words -> their four columns as bfloat16, the first two less `low` and the others less `high`, all plus 128.
-
-    128 has a bfloat16 whose last bits count ones: a code in them is 128 more than itself.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 part;
-        lop3.b32 part, $4, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $0, part, $5;
-        shr.b32 part, $4, 4;
-        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $1, part, $5;
-        shr.b32 part, $4, 8;
-        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $2, part, $6;
-        shr.b32 part, $4, 12;
-        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $3, part, $6;
-        }
-        """,
-        "=r,=r,=r,=r,r,r,r",
-        [words, low, high],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _slice(words, zero, SLICE: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """What one of a word's codes stands for, float32; `zero` is 128 more than the zero point."""
-    codes = (words >> (4 * SLICE)) & 15
-    if IS_FLOAT:  # shifted to where exponent and mantissa of a float16 begin, it is 2 ** -14 of what it means
-        bits = ((codes & 7) << 9) | ((codes & 8) << 12)
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    return codes.to(tl.float32) + 128.0 - zero.to(tl.float32)
-
-
-@triton.jit
-def _slices(
-    words,
-    low,
-    high,
-    kind: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    ASM: tl.constexpr,
-    LINES: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Words and, as bfloat16, 128 more than the zero points of their first and last two codes -> four columns."""
-    if ASM and IS_FLOAT:
-        power = tl.full([LINES, WORDS], 85070591730234615865843651857942052864.0, tl.bfloat16)  # 2 ** 126
-        w0, w1, w2, w3 = _float_slices(words, power, power)
-    elif ASM:
-        w0, w1, w2, w3 = _integer_slices(words, low, high)
-    else:
-        w0, w1 = _slice(words, low, 0, IS_FLOAT).to(kind), _slice(words, low, 1, IS_FLOAT).to(kind)
-        w2, w3 = _slice(words, high, 2, IS_FLOAT).to(kind), _slice(words, high, 3, IS_FLOAT).to(kind)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def _spread(grid, LINES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """A number for each group [LINES, GROUPS] -> one for each column."""
-    return tl.reshape(tl.broadcast_to(grid[:, :, None], [LINES, GROUPS, GROUP]), [LINES, GROUPS * GROUP])
-
-
-@triton.jit
-def _fine(
-    values,  # [LINES, columns] float32
-    scale_ptr,
-    minimum_ptr,
-    at,  # [LINES, COUNT]: where the scales of each SPAN columns are
-    mask,
-    LINES: tl.constexpr,
-    COUNT: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """Codes times the scales of their groups, plus minima; float32."""
-    values *= _spread(_scale_of(scale_ptr, at, mask), LINES, COUNT, SPAN)
-    if minimum_ptr is not None:
-        values += _spread(tl.load(minimum_ptr + at, mask=mask, other=0.0), LINES, COUNT, SPAN)
-    return values
-
-
-@triton.jit
-def _fine_bytes(
-    codes,  # [LINES, COLUMNS]
-    scale_ptr,
-    minimum_ptr,
-    at,  # [LINES]: where the scale of the first column is
-    mask,
-    KIND: tl.constexpr,
-    NATIVE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The weights of bytes, float32."""
-    SPAN: tl.constexpr = GROUP if GROUP < COLUMNS else COLUMNS
-    COUNT: tl.constexpr = COLUMNS // SPAN
-    values = _byte_values(codes, tl.float32, KIND, NATIVE)
-    each = at[:, None] + tl.arange(0, COUNT)[None, :]
-    return _fine(values, scale_ptr, minimum_ptr, each, mask[:, None], LINES, COUNT, SPAN)
-
-
-@triton.jit
-def _fine_slice(
-    words,  # [LINES, WORDS]
-    scale_ptr,
-    minimum_ptr,
-    groups,  # [LINES]: where the scales of the lines begin
-    start,
-    mask,
-    SLICE: tl.constexpr,
-    KIND: tl.constexpr,
-    LINES: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The weights of one slice of the chunks from column `start` on, float32."""
-    COUNT: tl.constexpr = WORDS // 16
-    first = start + tl.arange(0, COUNT) * 64 + 16 * SLICE
-    zero = tl.full([LINES, WORDS], 136.0 if minimum_ptr is None else 128.0, tl.float32)
-    values = _slice(words, zero, SLICE, KIND == "e2m1")
-    at = groups[:, None] + (first // GROUP)[None, :]
-    return _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, COUNT, 16)
-
-
-@triton.jit
-def _fine_slices(
-    words,
-    scale_ptr,
-    minimum_ptr,
-    groups,
-    start,
-    mask,
-    kind: tl.constexpr,
-    KIND: tl.constexpr,
-    LINES: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The weights of all four slices, rounded to `kind`."""
-    w0 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 0, KIND, LINES, WORDS, GROUP).to(kind)
-    w1 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 1, KIND, LINES, WORDS, GROUP).to(kind)
-    w2 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 2, KIND, LINES, WORDS, GROUP).to(kind)
-    w3 = _fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, 3, KIND, LINES, WORDS, GROUP).to(kind)
-    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -274,6 +45,115 @@ def _slots_of(tile, order_ptr, tiles_ptr, num_slots, num_tiles, GROUPED: tl.cons
         return expert, tl.load(order_ptr + places, mask=inside, other=0), inside
     slots = tile * BT + tl.arange(0, BT)
     return tl.zeros([], tl.int64), slots, slots < num_slots
+
+
+@triton.jit
+def _add_bytes(
+    acc,
+    x_line,  # [1, slots]: where the lines of activations begin
+    codes_ptr,
+    scale_ptr,
+    minimum_ptr,
+    line,
+    line_mask,
+    inside,
+    begin,
+    end,
+    K,
+    KIND: tl.constexpr,
+    FINE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """acc [lines, slots] plus the sums over columns from begin to end, of weights that are bytes."""
+    groups = line * (K // GROUP)
+    columns = tl.arange(0, BK)
+    x_at = x_line + columns[:, None]
+    codes_at = codes_ptr + line[:, None] * K + columns[None, :]
+    for start in range(begin, end, BK):
+        codes = tl.load(codes_at + start, mask=line_mask[:, None], other=0)
+        x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+        if FINE:
+            at = groups + start // GROUP
+            values = fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, NATIVE_FP8, BN, BK, GROUP)
+            acc = tl.dot(values.to(kind), x, acc, input_precision="ieee")
+        else:
+            values = byte_values(codes, kind, KIND, NATIVE_FP8)
+            scale = scale_of(scale_ptr, groups + start // GROUP, line_mask)
+            acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
+    return acc
+
+
+@triton.jit
+def _add_words(
+    acc,
+    x_line,  # [1, slots]: where the lines of activations begin
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    minimum_ptr,
+    line,
+    line_mask,
+    inside,
+    begin,
+    end,
+    K,
+    KIND: tl.constexpr,
+    FINE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """The same, of weights of 4 bits in words."""
+    groups = line * (K // GROUP)
+    WORDS: tl.constexpr = BK // 4
+    POWERS: tl.constexpr = ASM and scale_ptr.dtype.element_ty == tl.int8 and GROUP == 32 and BK == 64
+    word = tl.arange(0, WORDS)
+    x_at = x_line + (word // 16 * 64 + word % 16)[:, None]
+    codes_at = codes_ptr + line[:, None] * (K // 4) + word[None, :]
+    for start in range(begin, end, BK):  # K is whole pieces
+        words = tl.load(codes_at + start // 4, mask=line_mask[:, None], other=0)
+        x0 = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+        x1 = tl.load(x_at + start + 16, mask=inside[None, :], other=0.0)
+        x2 = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
+        x3 = tl.load(x_at + start + 48, mask=inside[None, :], other=0.0)
+        at = groups + start // GROUP
+        if FINE:
+            w0, w1, w2, w3 = fine_slices(
+                words, scale_ptr, minimum_ptr, groups, start, line_mask, kind, KIND, BN, WORDS, GROUP
+            )
+        elif POWERS:
+            low = power_of(scale_ptr, at, line_mask, BN, WORDS)
+            w0, w1, w2, w3 = float_slices(words, low, power_of(scale_ptr, at + 1, line_mask, BN, WORDS))
+        else:
+            low = zero_of(zero_ptr, at, line_mask, BN, WORDS)
+            high = zero_of(zero_ptr, at + 1, line_mask, BN, WORDS) if GROUP == 32 else low
+            w0, w1, w2, w3 = slices_of(words, low, high, kind, KIND == "e2m1", ASM, BN, WORDS)
+        if FINE or POWERS:
+            acc = tl.dot(w0, x0, acc, input_precision="ieee")
+            acc = tl.dot(w1, x1, acc, input_precision="ieee")
+            acc = tl.dot(w2, x2, acc, input_precision="ieee")
+            acc = tl.dot(w3, x3, acc, input_precision="ieee")
+        else:
+            part = tl.dot(w0, x0, input_precision="ieee")
+            part = tl.dot(w1, x1, part, input_precision="ieee")
+            scale = scale_of(scale_ptr, at, line_mask)
+            if GROUP == 32:
+                acc += part * scale[:, None]
+                scale = scale_of(scale_ptr, at + 1, line_mask)
+                part = tl.dot(w2, x2, input_precision="ieee")
+            else:
+                part = tl.dot(w2, x2, part, input_precision="ieee")
+            part = tl.dot(w3, x3, part, input_precision="ieee")
+            acc += part * scale[:, None]
+    if POWERS:
+        acc *= 9223372036854775808.0  # 2 ** 63
+    return acc
 
 
 @triton.jit
@@ -324,67 +204,18 @@ def _packed_kernel(
     end = tl.minimum(begin + k_per_split, K)
     line = expert * N + lines
     x_line = x_ptr + (slots // PER_ROW).to(tl.int64)[None, :] * K
-    groups = line * (K // GROUP)
-    kind = x_ptr.dtype.element_ty
+    kind: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros([BN, BT], tl.float32)
     if KIND == "int8" or KIND == "e4m3":
-        columns = tl.arange(0, BK)
-        x_at = x_line + columns[:, None]
-        codes_at = codes_ptr + line[:, None] * K + columns[None, :]
-        for start in range(begin, end, BK):
-            codes = tl.load(codes_at + start, mask=line_mask[:, None], other=0)
-            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-            if FINE:
-                at = groups + start // GROUP
-                values = _fine_bytes(codes, scale_ptr, minimum_ptr, at, line_mask, KIND, NATIVE_FP8, BN, BK, GROUP)
-                acc = tl.dot(values.to(kind), x, acc, input_precision="ieee")
-            else:
-                values = _byte_values(codes, kind, KIND, NATIVE_FP8)
-                scale = _scale_of(scale_ptr, groups + start // GROUP, line_mask)
-                acc += tl.dot(values, x, input_precision="ieee") * scale[:, None]
+        acc = _add_bytes(
+            acc, x_line, codes_ptr, scale_ptr, minimum_ptr, line, line_mask, inside, begin, end, K,
+            KIND, FINE, GROUP, NATIVE_FP8, BN, BK, kind,
+        )  # fmt: skip
     else:
-        WORDS: tl.constexpr = BK // 4
-        POWERS: tl.constexpr = ASM and scale_ptr.dtype.element_ty == tl.int8 and GROUP == 32 and BK == 64
-        word = tl.arange(0, WORDS)
-        x_at = x_line + (word // 16 * 64 + word % 16)[:, None]
-        codes_at = codes_ptr + line[:, None] * (K // 4) + word[None, :]
-        for start in range(begin, end, BK):  # K is whole pieces
-            words = tl.load(codes_at + start // 4, mask=line_mask[:, None], other=0)
-            x0 = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-            x1 = tl.load(x_at + start + 16, mask=inside[None, :], other=0.0)
-            x2 = tl.load(x_at + start + 32, mask=inside[None, :], other=0.0)
-            x3 = tl.load(x_at + start + 48, mask=inside[None, :], other=0.0)
-            at = groups + start // GROUP
-            if FINE:
-                w0, w1, w2, w3 = _fine_slices(
-                    words, scale_ptr, minimum_ptr, groups, start, line_mask, kind, KIND, BN, WORDS, GROUP
-                )
-            elif POWERS:
-                low = _power_of(scale_ptr, at, line_mask, BN, WORDS)
-                w0, w1, w2, w3 = _float_slices(words, low, _power_of(scale_ptr, at + 1, line_mask, BN, WORDS))
-            else:
-                low = _zero_of(zero_ptr, at, line_mask, BN, WORDS)
-                high = _zero_of(zero_ptr, at + 1, line_mask, BN, WORDS) if GROUP == 32 else low
-                w0, w1, w2, w3 = _slices(words, low, high, kind, KIND == "e2m1", ASM, BN, WORDS)
-            if FINE or POWERS:
-                acc = tl.dot(w0, x0, acc, input_precision="ieee")
-                acc = tl.dot(w1, x1, acc, input_precision="ieee")
-                acc = tl.dot(w2, x2, acc, input_precision="ieee")
-                acc = tl.dot(w3, x3, acc, input_precision="ieee")
-            else:
-                part = tl.dot(w0, x0, input_precision="ieee")
-                part = tl.dot(w1, x1, part, input_precision="ieee")
-                scale = _scale_of(scale_ptr, at, line_mask)
-                if GROUP == 32:
-                    acc += part * scale[:, None]
-                    scale = _scale_of(scale_ptr, at + 1, line_mask)
-                    part = tl.dot(w2, x2, input_precision="ieee")
-                else:
-                    part = tl.dot(w2, x2, part, input_precision="ieee")
-                part = tl.dot(w3, x3, part, input_precision="ieee")
-                acc += part * scale[:, None]
-        if POWERS:
-            acc *= 9223372036854775808.0  # 2 ** 63
+        acc = _add_words(
+            acc, x_line, codes_ptr, scale_ptr, zero_ptr, minimum_ptr, line, line_mask, inside, begin, end, K,
+            KIND, FINE, GROUP, ASM, BN, BK, kind,
+        )  # fmt: skip
     if SPLITS > 1:
         split_at = slots.to(tl.int64)[None, :] * N + lines[:, None]
         mask = inside[None, :] & line_mask[:, None]
@@ -435,9 +266,9 @@ def _unpack_kernel(
     if KIND == "int8" or KIND == "e4m3":
         columns = start + tl.arange(0, 64)
         codes = tl.load(codes_ptr + line[:, None] * K + columns[None, :], mask=mask[:, None], other=0)
-        values = _byte_values(codes, tl.float32, KIND, False)
+        values = byte_values(codes, tl.float32, KIND, False)
         at = groups[:, None] + (columns // GROUP)[None, :]
-        values = _fine(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
+        values = fine_values(values, scale_ptr, minimum_ptr, at, mask[:, None], LINES, 64, 1)
         at = out_ptr + line[:, None] * K + columns[None, :]
         tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
     else:
@@ -447,13 +278,11 @@ def _unpack_kernel(
         )
         for index in tl.static_range(4):
             if FINE:
-                values = _fine_slice(
-                    words, scale_ptr, minimum_ptr, groups, start, mask, index, KIND, LINES, 16, GROUP
-                )
+                values = fine_slice(words, scale_ptr, minimum_ptr, groups, start, mask, index, KIND, LINES, 16, GROUP)
             else:
                 group = groups + (start + 16 * index) // GROUP
-                values = _slice(words, _zero_of(zero_ptr, group, mask, LINES, 16), index, KIND == "e2m1")
-                values *= _scale_of(scale_ptr, group, mask)[:, None]
+                values = slice_of(words, zero_of(zero_ptr, group, mask, LINES, 16), index, KIND == "e2m1")
+                values *= scale_of(scale_ptr, group, mask)[:, None]
             at = out_ptr + line[:, None] * K + start + 16 * index + word[None, :]
             tl.store(at, (values * line_scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 

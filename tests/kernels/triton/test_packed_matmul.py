@@ -92,7 +92,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
         assert torch.equal(packed_linear_fixed(x[-rows:], single, None, "silu"), many[-rows:])
     many = packed_sparse_mlp_fixed(x, ids, shares, gate_up, None, down, None, "silu", False)[0]
     for rows in (1, 10):
-        few = packed_sparse_mlp_fixed(x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False)[0]
+        few = packed_sparse_mlp_fixed(
+            x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False
+        )[0]
         assert torch.equal(few, many[-rows:])
 
 
