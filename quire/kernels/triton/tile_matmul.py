@@ -45,7 +45,8 @@ def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
 def add_splits(acc, parts_ptr, counters_ptr, size, at, mask, SPLITS: tl.constexpr):
     """acc of program (tile, split) -> the sum over splits in their order, and whether this program has it.
 
-    The last program of a tile to come here does. Parts are [SPLITS, size] float32, counters [tiles] int32 that are zero before and after.
+    The last program of a tile to come here does. Parts are [SPLITS, size] float32, counters [tiles] int32 that are
+    zero before and after.
     """
     tile, split = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tl.store(parts_ptr + split * size + at, acc, mask=mask)
