@@ -31,6 +31,7 @@ class ExpertsConfig:
     shared_gate: bool = False  # whether each token weighs what that one gives
     scales_input: bool = False  # what a token's expert reads is weighted, not what it gives; of one expert only
     layout: Layout = "rows"  # of checkpoint tensors that hold all experts
+    latent_width: int | None = None  # what experts read is projected to, and what they give from; None: hidden_size
 
     def __post_init__(self) -> None:
         routing = self.routing
@@ -96,6 +97,8 @@ class RecurrentConfig:
     dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
     dt_norm_weights: bool = True
     dt_limits: tuple[float, float] = (0.0, math.inf)
+    gate_rank: int = 0  # Kimi delta attention: of the projections to decays and gates; 0: full rank
+    decay_floor: float = 0.0  # the same: below 0, the least exponent of a decay, see ops/recurrent.py
     # Multipliers of Falcon-H1: on parts of the input projection, on results of states and of attention, on gates and
     # results of MLPs.
     scales: tuple[float, ...] = ()

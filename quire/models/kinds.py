@@ -61,6 +61,7 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "gated_attention": "gated_attention:GatedAttention",
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
+        "kimi_delta": "kimi_delta:KimiDelta",
         "mamba": "mamba_mixer:MambaMixer",
         "mamba2": "mamba2_mixer:Mamba2Mixer",
         "beside_attention": "falcon_h1:BesideAttention",
@@ -75,5 +76,6 @@ MLPS: Registry[type[MLP]] = Registry(
         "experts": "experts:ExpertsMLP",
         "scaled": "falcon_h1:ScaledMLP",
         "squared_relu": "nemotron_h:SquaredReluMLP",
+        "squared_relu_experts": "nemotron_h:SquaredReluExperts",
     },
 )

@@ -41,6 +41,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "GraniteMoeHybridForCausalLM": "granite_moe_hybrid:GraniteMoeHybrid",
         "HunYuanMoEV1ForCausalLM": "hunyuan_moe:HunYuanMoe",
         "JambaForCausalLM": "jamba:Jamba",
+        "KimiLinearForCausalLM": "kimi_linear:KimiLinear",
         "Lfm2ForCausalLM": "lfm2:Lfm2",
         "Lfm2MoeForCausalLM": "lfm2_moe:Lfm2Moe",
         "Llama4ForCausalLM": "llama4:Llama4",

@@ -266,6 +266,29 @@ DELTA = {
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
 PURE = {"num_hidden_layers": 3, "state_size": 16, "intermediate_size": 128}
+KIMI = {
+    **{**LATENT_KEYS, "q_lora_rank": None, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{"linear_head_dim": 16, "linear_num_heads": 3, "initializer_range": 0.1},
+    **{"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+}
+# As the published config names things.
+KIMI_PUBLISHED = {
+    **{**KIMI, "layer_types": None, "linear_head_dim": 128},
+    "linear_attn_config": {
+        **{"full_attn_layers": [1, 4], "kda_layers": [2, 3], "head_dim": 24, "num_heads": 2},
+        "short_conv_kernel_size": 3,
+    },
+}
+NEMOTRON = {
+    **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
+}
+NEMOTRON_MOE = {
+    **{**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"]},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    **{"moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2},
+}
 RECURRENT = [
     Tiny("lfm2", "Lfm2Config", {**CONVS}),
     Tiny("lfm2-conv-bias", "Lfm2Config", {**CONVS, "conv_bias": True, "conv_L_cache": 4}),
@@ -273,6 +296,8 @@ RECURRENT = [
     Tiny("qwen3-next", "Qwen3NextConfig", {**DELTA, **SHARED}),
     Tiny("qwen3.5", "Qwen3_5TextConfig", {**DELTA}),
     Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
+    Tiny("kimi-linear", "KimiLinearConfig", KIMI),
+    Tiny("kimi-linear-published", "KimiLinearConfig", KIMI_PUBLISHED),
     Tiny("mamba", "MambaConfig", {**PURE}),
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
     Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
@@ -289,14 +314,9 @@ RECURRENT = [
         },
     ),
     Tiny("falcon-h1-no-norm", "FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
-    Tiny(
-        "nemotron-h",
-        "NemotronHConfig",
-        {
-            **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
-            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
-        },
-    ),
+    Tiny("nemotron-h", "NemotronHConfig", NEMOTRON),
+    Tiny("nemotron-h-moe", "NemotronHConfig", {**NEMOTRON_MOE}),
+    Tiny("nemotron-h-latent-moe", "NemotronHConfig", {**NEMOTRON_MOE, "moe_latent_size": 40, "mlp_bias": True}),
     Tiny("granite-hybrid", "GraniteMoeHybridConfig", {**MAMBA2, "layer_types": LINEAR, "num_local_experts": 0}),
     Tiny(
         "granite-hybrid-moe",
