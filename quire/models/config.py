@@ -31,11 +31,12 @@ class ExpertsConfig:
     shared_gate: bool = False  # whether each token weighs what that one gives
     scales_input: bool = False  # what a token's expert reads is weighted, not what it gives; of one expert only
     layout: Layout = "rows"  # of checkpoint tensors that hold all experts
+    identities: int = 0  # further experts that the router knows, each of which gives what it reads
     latent_width: int | None = None  # what experts read is projected to, and what they give from; None: hidden_size
 
     def __post_init__(self) -> None:
         routing = self.routing
-        size, rest = divmod(self.num_experts, routing.num_groups)
+        size, rest = divmod(self.num_experts + self.identities, routing.num_groups)
         limits = routing.top_groups < routing.num_groups
         if rest or not 0 < routing.top_groups <= routing.num_groups or (limits and size < 2):
             raise ModelError(
@@ -70,6 +71,7 @@ class LatentConfig:
     rope_dim: int  # of a query head, and of the key part that all heads share, which are rotated
     value_dim: int
     norm_eps: float = 1e-6  # of the norms of what is compressed
+    kv_scale: float = 1.0  # on the compressed keys and values behind their norm
     index: IndexConfig | None = None  # None: a query attends to all keys before it
 
     @property

@@ -58,6 +58,7 @@ MIXERS: Registry[type[Mixer]] = Registry(
     {
         "attention": "blocks:AttentionBlock",
         "latent": "latent:LatentBlock",
+        "latent_pair": "longcat_flash:LatentPair",
         "gated_attention": "gated_attention:GatedAttention",
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",

@@ -15,6 +15,7 @@ from quire.layers.latent_attention import (
     LatentAttention,
     RotatedLayerNorm,
     RotatedLinear,
+    ScaledRMSNorm,
     UpProjections,
     keeps_latent,
 )
@@ -78,7 +79,7 @@ class LatentBlock(Mixer):
             )
         if index is not None:
             self.indexer = Indexer(index, latent.rope_dim, ctx)
-        self.kv_a_layernorm = RMSNorm(kv_rank, eps=latent.norm_eps, target=ctx.target)
+        self.kv_a_layernorm = ScaledRMSNorm(kv_rank, latent.kv_scale, eps=latent.norm_eps, target=ctx.target)
         self.kv_b_proj = UpProjections(
             config.num_heads, kv_rank, latent.nope_dim, latent.value_dim, target=ctx.target, group=ctx.group
         )
@@ -158,9 +159,14 @@ def read_latent(
     *,
     defaults: dict[str, Any] | None = None,
     index: IndexConfig | None = None,
+    mixer: str = "latent",
+    scales_ranks: bool = False,
     **flags: Any,
 ) -> DecoderConfig:
-    """What `read_config` gives, with latent attention by DeepSeek's keys in all layers."""
+    """What `read_config` gives, with latent attention by DeepSeek's keys in all layers.
+
+    `scales_ranks`: what was compressed is scaled by the root of how much it was.
+    """
     read = ConfigReader(config, {"v_head_dim": 128, **(defaults or {})})
     latent = LatentConfig(
         kv_rank=read["kv_lora_rank"],
@@ -169,6 +175,7 @@ def read_latent(
         rope_dim=read["qk_rope_head_dim"],
         value_dim=read["v_head_dim"],
         index=index,
+        kv_scale=(read["hidden_size"] / read["kv_lora_rank"]) ** 0.5 if scales_ranks else 1.0,
     )
     if index is not None and latent.q_rank is None:
         raise ModelError("a sparse indexer reads the compressed queries; the model config needs q_lora_rank")
@@ -179,6 +186,8 @@ def read_latent(
     num_layers = read["num_hidden_layers"]
     rope = rope_parameters(read, latent.rope_dim)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    if scales_ranks and latent.q_rank is not None:
+        scale *= float((read["hidden_size"] / latent.q_rank) ** 0.5)
     if rope.rope_type != "default" and rope.mscale_all_dim:
         scale *= yarn_magnitude(rope.required("factor"), rope.mscale_all_dim) ** 2
     return read_config(
@@ -188,7 +197,7 @@ def read_latent(
         head_dim=latent.width,
         num_kv_heads=1,
         attention_scale=scale,
-        mixers=("latent",) * num_layers,
+        mixers=(mixer,) * num_layers,
         rope=(rope,) * num_layers,
         **flags,
     )

@@ -46,6 +46,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "Lfm2MoeForCausalLM": "lfm2_moe:Lfm2Moe",
         "Llama4ForCausalLM": "llama4:Llama4",
         "LlamaForCausalLM": "llama:Llama",
+        "LongcatFlashForCausalLM": "longcat_flash:LongcatFlash",
         "MPNetForMaskedLM": "mpnet:MPNet",
         "MPNetModel": "mpnet:MPNet",
         "Mamba2ForCausalLM": "mamba2:Mamba2",

@@ -3,12 +3,14 @@ wrong flag changes the logits."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 LENGTH = 48  # longer than the sliding window, the RoPE original length and one attention tile row
@@ -70,7 +72,17 @@ class Tiny:
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer) * 0.3)
         model.save_pretrained(folder)
+        if "zero_expert_num" in self.keys:
+            _drop_identities(folder, config.n_routed_experts)
         return model
+
+
+def _drop_identities(folder: Path, count: int) -> None:
+    """transformers also writes gates of experts that have none; published checkpoints do not have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    extra = [name for name in tensors if (at := re.search(r"experts\.(\d+)\.", name)) and int(at[1]) >= count]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in extra}, path, {"format": "pt"})
 
 
 def rope(rope_type: str, **keys: Any) -> dict[str, Any]:
@@ -192,6 +204,11 @@ LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, msca
 # Fewer keys than the sequence has; so many heads that hardly any scores are equal, of which transformers takes any.
 INDEX = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 GROUPS = {"topk_method": "group_limited_greedy"}
+LONGCAT = {
+    **{**LATENT_KEYS, "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 12, "n_routed_experts": 8},
+    **{"moe_topk": 3, "zero_expert_num": 4, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 96},
+    **{"routed_scaling_factor": 1.5, "qk_head_dim": 28},
+}
 LATENTS = [
     Tiny("deepseek-v2", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **GROUPS}),
     Tiny("deepseek-v2-lite", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, "q_lora_rank": None}),
@@ -201,6 +218,7 @@ LATENTS = [
     Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
     Tiny("deepseek-v32", "DeepseekV32Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **INDEX}),
     Tiny("glm-moe-dsa", "GlmMoeDsaConfig", {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full"] * 4}),
+    Tiny("longcat-flash", "LongcatFlashConfig", LONGCAT),
     Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
 ]
 
