@@ -41,13 +41,14 @@ class ExpertsConfig:
         if rest or not 0 < routing.top_groups <= routing.num_groups or (limits and size < 2):
             raise ModelError(
                 f"{self.num_experts} experts cannot be in {routing.num_groups} groups of one size of which "
-                f"{routing.top_groups} are used; correct n_group and topk_group"
+                f"{routing.top_groups} are used; correct n_group (num_expert_group) and topk_group"
             )
         usable = size * routing.top_groups
         if not 0 < routing.top_k <= usable:
             raise ModelError(
                 f"{routing.top_k} experts for each token cannot be chosen of {usable}; correct num_experts_per_tok "
-                "(moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, moe_num_experts) or n_group"
+                "(num_experts_per_token, moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, "
+                "moe_num_experts) or n_group"
             )
 
 

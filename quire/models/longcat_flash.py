@@ -56,7 +56,7 @@ class ShortcutLayer(Stage):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
         self.first, self.second = FirstHalf(config, ctx, layer), DecoderLayer(config, ctx, layer)
-        self.experts = ExpertsMLP(config, ctx, layer)
+        self.shortcut = ExpertsMLP(config, ctx, layer)
         self._gather_rows, self._add = GATHER_ROWS.bind(ctx.target), ADD_SHARED.bind(ctx.target)
 
     @property
@@ -75,7 +75,7 @@ class ShortcutLayer(Stage):
         wanted: WantedTokens | None = None,
     ) -> tuple[Passed, Tensor]:
         normed, residual = self.first.upto_mlp(hidden, residual, rotation, batch)
-        shortcut = whole(self.experts(normed))
+        shortcut = whole(self.shortcut(normed))
         assert self.first.mlp is not None
         hidden, residual = self.second(self.first.mlp(normed), residual, rotation, batch, wanted)
         if wanted is not None:
@@ -86,8 +86,8 @@ class ShortcutLayer(Stage):
 class LongcatFlash(DecoderLM):
     layer_type = ShortcutLayer
     weight_map = LATENT_EXPERTS.renaming_first(
-        ("mlp", "experts"),
-        ("experts.router.classifier", "experts.router"),
+        ("mlp", "shortcut"),
+        ("shortcut.router.classifier.weight$", "shortcut.router.weight$"),
         *((f"{name}.0", f"first.{name}") for name in _HALVES),
         *((f"{name}.1", f"second.{name}") for name in _HALVES),
         ("mlps.0", "first.mlp"),

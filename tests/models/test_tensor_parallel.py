@@ -80,6 +80,9 @@ CASES = [
         "deepseek-v2-lite": (2,),  # the latent is whole on each rank
         "deepseek-v3": (2,),
         "deepseek-v32": (2,),
+        "longcat-flash": (2,),
+        "kimi-linear-published": (2,),
+        "nemotron-h-latent-moe": (2,),
         "lfm2": (2,),
         "qwen3-next": (2,),
         "qwen3.5": (2, 4),  # four ranks share two heads of keys
