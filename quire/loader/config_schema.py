@@ -253,4 +253,10 @@ class ConfigSchema(msgspec.Struct):
     ffn_hidden_size: Count | None = None
     zero_expert_num: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
     zero_expert_type: str | None = None
+    full_attn_alpha_factor: float | None = None
+    full_attn_beta_factor: float | None = None
+    linear_attn_alpha_factor: float | None = None
+    linear_attn_beta_factor: float | None = None
+    mlp_alpha_factor: float | None = None
+    mlp_beta_factor: float | None = None
     quantization_config: QuantizationSchema | None = None

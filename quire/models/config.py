@@ -103,7 +103,7 @@ class RecurrentConfig:
     gate_rank: int = 0  # Kimi delta attention: of the projections to decays and gates; 0: full rank
     decay_floor: float = 0.0  # the same: below 0, the least exponent of a decay, see ops/recurrent.py
     # Multipliers of Falcon-H1: on parts of the input projection, on results of states and of attention, on gates and
-    # results of MLPs.
+    # results of MLPs. Of MiniMax: on what a recurrent mixer, attention and an MLP read and on what each gives.
     scales: tuple[float, ...] = ()
     beside: tuple[float, ...] = (1.0, 1.0)
     mlp: tuple[float, ...] = (1.0, 1.0)

@@ -63,6 +63,7 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
         "kimi_delta": "kimi_delta:KimiDelta",
+        "lightning": "minimax:Lightning",
         "mamba": "mamba_mixer:MambaMixer",
         "mamba2": "mamba2_mixer:Mamba2Mixer",
         "beside_attention": "falcon_h1:BesideAttention",

@@ -52,6 +52,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
         "Mamba2ForCausalLM": "mamba2:Mamba2",
         "MambaForCausalLM": "mamba:Mamba",
         "MiniCPM3ForCausalLM": "minicpm3:MiniCPM3",
+        "MiniMaxForCausalLM": "minimax:MiniMax",
         "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
         "MistralForCausalLM": "mistral:Mistral",
         "MixtralForCausalLM": "mixtral:Mixtral",

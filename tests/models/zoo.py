@@ -298,6 +298,11 @@ KIMI_PUBLISHED = {
         "short_conv_kernel_size": 3,
     },
 }
+MINIMAX = {
+    **{**LOCAL_EXPERTS, "head_dim": 24, "block_size": 16, "layer_types": LINEAR, "full_attn_alpha_factor": 1.3},
+    **{"full_attn_beta_factor": 0.7, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.6},
+    **{"mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.1},
+}
 NEMOTRON = {
     **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
     **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
@@ -316,6 +321,7 @@ RECURRENT = [
     Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
     Tiny("kimi-linear", "KimiLinearConfig", KIMI),
     Tiny("kimi-linear-published", "KimiLinearConfig", KIMI_PUBLISHED),
+    Tiny("minimax", "MiniMaxConfig", MINIMAX),
     Tiny("mamba", "MambaConfig", {**PURE}),
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
     Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
