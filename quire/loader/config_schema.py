@@ -253,6 +253,10 @@ class ConfigSchema(msgspec.Struct):
     ffn_hidden_size: Count | None = None
     zero_expert_num: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
     zero_expert_type: str | None = None
+    kda_lower_bound: Annotated[float, Meta(lt=0.0, ge=-80.0)] | None = None
+    kda_safe_gate: bool | None = None
+    layer_group_size: Count | None = None
+    short_conv_kernel_size: Count | None = None
     full_attn_alpha_factor: float | None = None
     full_attn_beta_factor: float | None = None
     linear_attn_alpha_factor: float | None = None

@@ -72,6 +72,7 @@ class LatentConfig:
     rope_dim: int  # of a query head, and of the key part that all heads share, which are rotated
     value_dim: int
     norm_eps: float = 1e-6  # of the norms of what is compressed
+    gated: bool = False  # what each head gives is multiplied by the sigmoid of a gate
     kv_scale: float = 1.0  # on the compressed keys and values behind their norm
     index: IndexConfig | None = None  # None: a query attends to all keys before it
 

@@ -30,9 +30,7 @@ class KimiLinear(DecoderLM):
         read = ConfigReader(
             config,
             {
-                **{"n_group": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1},
                 **{"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
-                **{"model_max_length": 1 << 20, "topk_group": 1},
             },
         )
         if read.get("moe_router_activation_func", "sigmoid") != "sigmoid":
@@ -43,17 +41,10 @@ class KimiLinear(DecoderLM):
         types = read.get("layer_types") or [
             "full_attention" if layer in attends else "linear_attention" for layer in range(count)
         ]
-        same = {
-            "n_routed_experts": read.first("num_experts", "num_local_experts", "n_routed_experts"),
-            "num_experts_per_tok": read.first("num_experts_per_token", "num_experts_per_tok"),
-            "norm_topk_prob": read.first("moe_renormalize", "norm_topk_prob"),
-            "n_group": read.first("num_expert_group", "n_group"),
-            "n_shared_experts": read.first("num_shared_experts", "n_shared_experts"),
-            "max_position_embeddings": read.first("max_position_embeddings", "model_max_length"),
-        }
+        usual = with_usual_names(config, 1 << 20)
         defaults = {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "topk_group": 1}
-        experts = grouped_experts({**config, **same}, **defaults)
-        decoder = read_latent({**config, **same}, defaults={"rms_norm_eps": 1e-5}, **experts)
+        experts = grouped_experts(usual, **defaults)
+        decoder = read_latent(usual, defaults={"rms_norm_eps": 1e-5}, **experts)
         size = of_linear.get("head_dim") or read["linear_head_dim"]
         return replace(
             decoder,
@@ -67,3 +58,17 @@ class KimiLinear(DecoderLM):
                 eps=decoder.norm_eps,
             ),
         )
+
+
+def with_usual_names(config: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """A config with DeepSeek's keys for what it may have under other names."""
+    read = ConfigReader(config, {"num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1})
+    found = {
+        "n_routed_experts": read.first("num_experts", "num_local_experts", "n_routed_experts"),
+        "num_experts_per_tok": read.first("num_experts_per_token", "num_experts_per_tok"),
+        "norm_topk_prob": read.first("moe_renormalize", "norm_topk_prob"),
+        "n_group": read.get("num_expert_group", read.get("n_group")),
+        "n_shared_experts": read.first("num_shared_experts", "n_shared_experts"),
+        "max_position_embeddings": read.get("max_position_embeddings", read.get("model_max_length", max_length)),
+    }
+    return {**config, **found}

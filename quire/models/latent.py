@@ -28,6 +28,8 @@ from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig, IndexConfig, LatentConfig, read_config
 from quire.models.decoder import QK_NORM_NAMES
 from quire.models.kinds import Mixer
+from quire.ops.recurrent import GATE
+from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
 from quire.types.errors import ModelError
 
@@ -60,6 +62,8 @@ class LatentBlock(Mixer):
             index_queries = [whole_piece("indexer.wq_b", width)]
             if index.interleaved_rope:
                 key_turned, query_turned = {2: (1, 0, latent.rope_dim)}, {1: (index.num_heads, 0, latent.rope_dim)}
+        if latent.gated:
+            pieces.append(Piece("g_proj", config.num_heads, first, self._num_heads))
         self.a_proj = RotatedLinear(
             config.hidden_size,
             pieces,
@@ -100,7 +104,8 @@ class LatentBlock(Mixer):
             top_k=None if index is None else index.top_k,
         )
         self.attention = LatentAttention(spec, layer, ctx.target)
-        self._widths = [piece.size for piece in pieces]
+        self._widths, self._gated, self._value_dim = [piece.size for piece in pieces], latent.gated, latent.value_dim
+        self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
         self._q_widths = [heads[2], *(piece.size for piece in index_queries)]
 
     @classmethod
@@ -119,6 +124,7 @@ class LatentBlock(Mixer):
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Passed:
         q, latent, *of_index = whole(self.a_proj(hidden)).split(self._widths, dim=-1)
+        gates = of_index.pop().repeat_interleave(self._value_dim, dim=1) if self._gated else None
         index: IndexInputs | None = None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q, *index_query = whole(self.q_b_proj(self.q_a_layernorm(q))).split(self._q_widths, dim=-1)
@@ -127,7 +133,10 @@ class LatentBlock(Mixer):
         norm, up = self.kv_a_layernorm, self.kv_b_proj
         weights = LatentWeights(norm.weight, norm.eps, up.key_up, up.value_up)
         heads = q.unflatten(-1, (self._num_heads, -1))
-        out: Passed = self.o_proj(self.attention(weights, heads, latent, rotation, batch, wanted, index))
+        mixed = self.attention(weights, heads, latent, rotation, batch, wanted, index)
+        if gates is not None:
+            mixed = self._gate(mixed, gates if wanted is None else self._gather_rows(gates, wanted.tokens))
+        out: Passed = self.o_proj(mixed)
         return out
 
 

@@ -13,6 +13,7 @@ ARCHITECTURES: Registry[type[Model]] = Registry(
     "architecture",
     "quire.models",
     {
+        "BailingHybridForCausalLM": "bailing_hybrid:BailingHybrid",
         "BambaForCausalLM": "bamba:Bamba",
         "BertForMaskedLM": "bert:Bert",
         "BertModel": "bert:Bert",

@@ -83,6 +83,7 @@ CASES = [
         "longcat-flash": (2,),
         "kimi-linear-published": (2,),
         "nemotron-h-latent-moe": (2,),
+        "bailing-hybrid": (2,),
         "minimax": (2,),  # a norm over the heads of all ranks
         "lfm2": (2,),
         "qwen3-next": (2,),

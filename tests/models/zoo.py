@@ -298,6 +298,10 @@ KIMI_PUBLISHED = {
         "short_conv_kernel_size": 3,
     },
 }
+BAILING = {
+    **{key: value for key, value in KIMI.items() if not key.startswith(("linear_", "q_lora"))},
+    **{"head_dim": 16, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+}
 MINIMAX = {
     **{**LOCAL_EXPERTS, "head_dim": 24, "block_size": 16, "layer_types": LINEAR, "full_attn_alpha_factor": 1.3},
     **{"full_attn_beta_factor": 0.7, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.6},
@@ -321,6 +325,8 @@ RECURRENT = [
     Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
     Tiny("kimi-linear", "KimiLinearConfig", KIMI),
     Tiny("kimi-linear-published", "KimiLinearConfig", KIMI_PUBLISHED),
+    Tiny("bailing-hybrid", "BailingHybridConfig", BAILING),
+    Tiny("bailing-hybrid-unbounded", "BailingHybridConfig", {**BAILING, "kda_safe_gate": False}),
     Tiny("minimax", "MiniMaxConfig", MINIMAX),
     Tiny("mamba", "MambaConfig", {**PURE}),
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
