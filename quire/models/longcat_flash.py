@@ -101,11 +101,14 @@ class LongcatFlash(DecoderLM):
         )
         if read["zero_expert_type"] != "identity":
             raise ModelError(f"zero_expert_type is {read['zero_expert_type']!r}; only 'identity' is supported")
+        top_k = read.first("moe_topk", "num_experts_per_tok")
+        if not isinstance(top_k, int):
+            raise ModelError(f"moe_topk is {top_k}; it must be one number, for all layers")
         count = read["num_layers"] if "num_layers" in read else read["num_hidden_layers"] // 2
         experts = ExpertsConfig(
             read.first("n_routed_experts", "num_local_experts"),
             read.first("expert_ffn_hidden_size", "moe_intermediate_size"),
-            Routing(read.first("moe_topk", "num_experts_per_tok"), scale=read["routed_scaling_factor"]),
+            Routing(top_k, scale=read["routed_scaling_factor"]),
             choice_bias=True,
             identities=read["zero_expert_num"],
         )
