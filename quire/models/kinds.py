@@ -63,7 +63,7 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
         "kimi_delta": "kimi_delta:KimiDelta",
-        "lightning": "minimax:Lightning",
+        "lightning": "lightning:Lightning",
         "mamba": "mamba_mixer:MambaMixer",
         "mamba2": "mamba2_mixer:Mamba2Mixer",
         "beside_attention": "falcon_h1:BesideAttention",
@@ -77,7 +77,7 @@ MLPS: Registry[type[MLP]] = Registry(
         "gated": "blocks:GatedMLP",
         "experts": "experts:ExpertsMLP",
         "scaled": "falcon_h1:ScaledMLP",
-        "squared_relu": "nemotron_h:SquaredReluMLP",
-        "squared_relu_experts": "nemotron_h:SquaredReluExperts",
+        "squared_relu": "squared_relu:SquaredReluMLP",
+        "squared_relu_experts": "squared_relu:SquaredReluExperts",
     },
 )

@@ -22,12 +22,10 @@ from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
 from quire.types.errors import ModelError
 
-_HALVES = ("self_attn", "input_layernorm", "post_attention_layernorm")
+_HALVES = {**{name: name for name in ("self_attn", "input_layernorm", "post_attention_layernorm")}, "mlps": "mlp"}
 
 
 class LatentPair(LatentBlock):
-    """The latent attention of either half of a layer."""
-
     @classmethod
     def keeps_all(cls, config: DecoderConfig, layer: int) -> tuple[LayerKV, ...]:
         return super().keeps_all(config, layer) * 2
@@ -88,10 +86,8 @@ class LongcatFlash(DecoderLM):
     weight_map = LATENT_EXPERTS.renaming_first(
         ("mlp", "shortcut"),
         ("shortcut.router.classifier.weight$", "shortcut.router.weight$"),
-        *((f"{name}.0", f"first.{name}") for name in _HALVES),
-        *((f"{name}.1", f"second.{name}") for name in _HALVES),
-        ("mlps.0", "first.mlp"),
-        ("mlps.1", "second.mlp"),
+        *((f"{old}.0", f"first.{new}") for old, new in _HALVES.items()),
+        *((f"{old}.1", f"second.{new}") for old, new in _HALVES.items()),
     ).ignoring("model.mtp.*")
 
     @classmethod
@@ -112,9 +108,9 @@ class LongcatFlash(DecoderLM):
             choice_bias=True,
             identities=read["zero_expert_num"],
         )
-        width = read.first("ffn_hidden_size", "intermediate_size")
+        sizes = {"num_hidden_layers": count, "intermediate_size": read.first("ffn_hidden_size", "intermediate_size")}
         return read_latent(
-            {**config, "num_hidden_layers": count, "intermediate_size": width},
+            {**config, **sizes},
             defaults={"rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0},
             scales_ranks=True,
             mixer="latent_pair",
