@@ -179,7 +179,12 @@ class ConfigReader(Mapping[str, Any]):
 
     def first(self, *keys: str) -> Any:
         """The value of the first key that the config has, for what configs call by several names."""
-        return self[next((key for key in keys if key in self), keys[0])]
+        found = next((key for key in keys if key in self), None)
+        if found is None:
+            raise ModelError(
+                f"the model config has no {keys[0]!r} ({', '.join(keys[1:])}), which its architecture needs"
+            )
+        return self[found]
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key, False))
