@@ -62,7 +62,6 @@ class TritonLatentAttention(LatentBackend, TritonAttention):
         metadata: AttentionMetadata,
     ) -> Written:
         assert isinstance(metadata, TritonMetadata)
-        assert rotation is not None, "latent attention rotates"
         whole = self.unabsorbs(metadata, q)
         kept = torch.empty(latent.shape, dtype=q.dtype, device=q.device) if whole else None
         given = (weights.norm, weights.eps, weights.key_up, rotation, metadata.batch.slot_mapping, cache)

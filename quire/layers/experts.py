@@ -270,6 +270,23 @@ class GroupedGateUp(GroupedLinear):
         return self.method.gate_up(x, expert_ids, self._activation)
 
 
+class GroupedUp(GroupedLinear):
+    """Each rank holds a slice of the outputs of every expert's up matrix, of experts without gates."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, width: int, *, bias: bool, target: Target, group: ParallelGroup
+    ) -> None:
+        piece = Piece("up_proj", width, *group.slice_of(width, "up_proj"))
+        super().__init__(num_experts, in_features, (piece,), bias=bias, layout="rows", target=target)
+
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """x [n, in_features], expert_ids [n, k] -> [n, k, width]: each slot as a token with one expert."""
+        slots = expert_ids.reshape(-1, 1)
+        ones = torch.ones(slots.shape, dtype=torch.float32, device=x.device)
+        rows = x.repeat_interleave(expert_ids.shape[1], 0).unsqueeze(1)
+        return self.method.down(rows, slots, ones).view(*expert_ids.shape, -1)
+
+
 class GroupedDown(GroupedLinear):
     """Each rank holds a slice of the inputs of every expert's down matrix; the ranks' results are summed."""
 

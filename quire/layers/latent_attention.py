@@ -12,7 +12,7 @@ from quire.attention.base import AttentionBackend, Rotation, Written
 from quire.attention.latent import IndexInputs, LatentBackend, LatentWeights
 from quire.layers.attention import AttentionLayer, ForwardBatch, WantedTokens
 from quire.layers.linear import Linear, Piece
-from quire.layers.norm import LayerNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scheme import F32, Weight, as_tensor, matrix_of, rows_of
 from quire.layers.weights import NO_SCHEMES, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
@@ -61,6 +61,17 @@ class RotatedLayerNorm(LayerNorm):
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         super().load(parameter, piece, rows_of(weight, _in_halves(weight.shape[0], 1, 0, self._interleaved)))
+
+
+class ScaledRMSNorm(RMSNorm):
+    """A norm and a constant factor behind it."""
+
+    def __init__(self, width: int, scale: float, *, eps: float, target: Target) -> None:
+        super().__init__(width, eps=eps, target=target)
+        self._factor = scale
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        super().load(parameter, piece, as_tensor(weight) if self._factor == 1.0 else as_tensor(weight) * self._factor)
 
 
 class UpProjections(WeightedLayer):

@@ -111,13 +111,18 @@ class Linear(WeightedLayer, Stage):
         source_row = target_row = 0
         for index, part in enumerate(self._pieces):
             if piece is None or piece == part.name:
-                rows = self._arranged(index, part_of(weight, 0, source_row + part.start, part.size))
+                rows = self._taken(index, weight, source_row)
                 if parameter == "weight":
                     self.method.load(index, part_of(rows, 1, self.in_start, self.in_features))
                 else:
                     self.method.load_bias(target_row, as_tensor(rows))
                 source_row += part.full_size
             target_row += part.size
+
+    def _taken(self, index: int, weight: Weight, first: int) -> Weight:
+        """The rows of a piece that this rank keeps, of a tensor in which the piece begins at row `first`."""
+        part = self._pieces[index]
+        return self._arranged(index, part_of(weight, 0, first + part.start, part.size))
 
     def _arranged(self, index: int, rows: Weight) -> Weight:
         """A piece's rows in the order in which they are kept."""
@@ -128,8 +133,7 @@ class Linear(WeightedLayer, Stage):
         down = pair.down[:, self.in_start : self.in_start + self.in_features]
         for index, part in enumerate(self._pieces):
             if piece == part.name:
-                rows = self._arranged(index, pair.up.T[part.start : part.start + part.size].contiguous())
-                return {index: LoraPair(down, as_tensor(rows).T)}
+                return {index: LoraPair(down, as_tensor(self._taken(index, pair.up.T.contiguous(), 0)).T)}
         raise KeyError(piece)
 
     def finish(self) -> None:
@@ -172,27 +176,30 @@ class MergedColumnParallelLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
 
 
-class ReorderedLinear(MergedColumnParallelLinear):
-    """Merged matrices some of whose rows a checkpoint has in another order: orders[name][i] is the row kept as i."""
+class ReorderedLinear(Linear):
+    """Merged matrices of some of which a rank keeps rows in its own order: orders[name][i] is the row kept as i."""
 
     def __init__(
         self,
         in_features: int,
-        outputs: Mapping[str, int],
-        orders: Mapping[str, Tensor],
+        outputs: Mapping[str | None, int],
+        orders: Mapping[str | None, Tensor | None],
         *,
         bias: bool,
         target: Target,
-        group: ParallelGroup,
     ) -> None:
-        if group.size > 1:
-            raise ConfigError(f"{', '.join(outputs)} are not split over ranks; set the tensor parallel size to 1")
-        super().__init__(in_features, outputs, bias=bias, target=target, group=group)
-        self._orders = [orders.get(name) for name in outputs]
+        """outputs: rows of each matrix in a checkpoint; one without an order is kept as it is."""
+        kept = [orders.get(name) for name in outputs]
+        pieces = [
+            Piece(name, size, 0, size if order is None else len(order))
+            for (name, size), order in zip(outputs.items(), kept, strict=True)
+        ]
+        super().__init__(in_features, pieces, bias=bias, target=target)
+        self._orders = kept
 
-    def _arranged(self, index: int, rows: Weight) -> Weight:
+    def _taken(self, index: int, weight: Weight, first: int) -> Weight:
         order = self._orders[index]
-        return rows if order is None else rows_of(rows, order)
+        return super()._taken(index, weight, first) if order is None else rows_of(weight, first + order)
 
 
 class QKVParallelLinear(Linear):

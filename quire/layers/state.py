@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.select import GATHER_ROWS
 from quire.ops.states import StatePlaces, StateShape
+from quire.parallel.groups import ParallelGroup
 from quire.types.cache import LayerKV
 
 
@@ -59,23 +62,54 @@ def keeps_state(shape: StateShape) -> LayerKV:
 
 
 class ConvWeights(WeightedLayer):
-    """A depthwise convolution's weights: [channels, 1, width] in checkpoints, [channels, width] here."""
+    """A depthwise convolution's weights: [channels, 1, width] in checkpoints, [channels, width] here.
 
-    def __init__(self, channels: int, width: int, *, bias: bool, target: Target) -> None:
+    `channels` are those of each tensor in a checkpoint, one after the other here; `kept`: of all of them, those that
+    this rank has.
+    """
+
+    def __init__(
+        self, channels: Mapping[str | None, int], width: int, kept: Tensor | None, *, bias: bool, target: Target
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(channels, width, dtype=target.dtype)
-        self.bias = empty_parameter(channels, dtype=target.dtype) if bias else None
+        self._channels, self._width = channels, width
+        self._kept = torch.arange(sum(channels.values()), device="cpu") if kept is None else kept
+        self.weight = empty_parameter(len(self._kept), width, dtype=target.dtype)
+        self.bias = empty_parameter(len(self._kept), dtype=target.dtype) if bias else None
 
     def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
-        channels, width = self.weight.shape
-        return {None: (channels, 1, width) if parameter == "weight" else (channels,)}
+        tail = (1, self._width) if parameter == "weight" else ()
+        return {name: (size, *tail) for name, size in self._channels.items()}
 
     def filling(self, parameter: str, piece: str | None) -> Filling | None:
         found = super().filling(parameter, piece)
         if found is None or parameter != "weight":
             return found
-        return found._replace(shapes=(*found.shapes, tuple(self.weight.shape)))  # GGUF leaves out the middle
+        channels = found.shapes[0][0]  # GGUF leaves out the middle, or has one more
+        return found._replace(shapes=(*found.shapes, (channels, self._width), (1, channels, 1, self._width)))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        kept = self.get_parameter(parameter)
-        kept.data.copy_(as_tensor(weight).view(kept.shape))
+        sizes, names = list(self._channels.values()), list(self._channels)
+        first = 0 if piece is None else sum(sizes[: names.index(piece)])
+        given = as_tensor(weight).flatten() if parameter == "bias" else as_tensor(weight).reshape(-1, self._width)
+        here = (self._kept >= first) & (self._kept < first + len(given))
+        data = self.get_parameter(parameter).data
+        data[here.to(data.device)] = given[self._kept[here] - first].to(data)
+
+
+def rows_of_heads(group: ParallelGroup, *parts: tuple[int, int]) -> Tensor | None:
+    """Of a tensor of parts (heads, rows of each head) one after the other, the rows of this rank's heads; None: all.
+
+    Ranks share a head of which there are fewer than ranks.
+    """
+    if group.size == 1:
+        return None
+    rows, start = [], 0
+    for heads, width in parts:
+        if heads >= group.size or group.size % heads:
+            first, count = group.slice_of(heads, "recurrent heads")
+        else:
+            first, count = group.rank * heads // group.size, 1
+        rows.append(torch.arange(start + first * width, start + (first + count) * width, device="cpu"))
+        start += heads * width
+    return torch.cat(rows)

@@ -46,6 +46,13 @@ class LayeredRopeSchema(RopeSchema):
     sliding_attention: RopeSchema | None = None
 
 
+class LinearAttentionSchema(msgspec.Struct):
+    head_dim: HeadDim | None = None
+    num_heads: Count | None = None
+    short_conv_kernel_size: Count | None = None
+    full_attn_layers: list[int] | None = None
+
+
 class QuantizationSchema(msgspec.Struct):
     quant_method: str
 
@@ -193,8 +200,11 @@ class ConfigSchema(msgspec.Struct):
     hybrid_override_pattern: str | None = None
     layer_norm_epsilon: Positive | None = None
     layers_block_type: list[str] | None = None
+    linear_attn_config: LinearAttentionSchema | None = None
     linear_conv_kernel_dim: Count | None = None
+    linear_head_dim: HeadDim | None = None
     linear_key_head_dim: Count | None = None
+    linear_num_heads: Count | None = None
     linear_num_key_heads: Count | None = None
     linear_num_value_heads: Count | None = None
     linear_value_head_dim: Count | None = None
@@ -214,11 +224,20 @@ class ConfigSchema(msgspec.Struct):
     mamba_rms_norm: bool | None = None
     mixer_rms_eps: Positive | None = None
     mlp_multipliers: list[float] | None = None
+    model_max_length: Count | None = None
     model_type: str | None = None
+    moe_latent_size: Count | None = None
+    moe_renormalize: bool | None = None
+    moe_router_activation_func: str | None = None
+    moe_shared_expert_intermediate_size: Count | None = None
     n_groups: Count | None = None
     norm_eps: Positive | None = None
     num_dense_layers: Whole | None = None
+    num_expert_group: Count | None = None
+    num_experts_per_token: Count | None = None
     num_heads: Count | None = None
+    num_layers: Layers | None = None
+    num_shared_experts: Whole | None = None
     shared_intermediate_size: Count | None = None
     ssm_multipliers: list[float] | None = None
     ssm_state_size: Count | None = None
@@ -230,4 +249,18 @@ class ConfigSchema(msgspec.Struct):
     time_step_rank: Count | Literal["auto"] | None = None
     use_conv_bias: bool | None = None
     use_expert_bias: bool | None = None
+    expert_ffn_hidden_size: Count | None = None
+    ffn_hidden_size: Count | None = None
+    zero_expert_num: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
+    zero_expert_type: str | None = None
+    kda_lower_bound: Annotated[float, Meta(lt=0.0, ge=-80.0)] | None = None
+    kda_safe_gate: bool | None = None
+    layer_group_size: Count | None = None
+    short_conv_kernel_size: Count | None = None
+    full_attn_alpha_factor: float | None = None
+    full_attn_beta_factor: float | None = None
+    linear_attn_alpha_factor: float | None = None
+    linear_attn_beta_factor: float | None = None
+    mlp_alpha_factor: float | None = None
+    mlp_beta_factor: float | None = None
     quantization_config: QuantizationSchema | None = None

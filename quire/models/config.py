@@ -31,21 +31,24 @@ class ExpertsConfig:
     shared_gate: bool = False  # whether each token weighs what that one gives
     scales_input: bool = False  # what a token's expert reads is weighted, not what it gives; of one expert only
     layout: Layout = "rows"  # of checkpoint tensors that hold all experts
+    identities: int = 0  # further experts that the router knows, each of which gives what it reads
+    latent_width: int | None = None  # what experts read is projected to, and what they give from; None: hidden_size
 
     def __post_init__(self) -> None:
         routing = self.routing
-        size, rest = divmod(self.num_experts, routing.num_groups)
+        size, rest = divmod(self.num_experts + self.identities, routing.num_groups)
         limits = routing.top_groups < routing.num_groups
         if rest or not 0 < routing.top_groups <= routing.num_groups or (limits and size < 2):
             raise ModelError(
                 f"{self.num_experts} experts cannot be in {routing.num_groups} groups of one size of which "
-                f"{routing.top_groups} are used; correct n_group and topk_group"
+                f"{routing.top_groups} are used; correct n_group (num_expert_group) and topk_group"
             )
         usable = size * routing.top_groups
         if not 0 < routing.top_k <= usable:
             raise ModelError(
                 f"{routing.top_k} experts for each token cannot be chosen of {usable}; correct num_experts_per_tok "
-                "(moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, moe_num_experts) or n_group"
+                "(num_experts_per_token, moe_k, moe_topk), num_experts (num_local_experts, n_routed_experts, "
+                "moe_num_experts) or n_group"
             )
 
 
@@ -69,6 +72,8 @@ class LatentConfig:
     rope_dim: int  # of a query head, and of the key part that all heads share, which are rotated
     value_dim: int
     norm_eps: float = 1e-6  # of the norms of what is compressed
+    gated: bool = False  # what each head gives is multiplied by the sigmoid of a gate
+    kv_scale: float = 1.0  # on the compressed keys and values behind their norm
     index: IndexConfig | None = None  # None: a query attends to all keys before it
 
     @property
@@ -96,8 +101,10 @@ class RecurrentConfig:
     dt_norms: float | None = None  # eps of norms on dt, B and C (Mamba)
     dt_norm_weights: bool = True
     dt_limits: tuple[float, float] = (0.0, math.inf)
+    gate_rank: int = 0  # Kimi delta attention: of the projections to decays and gates; 0: full rank
+    decay_floor: float = 0.0  # the same: below 0, the least exponent of a decay, see ops/recurrent.py
     # Multipliers of Falcon-H1: on parts of the input projection, on results of states and of attention, on gates and
-    # results of MLPs.
+    # results of MLPs. Of MiniMax: on what a recurrent mixer, attention and an MLP read and on what each gives.
     scales: tuple[float, ...] = ()
     beside: tuple[float, ...] = (1.0, 1.0)
     mlp: tuple[float, ...] = (1.0, 1.0)
@@ -172,7 +179,12 @@ class ConfigReader(Mapping[str, Any]):
 
     def first(self, *keys: str) -> Any:
         """The value of the first key that the config has, for what configs call by several names."""
-        return self[next((key for key in keys if key in self), keys[0])]
+        found = next((key for key in keys if key in self), None)
+        if found is None:
+            raise ModelError(
+                f"the model config has no {keys[0]!r} ({', '.join(keys[1:])}), which its architecture needs"
+            )
+        return self[found]
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key, False))

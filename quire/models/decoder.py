@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import chain
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,9 @@ _WITHOUT_PREFIX = (
 
 
 class Decoder(Stage):
-    def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
+    def __init__(
+        self, config: DecoderConfig, ctx: BuildContext, layer_type: Callable[..., Stage] = DecoderLayer
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, target=ctx.target, group=ctx.group
@@ -65,7 +67,7 @@ class Decoder(Stage):
         factor = config.embedding_scale
         self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
         self._scale = SCALE.bind(ctx.target)
-        self.layers = nn.ModuleList(DecoderLayer(config, ctx, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(layer_type(config, ctx, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config, ctx)
         tables: dict[RopeParameters | QueryTemperature | None, int] = {None: -1}
         for rope in config.rope:
@@ -76,7 +78,7 @@ class Decoder(Stage):
         self._rotary_of_layer = [tables[rope] for rope in config.rope]
 
     def settle(self) -> None:
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, Stage)]
         for layer, reader in zip(layers, [*layers[1:], self.norm], strict=True):
             layer.feed(reader.accepts)
 
@@ -124,6 +126,7 @@ class DecoderLM(CausalLM):
     """A causal LM over the shared blocks. An architecture gives `decoder_config` and, if need be, a weight map."""
 
     weight_map = PRE_NORM_WEIGHTS
+    layer_type: ClassVar[type[Stage]] = DecoderLayer
     taps: tuple[int, ...] = ()
     """Layers whose inputs a draft head reads; they are kept in `tapped`."""
     tapped: Tensor  # [n, len(taps) * hidden] of the last forward
@@ -131,7 +134,7 @@ class DecoderLM(CausalLM):
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
-        self.model = Decoder(config, ctx)
+        self.model = Decoder(config, ctx, self.layer_type)
         self.lm_head = None
         if not ctx.head:
             self.heads = make_heads(ctx.heads, ctx.target)

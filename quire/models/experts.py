@@ -27,7 +27,7 @@ class ExpertsMLP(MLP):
         assert experts is not None, "an MLP of experts needs their sizes"
         self.router = Router(
             config.hidden_size,
-            experts.num_experts,
+            experts.num_experts + experts.identities,
             experts.routing,
             bias=experts.router_bias,
             choice_bias=experts.choice_bias,
@@ -40,12 +40,15 @@ class ExpertsMLP(MLP):
         if experts.shared_gate:
             self.shared_gate = TokenGate(config.hidden_size, target=ctx.target)
         self._scales_input = experts.scales_input
+        self._num_real = experts.num_experts if experts.identities else None
         self._scale_rows = SCALE_ROWS.bind(ctx.target)
         self._add_shared = ADD_SHARED.bind(ctx.target)
         self._takes_shared = False  # whether the experts' kernels compute the shared one too
         self._is_alike = experts.activation in (None, config.activation) and not experts.shared_gate
 
     def feed(self, accepted: Forms) -> None:
+        if self._num_real is not None:
+            return
         if self.shared is None:
             self.experts.feed(accepted)
         elif Form.PARTIAL_SUMS in accepted and self._is_alike and not self._scales_input:
@@ -60,6 +63,12 @@ class ExpertsMLP(MLP):
         return self._add_shared(whole(routed), whole(self.shared(x)), gate)
 
     def _routed(self, x: Tensor) -> Passed:
+        if self._num_real is not None:
+            ids, weights = self.router.choose(x)
+            is_real = ids < self._num_real
+            given = whole(self.experts(x, ids.where(is_real, 0), weights.where(is_real, 0.0)))
+            kept = weights.where(~is_real, 0.0).sum(-1, keepdim=True)
+            return (given.float() + x.float() * kept).to(x.dtype)
         if not self._scales_input:
             routed: Passed = self.experts(x, *self.router.choose(x))
             return routed

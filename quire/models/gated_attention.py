@@ -8,6 +8,7 @@ from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
 from quire.layers.linear import ReorderedLinear
+from quire.layers.state import rows_of_heads
 from quire.models.base import BuildContext
 from quire.models.blocks import AttentionBlock
 from quire.models.config import DecoderConfig
@@ -18,19 +19,19 @@ from quire.ops.select import GATHER_ROWS
 class GatedAttention(AttentionBlock):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        heads, width = config.num_heads, config.num_heads * config.head_dim
-        of_keys = config.num_kv_heads * config.head_dim
+        heads, width, of_keys = config.num_heads, config.head_dim, (config.num_kv_heads, config.head_dim)
+        first, count = ctx.group.slice_of(heads, "attention heads")
         # Of each head the query and then the gate, in checkpoints; here all gates and then all queries.
-        order = torch.arange(2 * width, device="cpu").view(heads, 2, -1).flip(1).transpose(0, 1).flatten()
+        rows = torch.arange(2 * heads * width, device="cpu").view(heads, 2, -1)[first : first + count]
+        kept = rows_of_heads(ctx.group, of_keys)
         self.qkv_proj = ReorderedLinear(
             config.hidden_size,
-            {"q_proj": 2 * width, "k_proj": of_keys, "v_proj": of_keys},
-            {"q_proj": order},
+            {"q_proj": 2 * heads * width, "k_proj": of_keys[0] * width, "v_proj": of_keys[0] * width},
+            {"q_proj": rows.flip(1).transpose(0, 1).flatten(), "k_proj": kept, "v_proj": kept},
             bias=config.qkv_bias,
             target=ctx.target,
-            group=ctx.group,
         )
-        self._width = width
+        self._width = count * width
         self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
         self._compact = COMPACT.bind(ctx.target)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
-from quire.layers.linear import MergedColumnParallelLinear, ReorderedLinear
-from quire.layers.state import ConvWeights
+from quire.layers.linear import Linear, ReorderedLinear
+from quire.layers.state import rows_of_heads
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig, RecurrentConfig
-from quire.models.recurrent import GatedNorm, RecurrentMixer, recurrent_of
+from quire.models.recurrent import GatedNorm, RecurrentMixer
 from quire.ops.recurrent import GATED_DELTA, SHORT_CONV
 from quire.ops.states import StateShape
 
@@ -19,13 +20,15 @@ from quire.ops.states import StateShape
 class GatedDelta(RecurrentMixer):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        kind, shape = recurrent_of(config), self.state.shape
-        self._values = kind.num_heads * kind.value_dim
-        self.in_proj = self.make_projection(config, kind, ctx)
-        self.conv1d = ConvWeights(shape.conv_channels, kind.conv_width, bias=kind.conv_bias, target=ctx.target)
+        kind, full = self.kind, self.full
+        keys = full.num_key_heads, full.key_dim
+        self._parts = (keys, keys, (full.num_heads, full.value_dim))
+        width = kind.num_heads * kind.value_dim
+        self.in_proj = self.make_projection(config.hidden_size)
+        self.conv1d = self.convolve(*self._parts)
         self.A_log, self.dt_bias = self.vector(kind.num_heads), self.vector(kind.num_heads)
         self.gated_norm = GatedNorm(
-            self._values,
+            width,
             eps=kind.eps,
             groups=kind.num_heads,
             shared=True,
@@ -33,25 +36,25 @@ class GatedDelta(RecurrentMixer):
             sigmoid=False,
             ctx=ctx,
         )
-        self.out_proj = self.project_out(self._values, config)
-        self._sizes = [shape.conv_channels, self._values, kind.num_heads, kind.num_heads]
+        self.out_proj = self.project_out(full.num_heads * full.value_dim, config)
+        self._sizes = [self.state.shape.conv_channels, width, kind.num_heads, kind.num_heads]
         self._conv, self._delta = SHORT_CONV.bind(ctx.target), GATED_DELTA.bind(ctx.target)
 
-    def make_projection(
-        self, config: DecoderConfig, kind: RecurrentConfig, ctx: BuildContext
-    ) -> MergedColumnParallelLinear:
+    def make_projection(self, hidden_size: int) -> Linear:
         """To queries, keys and values together, gates, strengths and decays."""
-        sizes = {
-            "in_proj_qkv": self.state.shape.conv_channels,
-            "in_proj_z": self._values,
-            "in_proj_b": kind.num_heads,
-            "in_proj_a": kind.num_heads,
+        full = self.full
+        parts: dict[str | None, tuple[tuple[int, int], ...]] = {
+            "in_proj_qkv": self._parts,
+            "in_proj_z": self._parts[2:],
+            "in_proj_b": ((full.num_heads, 1),),
+            "in_proj_a": ((full.num_heads, 1),),
         }
-        return MergedColumnParallelLinear(config.hidden_size, sizes, bias=False, target=ctx.target, group=ctx.group)
+        sizes = {name: sum(heads * width for heads, width in part) for name, part in parts.items()}
+        orders = {name: rows_of_heads(self.ctx.group, *part) for name, part in parts.items()}
+        return ReorderedLinear(hidden_size, sizes, orders, bias=False, target=self.ctx.target)
 
     @classmethod
-    def shape_of(cls, config: DecoderConfig) -> StateShape:
-        kind = recurrent_of(config)
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         channels = 2 * kind.num_key_heads * kind.key_dim + kind.num_heads * kind.value_dim
         return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
 
@@ -70,25 +73,22 @@ class GatedDelta(RecurrentMixer):
 class GroupedGatedDelta(GatedDelta):
     """The same, in checkpoints that keep together what belongs to one head of keys."""
 
-    def make_projection(
-        self, config: DecoderConfig, kind: RecurrentConfig, ctx: BuildContext
-    ) -> MergedColumnParallelLinear:
-        keys, of_values = kind.num_key_heads, self._values // kind.num_key_heads
-        repeats = kind.num_heads // keys
+    def make_projection(self, hidden_size: int) -> Linear:
+        kind, full = self.kind, self.full
+        keys, repeats = kind.num_key_heads, full.num_heads // full.num_key_heads
+        first, _ = self.ctx.group.slice_of(full.num_key_heads, "heads of recurrent keys")
+        of_values = repeats * kind.value_dim
+        parts = {"in_proj_qkvz": (kind.key_dim, kind.key_dim, of_values, of_values), "in_proj_ba": (repeats, repeats)}
         return ReorderedLinear(
-            config.hidden_size,
-            {"in_proj_qkvz": self.state.shape.conv_channels + self._values, "in_proj_ba": 2 * kind.num_heads},
-            {
-                "in_proj_qkvz": _by_part(keys, (kind.key_dim, kind.key_dim, of_values, of_values)),
-                "in_proj_ba": _by_part(keys, (repeats, repeats)),
-            },
+            hidden_size,
+            {name: full.num_key_heads * sum(sizes) for name, sizes in parts.items()},
+            {name: first * sum(sizes) + _by_part(keys, sizes) for name, sizes in parts.items()},
             bias=False,
-            target=ctx.target,
-            group=ctx.group,
+            target=self.ctx.target,
         )
 
 
-def _by_part(num_heads: int, sizes: tuple[int, ...]) -> torch.Tensor:
+def _by_part(num_heads: int, sizes: tuple[int, ...]) -> Tensor:
     """The order that puts the first parts of all heads first, then the second parts, of heads that have all parts."""
     rows = torch.arange(num_heads * sum(sizes), device="cpu").view(num_heads, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])

@@ -58,9 +58,12 @@ MIXERS: Registry[type[Mixer]] = Registry(
     {
         "attention": "blocks:AttentionBlock",
         "latent": "latent:LatentBlock",
+        "latent_pair": "longcat_flash:LatentPair",
         "gated_attention": "gated_attention:GatedAttention",
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
+        "kimi_delta": "kimi_delta:KimiDelta",
+        "lightning": "lightning:Lightning",
         "mamba": "mamba_mixer:MambaMixer",
         "mamba2": "mamba2_mixer:Mamba2Mixer",
         "beside_attention": "falcon_h1:BesideAttention",
@@ -74,6 +77,7 @@ MLPS: Registry[type[MLP]] = Registry(
         "gated": "blocks:GatedMLP",
         "experts": "experts:ExpertsMLP",
         "scaled": "falcon_h1:ScaledMLP",
-        "squared_relu": "nemotron_h:SquaredReluMLP",
+        "squared_relu": "squared_relu:SquaredReluMLP",
+        "squared_relu_experts": "squared_relu:SquaredReluExperts",
     },
 )

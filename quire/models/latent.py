@@ -15,6 +15,7 @@ from quire.layers.latent_attention import (
     LatentAttention,
     RotatedLayerNorm,
     RotatedLinear,
+    ScaledRMSNorm,
     UpProjections,
     keeps_latent,
 )
@@ -27,6 +28,8 @@ from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig, IndexConfig, LatentConfig, read_config
 from quire.models.decoder import QK_NORM_NAMES
 from quire.models.kinds import Mixer
+from quire.ops.recurrent import GATE
+from quire.ops.select import GATHER_ROWS
 from quire.types.cache import LayerKV
 from quire.types.errors import ModelError
 
@@ -59,6 +62,8 @@ class LatentBlock(Mixer):
             index_queries = [whole_piece("indexer.wq_b", width)]
             if index.interleaved_rope:
                 key_turned, query_turned = {2: (1, 0, latent.rope_dim)}, {1: (index.num_heads, 0, latent.rope_dim)}
+        if latent.gated:
+            pieces.append(Piece("g_proj", config.num_heads, first, self._num_heads))
         self.a_proj = RotatedLinear(
             config.hidden_size,
             pieces,
@@ -78,7 +83,7 @@ class LatentBlock(Mixer):
             )
         if index is not None:
             self.indexer = Indexer(index, latent.rope_dim, ctx)
-        self.kv_a_layernorm = RMSNorm(kv_rank, eps=latent.norm_eps, target=ctx.target)
+        self.kv_a_layernorm = ScaledRMSNorm(kv_rank, latent.kv_scale, eps=latent.norm_eps, target=ctx.target)
         self.kv_b_proj = UpProjections(
             config.num_heads, kv_rank, latent.nope_dim, latent.value_dim, target=ctx.target, group=ctx.group
         )
@@ -99,7 +104,8 @@ class LatentBlock(Mixer):
             top_k=None if index is None else index.top_k,
         )
         self.attention = LatentAttention(spec, layer, ctx.target)
-        self._widths = [piece.size for piece in pieces]
+        self._widths, self._gated, self._value_dim = [piece.size for piece in pieces], latent.gated, latent.value_dim
+        self._gate, self._gather_rows = GATE.bind(ctx.target), GATHER_ROWS.bind(ctx.target)
         self._q_widths = [heads[2], *(piece.size for piece in index_queries)]
 
     @classmethod
@@ -118,6 +124,7 @@ class LatentBlock(Mixer):
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None
     ) -> Passed:
         q, latent, *of_index = whole(self.a_proj(hidden)).split(self._widths, dim=-1)
+        gates = of_index.pop().repeat_interleave(self._value_dim, dim=1) if self._gated else None
         index: IndexInputs | None = None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q, *index_query = whole(self.q_b_proj(self.q_a_layernorm(q))).split(self._q_widths, dim=-1)
@@ -126,7 +133,10 @@ class LatentBlock(Mixer):
         norm, up = self.kv_a_layernorm, self.kv_b_proj
         weights = LatentWeights(norm.weight, norm.eps, up.key_up, up.value_up)
         heads = q.unflatten(-1, (self._num_heads, -1))
-        out: Passed = self.o_proj(self.attention(weights, heads, latent, rotation, batch, wanted, index))
+        mixed = self.attention(weights, heads, latent, rotation, batch, wanted, index)
+        if gates is not None:
+            mixed = self._gate(mixed, gates if wanted is None else self._gather_rows(gates, wanted.tokens))
+        out: Passed = self.o_proj(mixed)
         return out
 
 
@@ -158,9 +168,14 @@ def read_latent(
     *,
     defaults: dict[str, Any] | None = None,
     index: IndexConfig | None = None,
+    mixer: str = "latent",
+    scales_ranks: bool = False,
     **flags: Any,
 ) -> DecoderConfig:
-    """What `read_config` gives, with latent attention by DeepSeek's keys in all layers."""
+    """What `read_config` gives, with latent attention by DeepSeek's keys in all layers.
+
+    `scales_ranks`: what was compressed is scaled by the root of how much it was.
+    """
     read = ConfigReader(config, {"v_head_dim": 128, **(defaults or {})})
     latent = LatentConfig(
         kv_rank=read["kv_lora_rank"],
@@ -169,6 +184,7 @@ def read_latent(
         rope_dim=read["qk_rope_head_dim"],
         value_dim=read["v_head_dim"],
         index=index,
+        kv_scale=(read["hidden_size"] / read["kv_lora_rank"]) ** 0.5 if scales_ranks else 1.0,
     )
     if index is not None and latent.q_rank is None:
         raise ModelError("a sparse indexer reads the compressed queries; the model config needs q_lora_rank")
@@ -179,6 +195,8 @@ def read_latent(
     num_layers = read["num_hidden_layers"]
     rope = rope_parameters(read, latent.rope_dim)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    if scales_ranks and latent.q_rank is not None:
+        scale *= float((read["hidden_size"] / latent.q_rank) ** 0.5)
     if rope.rope_type != "default" and rope.mscale_all_dim:
         scale *= yarn_magnitude(rope.required("factor"), rope.mscale_all_dim) ** 2
     return read_config(
@@ -188,7 +206,7 @@ def read_latent(
         head_dim=latent.width,
         num_kv_heads=1,
         attention_scale=scale,
-        mixers=("latent",) * num_layers,
+        mixers=(mixer,) * num_layers,
         rope=(rope,) * num_layers,
         **flags,
     )

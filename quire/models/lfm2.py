@@ -42,7 +42,10 @@ class Lfm2(DecoderLM):
             mixers=read.kinds("layer_types", types, MIXER_OF),
             qk_norm="head",
             recurrent=RecurrentConfig(
-                conv_width=read["conv_L_cache"], bias=read.flag("conv_bias"), conv_bias=read.flag("conv_bias")
+                conv_width=read["conv_L_cache"],
+                num_heads=read["hidden_size"],
+                bias=read.flag("conv_bias"),
+                conv_bias=read.flag("conv_bias"),
             ),
         )
 

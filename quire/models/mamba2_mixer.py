@@ -10,10 +10,9 @@ from torch import Tensor
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
-from quire.layers.state import ConvWeights
 from quire.models.base import BuildContext
-from quire.models.config import DecoderConfig
-from quire.models.recurrent import GatedNorm, RecurrentMixer, recurrent_of
+from quire.models.config import DecoderConfig, RecurrentConfig
+from quire.models.recurrent import GatedNorm, RecurrentMixer, WholeGatedNorm
 from quire.ops.recurrent import GATE, SHORT_CONV, STATE_SPACE
 from quire.ops.states import StateShape
 
@@ -21,24 +20,29 @@ from quire.ops.states import StateShape
 class Mamba2Mixer(RecurrentMixer):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        kind, shape = recurrent_of(config), self.state.shape
+        kind, full, shape = self.kind, self.full, self.state.shape
         width = kind.num_heads * kind.value_dim
         self._sizes = [width, shape.conv_channels, kind.num_heads]
-        self.in_proj = self.project(config.hidden_size, sum(self._sizes), bias=kind.bias)
-        self.conv1d = ConvWeights(shape.conv_channels, kind.conv_width, bias=kind.conv_bias, target=ctx.target)
+        heads, of_keys = (full.num_heads, full.value_dim), (full.num_key_heads, full.key_dim)
+        parts = (heads, heads, of_keys, of_keys, (full.num_heads, 1))
+        self.in_proj = self.project(config.hidden_size, *parts, bias=kind.bias)
+        self.conv1d = self.convolve(*parts[1:4])
         self.A_log, self.D, self.dt_bias = (self.vector(kind.num_heads) for _ in range(3))
-        self.gated_norm = None
-        if kind.norm:
+        self.gated_norm: GatedNorm | WholeGatedNorm | None = None
+        all_width, splits = full.num_heads * full.value_dim, ctx.group.size > 1
+        if kind.norm and splits and kind.norm_groups == 1 and not kind.norm_first:
+            self.gated_norm = WholeGatedNorm(all_width, eps=kind.eps, ctx=ctx)
+        elif kind.norm:
             self.gated_norm = GatedNorm(
                 width,
                 eps=kind.eps,
-                groups=kind.norm_groups,
+                groups=ctx.group.slice_of(kind.norm_groups, "groups of the norm behind a recurrence")[1],
                 shared=False,
                 norm_first=kind.norm_first,
                 sigmoid=False,
                 ctx=ctx,
             )
-        self.out_proj = self.project_out(width, config, bias=kind.bias)
+        self.out_proj = self.project_out(all_width, config, bias=kind.bias)
         self._limits, self._scales = kind.dt_limits, kind.scales
         keys = kind.num_key_heads * kind.key_dim
         self._scaled_sizes = [width, width, keys, keys, kind.num_heads]
@@ -49,8 +53,7 @@ class Mamba2Mixer(RecurrentMixer):
         return zip(projected.split(self._scaled_sizes, dim=-1), self._scales, strict=True)
 
     @classmethod
-    def shape_of(cls, config: DecoderConfig) -> StateShape:
-        kind = recurrent_of(config)
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         channels = kind.num_heads * kind.value_dim + 2 * kind.num_key_heads * kind.key_dim
         return StateShape(channels, kind.conv_width, kind.num_heads, kind.num_key_heads, kind.key_dim, kind.value_dim)
 

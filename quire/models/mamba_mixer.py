@@ -8,11 +8,11 @@ from torch import Tensor
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
+from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.state import ConvWeights
 from quire.models.base import BuildContext
-from quire.models.config import DecoderConfig
-from quire.models.recurrent import RecurrentMixer, recurrent_of
+from quire.models.config import DecoderConfig, RecurrentConfig
+from quire.models.recurrent import RecurrentMixer
 from quire.ops.recurrent import COMPACT, GATE, SELECTIVE_SCAN, SHORT_CONV
 from quire.ops.states import StateShape
 
@@ -20,14 +20,14 @@ from quire.ops.states import StateShape
 class MambaMixer(RecurrentMixer):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        kind, width = recurrent_of(config), recurrent_of(config).num_heads
+        kind, width, all_width = self.kind, self.kind.num_heads, self.full.num_heads
         self._width, self._sizes = width, [kind.dt_rank, kind.key_dim, kind.key_dim]
-        self.in_proj = self.project(config.hidden_size, 2 * width, bias=kind.bias)
-        self.conv1d = ConvWeights(width, kind.conv_width, bias=kind.conv_bias, target=ctx.target)
-        self.x_proj = self.project(width, sum(self._sizes))
-        self.dt_proj = self.project(kind.dt_rank, width, bias=True)
+        self.in_proj = self.project(config.hidden_size, (all_width, 1), (all_width, 1), bias=kind.bias)
+        self.conv1d = self.convolve((all_width, 1))
+        self.x_proj = RowParallelLinear(all_width, sum(self._sizes), bias=False, target=ctx.target, group=ctx.group)
+        self.dt_proj = self.project(kind.dt_rank, (all_width, 1), bias=True)
         self.A_log, self.D = self.vector(width, kind.key_dim), self.vector(width)
-        self.out_proj = self.project_out(width, config, bias=kind.bias)
+        self.out_proj = self.project_out(all_width, config, bias=kind.bias)
         names = ("dt_layernorm", "b_layernorm", "c_layernorm") if kind.dt_norms is not None else ()
         for name, size in zip(names, self._sizes, strict=False):
             eps = kind.dt_norms or 0.0
@@ -38,8 +38,7 @@ class MambaMixer(RecurrentMixer):
         self._gate, self._compact = GATE.bind(ctx.target), COMPACT.bind(ctx.target)
 
     @classmethod
-    def shape_of(cls, config: DecoderConfig) -> StateShape:
-        kind = recurrent_of(config)
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         return StateShape(kind.num_heads, kind.conv_width, kind.num_heads, 1, kind.key_dim, 1, kind.key_dim)
 
     def forward(

@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is Mamba-2, attention without RoPE, or an MLP of squared ReLUs."""
+"""Nemotron-H: each layer is Mamba-2, attention without RoPE, or an MLP of squared ReLUs, dense or of experts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from quire.layers.fusion import Passed, whole
-from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.models.base import BuildContext
-from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS, DecoderLM
-from quire.models.kinds import MLP, NONE
+from quire.models.dots1 import grouped_experts
+from quire.models.kinds import NONE
 from quire.models.mamba2 import MAMBA_NAMES
 from quire.models.recurrent import moved
 from quire.types.errors import ModelError
@@ -21,20 +20,6 @@ _MIXERS = {**dict.fromkeys(("linear_attention", "mamba"), "mamba2"), "full_atten
 _MIXERS["attention"] = "attention"
 
 
-class SquaredReluMLP(MLP):
-    """down(relu(up(x)) ** 2)."""
-
-    def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
-        super().__init__(config, ctx, layer)
-        kind: dict[str, Any] = {"bias": config.mlp_bias, "target": ctx.target, "group": ctx.group}
-        self.up_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, **kind)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, **kind)
-
-    def forward(self, hidden: Passed) -> Passed:
-        out: Passed = self.down_proj(whole(self.up_proj(hidden)).clamp(min=0.0).square())
-        return out
-
-
 class NemotronH(DecoderLM):
     weight_map = PRE_NORM_WEIGHTS.renaming(
         ("backbone.embeddings", "model.embed_tokens"),
@@ -42,6 +27,10 @@ class NemotronH(DecoderLM):
         ("backbone.layers", "model.layers"),
         ("model.embeddings", "model.embed_tokens"),
         ("model.norm_f", "model.norm"),
+        ("mixer.gate", "mlp.router"),
+        ("e_score_correction_bias", "choice_bias"),
+        *((f"mixer.{name}", f"mlp.{name}") for name in ("experts", "fc1_latent_proj", "fc2_latent_proj")),
+        ("mixer.shared_experts", "mlp.shared"),
         *moved("mixer", *MAMBA_NAMES, "q_proj", "k_proj", "v_proj", "o_proj"),
     )
 
@@ -52,7 +41,8 @@ class NemotronH(DecoderLM):
             for layer, mixer in enumerate(config.mixers)
         ]
         names = [("mixer.up_proj", "mlp.up_proj"), ("mixer.down_proj", "mlp.down_proj")]
-        stack = {"qkv_proj": self.weight_map.stack["qkv_proj"]}
+        stack = {name: self.weight_map.stack[name] for name in ("qkv_proj", "down_proj")}
+        stack["up_proj"] = ("{i}.up_proj", "all.up_proj")
         self.weight_map = replace(self.weight_map.renaming(*norms, *names), stack=stack)
 
     @classmethod
@@ -67,15 +57,14 @@ class NemotronH(DecoderLM):
                 "layers_block_type (layer_types, hybrid_override_pattern) must name a known kind for each layer;"
                 f" it has {', '.join(map(repr, unknown)) or 'no entries'}"
             )
-        if "moe" in types:
-            raise ModelError("this Nemotron-H has experts without gates, which are not supported; choose a dense one")
         heads, groups = read["mamba_num_heads"], read["n_groups"]
         count = len(types)
         return read_config(
             {**config, "num_hidden_layers": count, "rms_norm_eps": read["layer_norm_epsilon"]},
             rope=(None,) * count,
             mixers=tuple(_MIXERS.get(kind, NONE) for kind in types),
-            mlps=tuple("squared_relu" if kind == "mlp" else NONE for kind in types),
+            mlps=tuple({"mlp": "squared_relu", "moe": "squared_relu_experts"}.get(kind, NONE) for kind in types),
+            experts=_experts(read) if "moe" in types else None,
             recurrent=RecurrentConfig(
                 conv_width=read["conv_kernel"],
                 num_heads=heads,
@@ -89,3 +78,14 @@ class NemotronH(DecoderLM):
                 dt_limits=(float(read["time_step_min"]), math.inf),
             ),
         )
+
+
+def _experts(read: ConfigReader) -> ExpertsConfig:
+    read = ConfigReader(read, {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 7688})
+    if read["n_shared_experts"] != 1:
+        raise ModelError(f"n_shared_experts is {read['n_shared_experts']}; Nemotron-H has one, so it must be 1")
+    found: ExpertsConfig = grouped_experts(
+        {**read, "num_hidden_layers": 0, "mlp_layer_types": None}, norm_topk_prob=True
+    )["experts"]
+    shared, latent = read["moe_shared_expert_intermediate_size"], read.get("moe_latent_size")
+    return replace(found, shared_width=shared, latent_width=latent)

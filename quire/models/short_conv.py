@@ -5,10 +5,9 @@ from __future__ import annotations
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
-from quire.layers.state import ConvWeights
 from quire.models.base import BuildContext
-from quire.models.config import DecoderConfig
-from quire.models.recurrent import RecurrentMixer, recurrent_of
+from quire.models.config import DecoderConfig, RecurrentConfig
+from quire.models.recurrent import RecurrentMixer
 from quire.ops.recurrent import GATED_CONV
 from quire.ops.states import StateShape
 
@@ -16,15 +15,15 @@ from quire.ops.states import StateShape
 class ShortConv(RecurrentMixer):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
-        size, kind = config.hidden_size, recurrent_of(config)
-        self.in_proj = self.project(size, 3 * size, bias=kind.bias)
-        self.conv = ConvWeights(size, kind.conv_width, bias=kind.conv_bias, target=ctx.target)
+        size, kind, channels = config.hidden_size, self.kind, (self.full.num_heads, 1)
+        self.in_proj = self.project(size, channels, channels, channels, bias=kind.bias)
+        self.conv = self.convolve(channels)
         self.out_proj = self.project_out(size, config, bias=kind.bias)
         self._conv = GATED_CONV.bind(ctx.target)
 
     @classmethod
-    def shape_of(cls, config: DecoderConfig) -> StateShape:
-        return StateShape(config.hidden_size, recurrent_of(config).conv_width)
+    def shape_of(cls, kind: RecurrentConfig) -> StateShape:
+        return StateShape(kind.num_heads, kind.conv_width)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None

@@ -23,17 +23,20 @@ def gated_delta(
     cache: Tensor,
     places: StatePlaces,
     shape: StateShape,
+    floor: float = 0.0,
 ) -> Tensor:
     """The gated delta rule (Gated DeltaNet; Kimi delta attention where decay_dim is key_dim): [n, heads * value_dim].
 
     qkv [n, 2 * key_heads * key_dim + heads * value_dim], whose queries and keys are made unit vectors here;
-    a matrix decays by exp(a * softplus(decay + dt_bias)), and sigmoid(strength) is the strength of the delta rule.
+    a matrix decays by exp(a * softplus(decay + dt_bias)), or with a floor < 0 of the exponent by
+    exp(floor * sigmoid(-a * (decay + dt_bias))), and sigmoid(strength) is the strength of the delta rule.
     decay [n, heads * decay_dim], dt_bias [heads * decay_dim], strength [n, heads], a [heads].
     """
     keys, count = shape.num_key_heads * shape.key_dim, qkv.shape[0]
     q, k, v = qkv.float().split([keys, keys, shape.num_heads * shape.value_dim], dim=-1)
     q, k = (_unit(part.view(count, shape.num_key_heads, -1)) for part in (q, k))
-    decays = softplus(decay.float() + dt_bias).view(count, shape.num_heads, -1) * a[:, None]
+    given = (decay.float() + dt_bias).view(count, shape.num_heads, -1)
+    decays = floor / (1.0 + torch.exp(given * a[:, None])) if floor else softplus(given) * a[:, None]
     strengths = 1.0 / (1.0 + torch.exp(-strength.float()))
     out = recur(
         q * shape.key_dim**-0.5,
@@ -192,7 +195,7 @@ def generate_delta(seed: int) -> tuple[object, ...]:
     sizes = (2 * 32 + 4 * shape.value_dim, 4 * shape.decay_dim, 4)
     qkv, decay, strength = (torch.randn(count, size, generator=generator) for size in sizes)
     a, bias = -torch.rand(4, generator=generator), torch.randn(4 * shape.decay_dim, generator=generator)
-    return qkv, decay, strength, a, bias, cache, places, shape
+    return qkv, decay, strength, a, bias, cache, places, shape, -5.0 if seed % 4 == 3 else 0.0
 
 
 def generate_state_space(seed: int) -> tuple[object, ...]:

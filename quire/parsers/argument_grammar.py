@@ -101,6 +101,19 @@ def plain_value(lark: Lark, tool: Tool, name: str, schema: Mapping[str, Any], en
     return choice(list(dict.fromkeys(texts + others)))
 
 
+def strings_and_others(tool: Tool, schema: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A schema in parts: what it allows of strings, and what of other types."""
+    branches = [resolve(branch, tool.parameters) for branch in _branches(resolve(schema, tool.parameters))]
+    texts, others = [], []
+    for branch in branches:
+        types, rest = _types_of(branch, tool), _not_text(branch)
+        if not types or "string" in types:
+            texts.append({**branch, "type": "string"})
+        if rest is not None and types != {"string"}:
+            others.append(dict(rest) if types else {**rest, "type": sorted(_LOOKS_LIKE)})
+    return texts, others
+
+
 def _types_of(schema: Mapping[str, Any], tool: Tool) -> frozenset[str]:
     return argument_types({**tool.parameters, "properties": {"it": schema}}, "it")
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.parsers.argument_grammar import ANY_KEY, free_arguments, in_order, plain_value, properties, text_until
+from quire.parsers.argument_grammar import (
+    ANY_KEY,
+    free_arguments,
+    in_order,
+    plain_value,
+    properties,
+    strings_and_others,
+    text_until,
+)
 from quire.parsers.codec import CallSink, Codec, Reader, Status
 from quire.parsers.format import Tool
 from quire.parsers.json_scan import JsonScanner, escaped, to_json
-from quire.parsers.lark import Lark, many
+from quire.parsers.lark import Lark, choice, many
 from quire.parsers.scan import MAX_NAME, NAME, Match, match, scanner_for, skip_space
 from quire.parsers.values import argument_types, convert, is_text
 
@@ -30,6 +38,7 @@ class TaggedArguments(Codec):
     value_end: str
     end: str
     python_words: bool = False  # true, false and null are written True, False and None
+    text_key_end: str = ""  # what ends the key of a string, if `key_end` is for values of other types alone
 
     def begins(self, char: str) -> bool:
         return NAME.match(char) is not None
@@ -40,7 +49,8 @@ class TaggedArguments(Codec):
     def render(self, name: str, arguments: Mapping[str, Any], index: int) -> str:
         parts = [name, self.name_end]
         for key, value in arguments.items():
-            parts += [self.key_begin, key, self.key_end, self.render_value(value), self.value_end]
+            key_end = self.text_key_end if self.text_key_end and isinstance(value, str) else self.key_end
+            parts += [self.key_begin, key, key_end, self.render_value(value), self.value_end]
         return "".join((*parts, self.end))
 
     def render_value(self, value: Any) -> str:
@@ -51,19 +61,27 @@ class TaggedArguments(Codec):
 
     def grammar(self, tool: Tool, lark: Lark) -> str:
         if free_arguments(tool):
-            begin, middle = lark.literal(self.key_begin), lark.literal(self.key_end)
+            begin, middle = lark.literal(self.key_begin), lark.literal(self.text_key_end or self.key_end)
             arguments = many(f"{begin} {ANY_KEY} {middle} {text_until(lark, self.value_end)}")
         else:
             items = [
-                (
-                    f"{lark.literal(self.key_begin + name + self.key_end)} "
-                    f"{plain_value(lark, tool, name, schema, self.value_end)}",
-                    required,
-                )
-                for name, schema, required in properties(tool)
+                (self._argument(lark, tool, name, schema), required) for name, schema, required in properties(tool)
             ]
             arguments = in_order(lark, items, "")
         return f"{lark.literal(tool.name + self.name_end)} {arguments} {lark.literal(self.end)}"
+
+    def _argument(self, lark: Lark, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
+        if not self.text_key_end:
+            value = plain_value(lark, tool, name, schema, self.value_end)
+            return f"{lark.literal(self.key_begin + name + self.key_end)} {value}"
+        texts, others = strings_and_others(tool, schema)
+        forms = [(text, self.text_key_end) for text in texts] + [(other, self.key_end) for other in others]
+        written = []
+        for part, key_end in forms:
+            alone = replace(tool, parameters={**tool.parameters, "properties": {name: part}})
+            value = plain_value(lark, alone, name, part, self.value_end)
+            written.append(f"{lark.literal(self.key_begin + name + key_end)} {value}")
+        return choice(list(dict.fromkeys(written)))
 
 
 class _TagReader(Reader):
@@ -76,6 +94,7 @@ class _TagReader(Reader):
         self._key_begin = codec.key_begin.strip()
         # "</arg_key>\n<arg_value>" is two markers with white space between.
         self._key_ends = [part.strip() for part in codec.key_end.split("\n") if part.strip()]
+        self._text_key_end = codec.text_key_end
         self._value_end = codec.value_end.strip()
         self._value_scanner = scanner_for(frozenset({self._value_end}))
         self._breaks = (codec.key_end.endswith("\n"), codec.value_end.startswith("\n"))
@@ -152,14 +171,18 @@ class _TagReader(Reader):
         return position
 
     def _read_key_text(self, text: str, position: int, begin: int) -> int:
-        end = text.find(self._key_ends[0], begin)
+        end, of_text = text.find(self._key_ends[0], begin), -1
+        if self._text_key_end:
+            of_text = text.find(self._text_key_end, begin)
+        is_string = of_text >= 0 and (end < 0 or of_text < end)
+        end = of_text if is_string else end
         if (len(text) if end < 0 else end) - begin > _MAX_KEY:
             self.status = Status.BAD
             return position
         if end < 0:
             return position
         key = text[begin:end].strip()
-        end += len(self._key_ends[0])
+        end += len(self._text_key_end if is_string else self._key_ends[0])
         for part in self._key_ends[1:]:
             at = skip_space(text, end)
             found = match(text, at, part)
@@ -173,6 +196,10 @@ class _TagReader(Reader):
             self.status = Status.BAD
             return position
         self._types = argument_types(self._parameters, key)
+        if is_string and (not self._types or "string" in self._types):
+            self._types = frozenset({"string"})
+        elif self._text_key_end:
+            self._types = (self._types - {"string"}) or self._types
         self._at_value_begin = True
         self._sink.arguments(("{" if self._num_arguments == 0 else ", ") + f"{to_json(key)}: ")
         if is_text(self._types):

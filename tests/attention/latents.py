@@ -32,6 +32,7 @@ class Latents:
         device: str = "cpu",
         up_dtype: torch.dtype | None = None,
         index: tuple[int, int, int] | None = None,
+        rotates: bool = True,
     ) -> None:
         heads, nope, rope, rank, value = sizes
         index_heads, index_dim, top_k = index or (0, 0, None)
@@ -63,7 +64,8 @@ class Latents:
             (random(heads, rank, value) * rank**-0.5).to(device, up),
         )
         angles = torch.rand(MAX_LEN, rope // 2, generator=generator) * 6.3
-        self.angles = torch.cat((angles.cos(), angles.sin()), -1)
+        angles = angles if rotates else torch.zeros_like(angles)
+        self.angles, self.rotates = torch.cat((angles.cos(), angles.sin()), -1), rotates
         widths = (index_heads * index_dim, index_dim, index_heads)
         self.index = [tuple(random(n, width) for width in widths) for n in lengths] if index else None
         self.out = [torch.full((n, heads * value), torch.nan) for n in lengths]
@@ -102,7 +104,9 @@ class Latents:
         q, latent = joined([x.flatten(1) for x in self.q]), joined(self.latent)
         heads = q.unflatten(-1, (self.sizes[0], -1))
         given = (self.spec, self.weights)
-        written = self.backend.write_latent(*given, heads, latent, (cos, sin), self.cache, metadata)
+        written = self.backend.write_latent(
+            *given, heads, latent, (cos, sin) if self.rotates else None, self.cache, metadata
+        )
         if self.index is not None:
             query, key, weights = (joined([of[part] for of in self.index]) for part in range(3))
             inputs = IndexInputs(query.unflatten(-1, (weights.shape[-1], -1)), key, weights)

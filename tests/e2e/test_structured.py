@@ -72,7 +72,8 @@ ENGINE_FACTORS = {
     "faults": [False, True],
     "way": ["fastest", "eager"],  # where steps can be replayed, as a list of kernel calls or a graph, and not
     "quantized": ["", "w4a16"],  # a scheme of the checkpoint
-    "kind": ["dense", "experts", "latent", "recurrent"],  # of mixers and MLPs; latent attention goes with experts
+    # Of mixers and MLPs; latent attention goes with experts, and sparse is latent with an indexer.
+    "kind": ["dense", "experts", "latent", "sparse", "recurrent"],
     "speculation": ["none", "ngram", "suffix", "prediction"],
 }
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}  # two adapters take turns in the slot
@@ -108,9 +109,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     dense = make_model(folder / "dense", "llama")
     experts = make_model(folder / "experts", "qwen3_moe", **EXPERTS)
     latent = make_model(folder / "latent", "deepseek_v3", **LATENT | {"q_lora_rank": 32})  # groups of 32 divide it
+    index = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}
+    sparse = make_model(folder / "sparse", "deepseek_v32", **LATENT | index | {"q_lora_rank": 32})
     recurrent = make_model(folder / "recurrent", "qwen3_5_text", **RECURRENT)
     found = {}
-    for path in (dense, experts, latent, recurrent):
+    for path in (dense, experts, latent, sparse, recurrent):
         write_tokenizer(path)
         found["", path.name] = path
         found["w4a16", path.name] = written = folder / f"{path.name}-w4a16"

@@ -17,6 +17,7 @@ _NOMIC = {"num_experts": None}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("DebertaV2ForMaskedLM", "DebertaV2Model"), _DEBERTA),
     **dict.fromkeys(("NomicBertForMaskedLM", "NomicBertModel"), _NOMIC),
+    "LongcatFlashForCausalLM": {"num_layers": 4},
     "Llama4ForCausalLM": {"num_experts_per_tok": 1, "layer_types": None},
     "GraniteMoeHybridForCausalLM": {"layers_block_type": _MIXED, "layer_types": _MIXED},
     "NemotronHForCausalLM": {key: value for key, value in STATE_KEYS.items() if key != "head_dim"},

@@ -32,7 +32,9 @@ def test_every_line_resolves_builds_on_meta_and_is_described_without_building(ar
     assert rounded == {torch.bfloat16}
     assert list(description.layers) == [layer.keeps for layer in model.cached_layers()]
     mixers = model.config.mixers if isinstance(model, DecoderLM) else ("attention",) * 4
-    attending = [index for index, mixer in enumerate(mixers) if "attention" in mixer or mixer == "latent"]
+    attending = [index for index, mixer in enumerate(mixers) if "attention" in mixer or "latent" in mixer]
+    if "latent_pair" in mixers:  # each half of a layer attends
+        attending = sorted(attending * 2)
     assert [layer.layer_index for layer in model.attention_layers()] == attending
     assert (description.vocab_size, description.hidden_size, description.num_layers) == (256, 64, 4)
 

@@ -19,7 +19,7 @@ from quire.parallel.collectives import Collectives
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 from tests.models.harness import FolderCheckpoint, PagedSequence, load
-from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, SIZES
+from tests.models.zoo import ARCHITECTURES, LATENTS, MIXTURES, RECURRENT, SIZES
 
 TOKENS = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -79,6 +79,20 @@ CASES = [
         "ernie-moe": (2,),
         "deepseek-v2-lite": (2,),  # the latent is whole on each rank
         "deepseek-v3": (2,),
+        "deepseek-v32": (2,),
+        "longcat-flash": (2,),
+        "kimi-linear-published": (2,),
+        "nemotron-h-latent-moe": (2,),
+        "bailing-hybrid": (2,),
+        "minimax": (2,),  # a norm over the heads of all ranks
+        "lfm2": (2,),
+        "qwen3-next": (2,),
+        "qwen3.5": (2, 4),  # four ranks share two heads of keys
+        "jamba": (2,),
+        "falcon-mamba": (2,),
+        "bamba": (2,),  # one norm over the heads of all ranks
+        "nemotron-h": (2,),
+        "falcon-h1": (2,),
     }.items()
     for size in sizes
 ]
@@ -86,7 +100,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_split_models_give_the_same_logits(name: str, size: int, tmp_path: Path) -> None:
-    next(tiny for tiny in (*ARCHITECTURES, *MIXTURES, *LATENTS) if tiny.name == name).make(tmp_path)
+    next(tiny for tiny in (*ARCHITECTURES, *MIXTURES, *LATENTS, *RECURRENT) if tiny.name == name).make(tmp_path)
     expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
     for logits in logits_of_ranks(tmp_path, size):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

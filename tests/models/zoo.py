@@ -3,12 +3,14 @@ wrong flag changes the logits."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 LENGTH = 48  # longer than the sliding window, the RoPE original length and one attention tile row
@@ -70,7 +72,17 @@ class Tiny:
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer) * 0.3)
         model.save_pretrained(folder)
+        if "zero_expert_num" in self.keys:
+            _drop_identities(folder, config.n_routed_experts)
         return model
+
+
+def _drop_identities(folder: Path, count: int) -> None:
+    """transformers also writes gates of experts that have none; published checkpoints do not have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    extra = [name for name in tensors if (at := re.search(r"experts\.(\d+)\.", name)) and int(at[1]) >= count]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in extra}, path, {"format": "pt"})
 
 
 def rope(rope_type: str, **keys: Any) -> dict[str, Any]:
@@ -192,6 +204,11 @@ LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, msca
 # Fewer keys than the sequence has; so many heads that hardly any scores are equal, of which transformers takes any.
 INDEX = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 GROUPS = {"topk_method": "group_limited_greedy"}
+LONGCAT = {
+    **{**LATENT_KEYS, "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 12, "n_routed_experts": 8},
+    **{"moe_topk": 3, "zero_expert_num": 4, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 96},
+    **{"routed_scaling_factor": 1.5, "qk_head_dim": 28},
+}
 LATENTS = [
     Tiny("deepseek-v2", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **GROUPS}),
     Tiny("deepseek-v2-lite", "DeepseekV2Config", {**ROUTED_EXPERTS, **LATENT, "q_lora_rank": None}),
@@ -201,6 +218,7 @@ LATENTS = [
     Tiny("glm4-moe-lite", "Glm4MoeLiteConfig", {**ROUTED_EXPERTS, **LATENT}),
     Tiny("deepseek-v32", "DeepseekV32Config", {**ROUTED_EXPERTS, **LATENT, **LATENT_YARN, **INDEX}),
     Tiny("glm-moe-dsa", "GlmMoeDsaConfig", {**ROUTED_EXPERTS, **LATENT, **INDEX, "indexer_types": ["full"] * 4}),
+    Tiny("longcat-flash", "LongcatFlashConfig", LONGCAT),
     Tiny("minicpm3", "MiniCPM3Config", {**LATENT, "dim_model_base": 24, "tie_word_embeddings": True}),
 ]
 
@@ -266,6 +284,38 @@ DELTA = {
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
 PURE = {"num_hidden_layers": 3, "state_size": 16, "intermediate_size": 128}
+KIMI = {
+    **{**LATENT_KEYS, "q_lora_rank": None, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{"linear_head_dim": 16, "linear_num_heads": 3, "initializer_range": 0.1},
+    **{"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+}
+# As the published config names things.
+KIMI_PUBLISHED = {
+    **{**KIMI, "layer_types": None, "linear_head_dim": 128},
+    "linear_attn_config": {
+        **{"full_attn_layers": [1, 4], "kda_layers": [2, 3], "head_dim": 24, "num_heads": 2},
+        "short_conv_kernel_size": 3,
+    },
+}
+BAILING = {
+    **{key: value for key, value in KIMI.items() if not key.startswith(("linear_", "q_lora"))},
+    **{"head_dim": 16, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+}
+MINIMAX = {
+    **{**LOCAL_EXPERTS, "head_dim": 24, "block_size": 16, "layer_types": LINEAR, "full_attn_alpha_factor": 1.3},
+    **{"full_attn_beta_factor": 0.7, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.6},
+    **{"mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.1},
+}
+NEMOTRON = {
+    **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
+}
+NEMOTRON_MOE = {
+    **{**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"]},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    **{"moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2},
+}
 RECURRENT = [
     Tiny("lfm2", "Lfm2Config", {**CONVS}),
     Tiny("lfm2-conv-bias", "Lfm2Config", {**CONVS, "conv_bias": True, "conv_L_cache": 4}),
@@ -273,6 +323,11 @@ RECURRENT = [
     Tiny("qwen3-next", "Qwen3NextConfig", {**DELTA, **SHARED}),
     Tiny("qwen3.5", "Qwen3_5TextConfig", {**DELTA}),
     Tiny("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}),
+    Tiny("kimi-linear", "KimiLinearConfig", KIMI),
+    Tiny("kimi-linear-published", "KimiLinearConfig", KIMI_PUBLISHED),
+    Tiny("bailing-hybrid", "BailingHybridConfig", BAILING),
+    Tiny("bailing-hybrid-unbounded", "BailingHybridConfig", {**BAILING, "kda_safe_gate": False}),
+    Tiny("minimax", "MiniMaxConfig", MINIMAX),
     Tiny("mamba", "MambaConfig", {**PURE}),
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
     Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
@@ -289,14 +344,9 @@ RECURRENT = [
         },
     ),
     Tiny("falcon-h1-no-norm", "FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
-    Tiny(
-        "nemotron-h",
-        "NemotronHConfig",
-        {
-            **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
-            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16},
-        },
-    ),
+    Tiny("nemotron-h", "NemotronHConfig", NEMOTRON),
+    Tiny("nemotron-h-moe", "NemotronHConfig", {**NEMOTRON_MOE}),
+    Tiny("nemotron-h-latent-moe", "NemotronHConfig", {**NEMOTRON_MOE, "moe_latent_size": 40, "mlp_bias": True}),
     Tiny("granite-hybrid", "GraniteMoeHybridConfig", {**MAMBA2, "layer_types": LINEAR, "num_local_experts": 0}),
     Tiny(
         "granite-hybrid-moe",

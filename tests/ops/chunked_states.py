@@ -13,11 +13,13 @@ def by_token(
 ) -> tuple[Tensor, Tensor]:
     """Results [n, heads, value_dim] and the matrix after them; token by token, from matrix [heads, key_dim, dim].
 
-    queries, keys [n, heads, key_dim]; values [n, heads, value_dim]; decays, strengths [n, heads].
+    queries, keys [n, heads, key_dim]; values [n, heads, value_dim]; strengths [n, heads]; decays [n, heads], or of
+    each channel of a key [n, heads, key_dim].
     """
     out = []
     for t in range(len(values)):
-        matrix, value = matrix * decays[t, :, None, None], values[t]
+        decay = decays[t, :, None] if decays.dim() == 2 else decays[t]
+        matrix, value = matrix * decay[..., None], values[t]
         if strengths is not None:
             value = (value - torch.einsum("hkv,hk->hv", matrix, keys[t])) * strengths[t, :, None]
         matrix = matrix + torch.einsum("hk,hv->hkv", keys[t], value)

@@ -134,6 +134,13 @@ def test_text_without_markers_is_never_changed(tool: str, reasoning: str, data: 
         assert raw_text(feed(parser_for(tool, reasoning, TOOLS), pieces)) == text
 
 
+def dsml_call(is_string: str) -> str:
+    """A call of f with a = 1, without the section around it."""
+    bar = "\uff5c"
+    tag = f"{bar}DSML{bar}"
+    return f'<{tag}invoke name="f">\n<{tag}parameter name="a" string="{is_string}">1</{tag}parameter>\n</{tag}invoke>'
+
+
 # What models get wrong, and what becomes of it: text, and calls.
 MALFORMED = [
     ("hermes", "Hm <tool_call> is a tag.", "Hm <tool_call> is a tag.", []),
@@ -187,6 +194,8 @@ MALFORMED = [
         "",
         [("f", '{"a": 1}', True)],
     ),
+    ("deepseek_v32", dsml_call("true"), "", [("f", '{"a": "1"}', True)]),
+    ("deepseek_v32", dsml_call("false"), "", [("f", '{"a": 1}', True)]),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n</invoke>', "", [("f", "{}", True)]),
 ]
 

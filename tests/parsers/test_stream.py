@@ -92,7 +92,7 @@ def test_special_tokens_that_mean_nothing_are_dropped() -> None:
 
 def test_formats_say_whether_they_need_special_tokens() -> None:
     assert {name for name in TOOL_FORMATS if not needs_special_tokens(name, None)} == {
-        *("hermes", "qwen3_coder", "pythonic", "glm45", "minimax_m2", "step3p5")
+        *("hermes", "qwen3_coder", "pythonic", "glm45", "minimax_m1", "minimax_m2", "step3p5")
     }
     assert {name for name in REASONING_FORMATS if needs_special_tokens(None, name)} == {"magistral", "harmony"}
     assert needs_special_tokens("hermes", "magistral")

@@ -90,8 +90,8 @@ CASES = [
     ),
     Case("llama-cpp-deepseek-r1", "deepseek_v3", "deepseek_r1", text=False, thinks=False, shows_tools=False),
     Case("deepseek-ai-DeepSeek-V3.1", "deepseek_v31", "deepseek_r1", thinks=False),
-    Case("deepseek-ai-DeepSeek-V3.2", None, "deepseek_r1", kwargs={"thinking": True}),
-    Case("deepseek-ai-DeepSeek-V4", None, "deepseek_r1", kwargs={"enable_thinking": True, "thinking": True}),
+    Case("deepseek-ai-DeepSeek-V3.2", "deepseek_v32", "deepseek_r1", kwargs={"thinking": True}),
+    Case("deepseek-ai-DeepSeek-V4", "deepseek_v4", "deepseek_r1", kwargs={"enable_thinking": True, "thinking": True}),
     Case("GLM-4.6", "glm45", "glm45"),
     Case("GLM-4.6", "glm45", "glm45", thinks=False, kwargs={"enable_thinking": False}),
     Case("GLM-4.7-Flash", "glm45", "glm45"),
@@ -102,6 +102,7 @@ CASES = [
         "LFM2.5-8B-A1B", "pythonic", "qwen3", thinking_key="thinking", arguments={**ARGUMENTS, "city": "Zürich <b>"}
     ),
     Case("fireworks-ai-llama-3-firefunction-v2", "phi4_mini", kwargs={"functions": "[]", "datetime": "today"}),
+    Case("MiniMax-M1", "minimax_m1", text=False),
     Case("MiniMax-M2", "minimax_m2", "minimax_m2"),
     Case("StepFun3.5-Flash", "step3p5", "step3p5"),
 ]

@@ -3,9 +3,13 @@ from __future__ import annotations
 import torch
 
 from quire.attention.base import AttentionSpec
+from quire.attention.state import StateBackend
 from quire.attention.torch_ref import TorchAttention
 from quire.layers.attention import Attention
+from quire.layers.state import StateCache
 from quire.ops.base import Target
+from quire.ops.recurrent import linear_attention
+from quire.ops.states import StatePlaces, StateShape
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
 
@@ -31,3 +35,19 @@ def test_a_row_is_healed_in_every_pool_at_the_blocks_of_its_groups() -> None:
         [bool(cache[:, :, block].isfinite().all()) for block in range(cache.shape[2])] for cache in (shared, other)
     ]
     assert [[index for index, good in enumerate(one) if good] for one in healed] == [[0, 1, 3], [5, 8]]
+
+
+def test_a_poisoned_state_is_healed_and_its_row_goes_on() -> None:
+    shape = StateShape(0, 1, 2, 2, 4, 4)
+    layer, backend = StateCache(shape, Target()), TorchAttention()
+    cache = torch.full(layer.cache_shape(backend, 5, 2, torch.float32), torch.nan)
+    layer.bind(StateBackend(backend), cache, 0)
+    tables = BlockTables(1, 2, 6, 2, CPU)
+    tables.tables[0, 1, :2] = torch.tensor([3, 4])
+    Containment([layer], tables).heal(1, 3)
+    assert [index for index in range(5) if cache[index].isfinite().all()] == [3, 4]
+    row, context, starts = torch.tensor([1]), torch.tensor([4]).int(), torch.tensor([0, 1]).int()
+    places = StatePlaces(tables.tables[0], row, context, starts, 2)
+    mixed = linear_attention(torch.ones(1, 24), torch.tensor([0.9, 0.5]), cache, places, shape)
+    assert mixed.isfinite().all()
+    assert cache[4].isfinite().all()

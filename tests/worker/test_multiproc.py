@@ -31,7 +31,7 @@ from quire.worker.rank_messages import Execute
 from quire.worker.ring import CAPACITY, NOTICE
 from tests.corpus.requests import corpus_jobs
 from tests.e2e.test_lora import answers, make_adapter, mixed
-from tests.e2e.tiny import Answer, Driver, make_engine, make_model, run_all
+from tests.e2e.tiny import RECURRENT, Answer, Driver, make_engine, make_model, run_all
 from tests.e2e.tiny_grammar import VOCABULARY
 from tests.gpu.helpers import make_jobs, run_jobs
 
@@ -163,6 +163,7 @@ def test_exact_ranks_give_equal_bits(model: Path, size: int) -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "recurrent": {"model_type": "qwen3_5_text", **RECURRENT},
     "int8": {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "quantization": "int8"},
     "windows": {"model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 24},
     "full norm": {"model_type": "olmo2"},

@@ -239,9 +239,10 @@ void keep_inputs(const float* keys, int64_t key_stride, const float* values, int
     });
 }
 
-void delta_inputs(const float* qkv, int64_t qkv_stride, const float* decay, const float* strength, int64_t gate_stride,
-                  const float* a, const float* dt_bias, float* qk, float* decays, float* strengths, int64_t tokens,
-                  int64_t heads, int64_t key_heads, int64_t key_dim, int64_t decay_dim) {
+void delta_inputs(const float* qkv, int64_t qkv_stride, const float* decay, int64_t decay_stride,
+                  const float* strength, int64_t strength_stride, const float* a, const float* dt_bias, float floor,
+                  float* qk, float* decays, float* strengths, int64_t tokens, int64_t heads, int64_t key_heads,
+                  int64_t key_dim, int64_t decay_dim) {
     const float scale = 1.0f / std::sqrt((float)key_dim);
     parallel(tokens, 1 + 4096 / (key_heads * key_dim), [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
@@ -252,9 +253,12 @@ void delta_inputs(const float* qkv, int64_t qkv_stride, const float* decay, cons
                 const Vec factor = set((h < key_heads ? scale : 1.0f) / std::sqrt(squares + 1e-6f));
                 map(key_dim, [&](int64_t i, int n) { put(y + i, mul(get(x + i, n), factor), n); });
             }
-            const float *d = decay + t * gate_stride, *s = strength + t * gate_stride;
-            for (int64_t i = 0; i < heads * decay_dim; ++i)
-                decays[t * heads * decay_dim + i] = std::exp(a[i / decay_dim] * softplus(d[i] + dt_bias[i]));
+            const float *d = decay + t * decay_stride, *s = strength + t * strength_stride;
+            for (int64_t i = 0; i < heads * decay_dim; ++i) {
+                const float x = d[i] + dt_bias[i], rate = a[i / decay_dim];
+                decays[t * heads * decay_dim + i] =
+                    std::exp(floor < 0.0f ? floor / (1.0f + std::exp(rate * x)) : rate * softplus(x));
+            }
             for (int64_t h = 0; h < heads; ++h) strengths[t * heads + h] = 1.0f / (1.0f + std::exp(-s[h]));
         }
     });

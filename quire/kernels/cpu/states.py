@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound
@@ -79,20 +78,21 @@ def gated_delta(
     cache: Tensor,
     places: Places,
     shape: Any,
+    floor: float = 0.0,
 ) -> Tensor:
     tokens, heads, keys = qkv.shape[0], shape.num_heads, shape.num_key_heads
     qk = empty(tokens, 2 * keys, shape.key_dim)
     decays, strengths = empty(tokens, heads, shape.decay_dim), empty(tokens, heads)
-    if decay.stride(0) != strength.stride(0):
-        decay, strength = torch.cat((decay, strength), dim=1).split([decay.shape[1], heads], dim=1)
     bound().delta_inputs(
         qkv.data_ptr(),
         qkv.stride(0),
         decay.data_ptr(),
-        strength.data_ptr(),
         decay.stride(0),
+        strength.data_ptr(),
+        strength.stride(0),
         a.data_ptr(),
         dt_bias.data_ptr(),
+        floor,
         qk.data_ptr(),
         decays.data_ptr(),
         strengths.data_ptr(),

@@ -293,8 +293,9 @@ def gated_delta(
     cache: Tensor,
     places: Any,
     shape: Any,
+    floor: float = 0.0,
 ) -> Tensor:
-    return _recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape), cache, places, shape, qkv.dtype)
+    return _recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape, floor), cache, places, shape, qkv.dtype)
 
 
 def state_space(

@@ -46,17 +46,22 @@ def segment_shares(numbers_ptr, number_offset, seen, KEYS: tl.constexpr, SPLITS:
 def _rotate(
     x_ptr, x_stride, out_ptr, out_stride, cos_ptr, sin_ptr, tokens, inside, HALF: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Features i and i + HALF of each token's line, rotated; cos and sin [tokens, 2 * HALF], the sign folded in."""
+    """Features i and i + HALF of each token's line, rotated; cos and sin [tokens, 2 * HALF], the sign folded in.
+
+    cos None: as they are.
+    """
     pairs = tl.arange(0, PAIRS)
     mask = inside[:, None] & (pairs < HALF)[None, :]
     at, turn = x_ptr + tokens[:, None] * x_stride + pairs[None, :], tokens[:, None] * (2 * HALF) + pairs[None, :]
     low, high = tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
     low, high = low.to(tl.float32), high.to(tl.float32)
-    cos_low = tl.load(cos_ptr + turn, mask=mask, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptr + turn + HALF, mask=mask, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptr + turn, mask=mask, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptr + turn + HALF, mask=mask, other=0.0).to(tl.float32)
-    return low * cos_low + high * sin_low, high * cos_high + low * sin_high, mask, pairs
+    if cos_ptr is not None:
+        cos_low = tl.load(cos_ptr + turn, mask=mask, other=0.0).to(tl.float32)
+        cos_high = tl.load(cos_ptr + turn + HALF, mask=mask, other=0.0).to(tl.float32)
+        sin_low = tl.load(sin_ptr + turn, mask=mask, other=0.0).to(tl.float32)
+        sin_high = tl.load(sin_ptr + turn + HALF, mask=mask, other=0.0).to(tl.float32)
+        low, high = low * cos_low + high * sin_low, high * cos_high + low * sin_high
+    return low, high, mask, pairs
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -264,7 +269,7 @@ def prepare_latent(
     norm: Tensor,
     eps: float,
     key_up: Tensor,
-    rotation: tuple[Tensor, Tensor],
+    rotation: tuple[Tensor, Tensor] | None,
     slots: Tensor,
     cache: Tensor,
     at_once: int,
@@ -283,8 +288,7 @@ def prepare_latent(
         latent,
         norm,
         key_up,
-        rotation[0],
-        rotation[1],
+        *(rotation or (None, None)),
         slots,
         query,
         cache,

@@ -35,6 +35,7 @@ def _delta_inputs_kernel(
     decay_stride,
     strength_stride,
     scale,
+    FLOOR: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -55,9 +56,10 @@ def _delta_inputs_kernel(
         places = tl.arange(0, DECAYS)
         known = places < HEADS * DECAY_DIM
         value = tl.load(decay_ptr + token * decay_stride + places, mask=known, other=0.0).to(tl.float32)
-        value = _softplus(value + tl.load(bias_ptr + places, mask=known, other=0.0))
+        value += tl.load(bias_ptr + places, mask=known, other=0.0)
         a = tl.load(a_ptr + places // DECAY_DIM, mask=known, other=0.0)
-        tl.store(decays_ptr + token * HEADS * DECAY_DIM + places, tl.exp(a * value), mask=known)
+        logs = FLOOR / (1.0 + tl.exp(a * value)) if FLOOR < 0.0 else a * _softplus(value)
+        tl.store(decays_ptr + token * HEADS * DECAY_DIM + places, tl.exp(logs), mask=known)
         gates = tl.arange(0, GATES)
         known = gates < HEADS
         value = tl.load(strength_ptr + token * strength_stride + gates, mask=known, other=0.0).to(tl.float32)
@@ -324,7 +326,9 @@ class Inputs(NamedTuple):
     skip: tuple[Tensor, Tensor] | None  # a factor per head, and what is added to the result times it
 
 
-def delta_inputs(qkv: Tensor, decay: Tensor, strength: Tensor, a: Tensor, dt_bias: Tensor, shape: Any) -> Inputs:
+def delta_inputs(
+    qkv: Tensor, decay: Tensor, strength: Tensor, a: Tensor, dt_bias: Tensor, shape: Any, floor: float = 0.0
+) -> Inputs:
     count, heads, keys = qkv.shape[0], shape.num_heads, shape.num_key_heads
     qk = torch.empty(count, 2 * keys, shape.key_dim, dtype=torch.float32, device=qkv.device)
     decays = torch.empty(count, heads, shape.decay_dim, dtype=torch.float32, device=qkv.device)
@@ -342,6 +346,7 @@ def delta_inputs(qkv: Tensor, decay: Tensor, strength: Tensor, a: Tensor, dt_bia
         decay.stride(0),
         strength.stride(0),
         shape.key_dim**-0.5,
+        FLOOR=floor,
         HEADS=heads,
         KEY_HEADS=keys,
         KEY_DIM=shape.key_dim,
@@ -376,8 +381,9 @@ def gated_delta(
     cache: Tensor,
     places: Any,
     shape: Any,
+    floor: float = 0.0,
 ) -> Tensor:
-    return recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape), cache, places, shape, qkv.dtype)
+    return recur(delta_inputs(qkv, decay, strength, a, dt_bias, shape, floor), cache, places, shape, qkv.dtype)
 
 
 def state_space(

@@ -19,10 +19,12 @@ pytestmark = needs_triton
 BLOCK = 16
 SHAPES = {
     "gated_delta": StateShape(8, 2, 2, 1, 16, 24),
+    "kimi_delta": StateShape(8, 2, 2, 2, 16, 24, decay_dim=16),
     "state_space": StateShape(8, 2, 2, 1, 32, 16),
     "linear_attention": StateShape(0, 1, 1, 1, 16, 16),
 }
 KINDS = list(SHAPES)
+IN_CHUNKS = [kind for kind in KINDS if kind != "kimi_delta"]  # channels that decay by themselves are folded
 
 
 def given(kind: str, count: int, seed: int = 0) -> tuple[Any, ...]:
@@ -38,11 +40,18 @@ def given(kind: str, count: int, seed: int = 0) -> tuple[Any, ...]:
     if kind == "state_space":
         vectors = torch.rand(2, 2, generator=generator)
         return numbers(count, 32 + 64), numbers(count, 2), vectors[0], a, vectors[1], (0.0, 1.5)
-    return numbers(count, 32 + 48) + 0.5, numbers(count, 2) - 2.0, numbers(count, 2) + 1.0, a, numbers(2)
+    keys, decays = (64, 32) if kind == "kimi_delta" else (32, 2)
+    return (
+        numbers(count, keys + 48) + 0.5,
+        numbers(count, decays) - 2.0,
+        numbers(count, 2) + 1.0,
+        a,
+        numbers(decays),
+    )
 
 
 def of_tokens(kind: str, arguments: tuple[Any, ...], tokens: slice) -> tuple[Any, ...]:
-    per_token = {"gated_delta": 3, "state_space": 2, "linear_attention": 1}[kind]
+    per_token = {"gated_delta": 3, "kimi_delta": 3, "state_space": 2, "linear_attention": 1}[kind]
     return tuple(x[tokens] if index < per_token else x for index, x in enumerate(arguments))
 
 
@@ -58,7 +67,7 @@ def run(kind: str, arguments: tuple[Any, ...], cache: Tensor, places: StatePlace
     from quire.kernels.triton import chunked_states, states
 
     placed = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments]
-    function = getattr(chunked_states if chunked else states, kind)
+    function = getattr(chunked_states if chunked else states, "gated_delta" if kind == "kimi_delta" else kind)
     return function(*placed, cache, places, SHAPES[kind]).cpu()
 
 
@@ -69,12 +78,13 @@ def expected(kind: str, arguments: tuple[Any, ...], form: Any = by_token) -> Ten
     sizes = [shape.num_key_heads * shape.key_dim, shape.num_heads * shape.value_dim]
     softplus = torch.nn.functional.softplus
     strengths, skipped = None, 0.0
-    if kind == "gated_delta":
+    if kind.endswith("_delta"):
         q, k, v = wide[0].split([sizes[0], sizes[0], sizes[1]], dim=1)
         q, k = (x.view(count, -1, shape.key_dim) for x in (q, k))
         q, k = (x * (x.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         q, strengths = q * shape.key_dim**-0.5, wide[2].sigmoid()
-        decays = torch.exp(softplus(wide[1] + wide[4]) * wide[3])
+        decays = softplus(wide[1] + wide[4]).view(count, shape.num_heads, -1) * wide[3][:, None]
+        decays = decays.exp() if shape.decay_dim > 1 else decays.exp()[..., 0]
     elif kind == "state_space":
         x, k, q = wide[0].split([sizes[1], *sizes[:1] * 2], dim=1)
         step = softplus(wide[1] + wide[2]).clamp(*wide[5])
@@ -96,7 +106,7 @@ def new_cache(kind: str, blocks: int = 40) -> Tensor:
 TABLE = 1 + torch.arange(36, dtype=torch.int32).view(2, 18)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_CHUNKS)
 def test_chunks_are_the_recurrence(kind: str) -> None:
     """The form that kernels take, in float64."""
     arguments = given(kind, 200)

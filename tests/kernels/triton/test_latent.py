@@ -53,6 +53,11 @@ def test_rows_of_all_kinds_are_right(make: Any, sizes: tuple[int, ...]) -> None:
     assert_right(run(sizes, make(), dtype=torch.float32), 1e-4)
 
 
+@pytest.mark.parametrize("make", [fast, fixed])
+def test_keys_without_a_position(make: Any) -> None:
+    assert_right(run(SIZES, make(), dtype=torch.float32, rotates=False), 1e-4)
+
+
 def test_more_heads_than_a_program_takes() -> None:
     latents = Latents(MANY, [34], fast(), device=str(DEVICE))
     latents.step({0: 33}, padding=0)

@@ -1,0 +1,74 @@
+"""Kimi-Linear: Kimi delta attention, latent attention without RoPE in every fourth layer, DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig
+from quire.models.decoder import DecoderLM
+from quire.models.deepseek_v2 import LATENT_EXPERTS
+from quire.models.dots1 import grouped_experts
+from quire.models.kimi_delta import KIMI_STACK
+from quire.models.latent import read_latent
+from quire.types.errors import ModelError
+
+KIMI_MIXERS = {"linear_attention": "kimi_delta", "full_attention": "latent"}
+_STACK = {**LATENT_EXPERTS.stack, **KIMI_STACK}
+_STACK["a_proj"] = tuple(dict.fromkeys((*LATENT_EXPERTS.stack["a_proj"], *KIMI_STACK["a_proj"])))
+KIMI_WEIGHTS = replace(LATENT_EXPERTS, stack=_STACK)
+
+
+class KimiLinear(DecoderLM):
+    weight_map = KIMI_WEIGHTS.renaming_first(
+        ("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
+    )
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        of_linear = config.get("linear_attn_config") or {}
+        read = ConfigReader(
+            config,
+            {
+                **{"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
+            },
+        )
+        if read.get("moe_router_activation_func", "sigmoid") != "sigmoid":
+            raise ModelError(f"moe_router_activation_func is {read['moe_router_activation_func']!r}; use 'sigmoid'")
+        count = read["num_hidden_layers"]
+        attending = of_linear.get("full_attn_layers")  # counted from 1
+        attends = {layer - 1 for layer in attending} if attending is not None else set(range(4, count, 4))
+        types = read.get("layer_types") or [
+            "full_attention" if layer in attends else "linear_attention" for layer in range(count)
+        ]
+        usual = with_usual_names(config, 1 << 20)
+        defaults = {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "topk_group": 1}
+        experts = grouped_experts(usual, **defaults)
+        decoder = read_latent(usual, defaults={"rms_norm_eps": 1e-5}, **experts)
+        size = of_linear.get("head_dim") or read["linear_head_dim"]
+        return replace(
+            decoder,
+            rope=(None,) * count,
+            mixers=read.kinds("layer_types", types, KIMI_MIXERS),
+            recurrent=RecurrentConfig(
+                conv_width=of_linear.get("short_conv_kernel_size") or read["linear_conv_kernel_dim"],
+                num_heads=of_linear.get("num_heads") or read["linear_num_heads"],
+                key_dim=size,
+                gate_rank=size,
+                eps=decoder.norm_eps,
+            ),
+        )
+
+
+def with_usual_names(config: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """A config with DeepSeek's keys for what it may have under other names."""
+    read = ConfigReader(config, {"num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1})
+    found = {
+        "n_routed_experts": read.first("num_experts", "num_local_experts", "n_routed_experts"),
+        "num_experts_per_tok": read.first("num_experts_per_token", "num_experts_per_tok"),
+        "norm_topk_prob": read.first("moe_renormalize", "norm_topk_prob"),
+        "n_group": read.get("num_expert_group", read.get("n_group")),
+        "n_shared_experts": read.first("num_shared_experts", "n_shared_experts"),
+        "max_position_embeddings": read.get("max_position_embeddings", read.get("model_max_length", max_length)),
+    }
+    return {**config, **found}
