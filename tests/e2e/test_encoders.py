@@ -43,6 +43,7 @@ DISTIL: dict[str, Any] = {
 }
 ENCODERS = (
     *("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "EuroBert", "NomicBert", "MPNet", "DebertaV2"),
+    *("Gte", "JinaEmbeddingsV3"),
 )
 WINDOWS: dict[str, dict[str, Any]] = {
     "ModernBert": {"local_attention": 16, "pad_token_id": 0},
@@ -161,6 +162,7 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
         ("NomicBert", {"num_experts": 8}, "num_experts is 8"),
         ("NomicBert", {"hidden_act": "relu"}, "unknown activation 'relu'"),
+        ("Gte", {"hidden_act": "relu"}, "unknown activation 'relu' in the config of an encoder; known: gelu, silu"),
     ],
 )
 def test_variants_are_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
