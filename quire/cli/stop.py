@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.server is None and not args.all:
-        running = [f"{', '.join(state.models)} at {state.address}" for state in running_servers()]
+        running = sorted(f"{', '.join(state.models)} at {state.address}" for state in running_servers())
         raise ConfigError(
             f"give the server to stop, or --all; running: {'; '.join(running)}"
             if running
