@@ -18,7 +18,13 @@ from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_
 from quire.layers.biased_attention import Bias, BiasedAttention
 from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.fusion import Stage, whole
-from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UpGateLinear,
+)
 from quire.layers.norm import LayerNorm
 from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import RopeParameters
@@ -77,6 +83,7 @@ class EncoderConfig:
     has_positions: bool = True  # a table of them
     rope: RopeParameters | None = None
     gate: str | None = None  # the activation of a gated MLP; None: no gate
+    up_first: bool = False  # in a checkpoint that has gate and up in one matrix
     activation: str = "gelu"  # of an MLP without a gate
     bias: bool = True  # of linear layers
     up_bias: bool = True  # of those that the MLP begins with
@@ -167,7 +174,8 @@ class EncoderLayer(Stage):
             self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
         else:
             both = {"gate_proj": width, "up_proj": width}
-            self.gate_up_proj = MergedColumnParallelLinear(hidden, both, bias=config.up_bias, **kind)
+            merged = UpGateLinear if config.up_first else MergedColumnParallelLinear
+            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **kind)
         self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
         self.attn_norm, self.mlp_norm = (LayerNorm(hidden, eps=config.norm_eps, target=ctx.target) for _ in range(2))
         mine, scale = self.qkv_proj.num_heads, config.score_scale or head_dim**-0.5

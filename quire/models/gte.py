@@ -15,10 +15,15 @@ from quire.models.roberta import Roberta
 
 class JinaEmbeddingsV3(Bert):
     prefix = "roberta"
-    outer: ClassVar = {"layers": "layers", "embeddings": "embeddings"}
+    outer = NomicBert.outer
     classifiers = Roberta.classifiers
     masked: ClassVar = Roberta.masked
-    names: ClassVar = {**NomicBert.names, "mlp.fc1": "up_proj", "mlp.fc2": "down_proj"}
+    names: ClassVar = {
+        **NomicBert.names,
+        "mixer.Wqkv": "qkv_proj",
+        "mixer.out_proj": "o_proj",
+        "mlp.fc1": "up_proj",
+    }
     theta: ClassVar = 20_000.0
 
     @classmethod
@@ -34,8 +39,19 @@ class Gte(JinaEmbeddingsV3):
         "ForSequenceClassification": (("gte.pooler.dense", "tanh"), ("classifier", None)),
         "ForTokenClassification": (("classifier", None),),
     }
-    masked: ClassVar = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
-    names: ClassVar = NomicBert.names
+    masked: ClassVar = ("lm_head.dense", "lm_head.norm", "lm_head.decoder")
+    outer = Bert.outer
+    names: ClassVar = {
+        "word_embeddings": "words",
+        "token_type_embeddings": "types",
+        "embeddings.LayerNorm": "embeddings.norm",
+        "attention.qkv_proj": "qkv_proj",
+        "attention.o_proj": "o_proj",
+        "mlp.up_gate_proj": "gate_up_proj",
+        "mlp.down_proj": "down_proj",
+        "attn_ln": "attn_norm",
+        "mlp_ln": "mlp_norm",
+    }
     theta: ClassVar = 160_000.0
 
     @classmethod
@@ -43,4 +59,4 @@ class Gte(JinaEmbeddingsV3):
         gate = config.get("hidden_act", "gelu")
         check_supported(config, gate, GATES)
         found = super().encoder_config({"type_vocab_size": 1, **config, "hidden_act": "gelu"})
-        return replace(found, gate=gate, up_bias=False)
+        return replace(found, gate=gate, up_bias=False, up_first=True)
