@@ -179,6 +179,7 @@ class GroupBackend(ABC):
 class AttentionBackend(GroupBackend):
     name: str
     records: bool = False  # whether its work can be recorded and replayed
+    whole_prompts: bool = False  # every layer attends in both directions, over the tokens of its step
     max_head_dim: int | None = None  # None: any
 
     @property
@@ -198,6 +199,10 @@ class AttentionBackend(GroupBackend):
     def lacks(self, spec: AttentionSpec) -> str | None:
         """What a layer asks for and this backend does not do; None if it does all."""
         return None
+
+    def captures_spec(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        """Whether CUDA graphs can hold such a layer's attention."""
+        return self.records
 
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""

@@ -120,6 +120,9 @@ class TritonAttention(AttentionBackend):
             return None
         return "bidirectional attention with a soft cap or sinks"
 
+    def captures_spec(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        return spec.causal or dtype.itemsize == 2  # in float32 the host calls a kernel for each prompt
+
     def start(self) -> None:
         reason = self.unavailable()
         if reason is not None:
@@ -160,6 +163,8 @@ class TritonAttention(AttentionBackend):
         return min(max(MAX_FEW_ROWS, num_tokens // 4), self.most_few_rows)
 
     def divide(self, lengths: HostLengths) -> WorkPlan:
+        if self.whole_prompts:
+            return WorkPlan(MixedKind(), ([],) * 8)
         singles: tuple[list[int], list[int]] = ([], [])
         few: tuple[list[int], list[int]] = ([], [])
         tiles: tuple[list[int], list[int]] = ([], [])
@@ -206,6 +211,8 @@ class TritonAttention(AttentionBackend):
         return (max_rows, max_rows, few, few, tiles, tiles, tiles, tiles)
 
     def usual_kinds(self, num_tokens: int, max_context: int, is_full: bool) -> Sequence[MixedKind]:
+        if self.whole_prompts:
+            return (MixedKind(),)
         if is_full:
             return (*_USUAL[:2], MixedKind(tiles=True, whole=((0, num_tokens),)))
         return _USUAL + (_USUAL_LONG if self.splits_tiles and max_context >= self.long_context else ())
@@ -282,7 +289,7 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
         if not spec.causal and written.keys is not None:
-            return _both_directions(spec, written, batch)
+            return both_directions(spec, written, batch)
         plain = is_plain(spec)
         if plain and metadata.whole == ((0, query.shape[0]),):
             return _whole_prompt(spec, written, slice(0, query.shape[0]))
@@ -363,14 +370,14 @@ def _whole_prompt(spec: AttentionSpec, written: Written, span: slice) -> Tensor:
     return out[0].transpose(0, 1).reshape(span.stop - span.start, -1)
 
 
-def _both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch) -> Tensor:
+def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch) -> Tensor:
     """Attention of whole prompts over themselves, where tokens see those after them too."""
     query, keys, values = written.query, written.keys, written.values
     assert keys is not None
     assert values is not None
     side = -1 if spec.sliding_window is None else spec.sliding_window - 1
     if query.is_cuda and query.element_size() == 2:  # the only ones that there is a fused kernel for
-        starts, most = batch.query_starts, batch.max_context
+        starts, most = batch.query_starts, min(batch.max_context, query.shape[0])
         # One head of keys for each of queries: PyTorch 2.11 cannot be told that several share one.
         keys, values = (x.repeat_interleave(spec.group_size, dim=1).contiguous() for x in (keys, values))
         given = (query, keys, values, starts, starts, most, most)
@@ -378,9 +385,10 @@ def _both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatc
         assert isinstance(fused, Tensor)
         return fused.flatten(1)
     out = torch.zeros_like(query)
-    assert batch.lengths is not None, "prompts of this type are never captured"
+    # On a GPU these are never captured, so that the host knows them.
+    lengths = batch.query_starts.diff().tolist() if batch.lengths is None else batch.lengths.queries
     start = 0
-    for length in batch.lengths.queries:
+    for length in lengths:
         part = slice(start, start + length)
         q, k, v = (x[part].transpose(0, 1)[None] for x in (query, keys, values))
         mask = None

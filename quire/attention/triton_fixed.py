@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionMetadata, AttentionSpec, Written
-from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata
+from quire.attention.triton import FEW_QUERIES, MAX_FEW_ROWS, TritonAttention, TritonMetadata, both_directions
 from quire.kernels.triton.prefill_attention import QUERY_TILE
 from quire.kernels.triton.tile_attention import Cut, tile_attention
 from quire.kernels.triton.whole_attention import whole_attention, whole_fits
@@ -47,6 +47,8 @@ class FixedTritonAttention(TritonAttention):
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         batch, query = metadata.batch, written.query
+        if not spec.causal and written.keys is not None:
+            return both_directions(spec, written, batch)
         out = torch.empty(query.shape[0], spec.num_heads * spec.head_dim, dtype=query.dtype, device=query.device)
         given = (query, cache, batch.tables, batch.rows, batch.contexts, batch.query_starts)
         scale, cap, window = spec.scale, spec.soft_cap, spec.kernel_window

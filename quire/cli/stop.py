@@ -1,4 +1,4 @@
-"""`quire stop [SERVER]`: ask a server to finish what it does and leave, and wait until it has."""
+"""`quire stop SERVER`: ask a server to finish what it does and leave, and wait until it has."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _POLL_SECONDS = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "server", nargs="?", metavar="SERVER", help="its model, address, port or pid; absent: the only one that runs"
-    )
+    parser.add_argument("server", nargs="?", metavar="SERVER", help="its model, address, port or pid; see quire ps")
     parser.add_argument("--all", action="store_true", help="stop all of them")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for its end. Default: 60."
@@ -22,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.server is None and not args.all:
+        running = sorted(f"{', '.join(state.models)} at {state.address}" for state in running_servers())
+        raise ConfigError(
+            f"give the server to stop, or --all; running: {'; '.join(running)}"
+            if running
+            else "no server runs here; `quire serve` starts one"
+        )
     servers = running_servers() if args.all else [choose_server(args.server)]
     for state in servers:
         if terminate(state):
@@ -33,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def choose_server(name: str | None) -> ServerState:
     """The server that a word means; ConfigError if it is none or several."""
     servers = running_servers()
-    found = [state for state in servers if name is None or name in names_of(state)]
+    found = [state for state in servers if name is None or {name, name.removesuffix(":latest")} & names_of(state)]
     if len(found) == 1:
         return found[0]
     what = "server" if name is None else f"server {name!r}"

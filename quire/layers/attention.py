@@ -19,7 +19,7 @@ from quire.attention.base import (
     Written,
 )
 from quire.layers.adapters import AdapterTokens
-from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.fusion import PLAIN, Form, Forms, Passed, Stage, whole
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.ops.base import Target
@@ -110,6 +110,7 @@ class AttentionLayer(CachedLayer):
     """Attention of any form; holds no parameters."""
 
     backend: AttentionBackend
+    recordable = True  # whether it calls ops and its backend alone
 
     def __init__(self, spec: AttentionSpec, layer_index: int, target: Target) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Attention(AttentionLayer):
 
     @property
     def accepts(self) -> Forms:
-        return frozenset({Form.PARTIAL_SUMS})
+        return frozenset({Form.PARTIAL_SUMS}) if self.spec.causal else PLAIN
 
     @property
     def keeps(self) -> LayerKV:

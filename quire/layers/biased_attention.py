@@ -23,6 +23,8 @@ Bias = Callable[[Tensor, Tensor], Tensor]
 class BiasedAttention(Attention):
     """`make_bias` is set by the model before the first step."""
 
+    recordable = False
+
     def __init__(self, spec: AttentionSpec, layer_index: int, target: Target, make_bias: Bias) -> None:
         super().__init__(spec, layer_index, target)
         self.make_bias = make_bias

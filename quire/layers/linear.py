@@ -176,6 +176,16 @@ class MergedColumnParallelLinear(Linear):
         super().__init__(in_features, pieces, bias=bias, target=target)
 
 
+class UpGateLinear(MergedColumnParallelLinear):
+    """`gate_proj` and `up_proj`, which a checkpoint may have in one matrix with the second first."""
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        size = self._pieces[0].full_size
+        whole = (("up_proj", part_of(weight, 0, 0, size)), ("gate_proj", part_of(weight, 0, size, size)))
+        for name, rows in whole if piece is None else ((piece, weight),):
+            super().load(parameter, name, rows)
+
+
 class ReorderedLinear(Linear):
     """Merged matrices of some of which a rank keeps rows in its own order: orders[name][i] is the row kept as i."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quire.models.config import ConfigReader
-from quire.models.encoder import Encoder, EncoderConfig, check_supported
+from quire.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_supported
 
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 
@@ -36,7 +36,7 @@ class Bert(Encoder):
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
         read = ConfigReader(config, DEFAULTS)
-        check_supported(config, read["hidden_act"])
+        check_supported(config, read["hidden_act"], ACTIVATIONS)
         return EncoderConfig(
             vocab_size=read["vocab_size"],
             hidden_size=read["hidden_size"],
@@ -46,4 +46,5 @@ class Bert(Encoder):
             num_positions=read["max_position_embeddings"],
             num_token_types=read["type_vocab_size"],
             norm_eps=read["layer_norm_eps"],
+            activation=read["hidden_act"],
         )

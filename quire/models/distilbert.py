@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quire.models.config import ConfigReader
-from quire.models.encoder import Encoder, EncoderConfig, check_supported
+from quire.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_supported
 
 DEFAULTS = {"activation": "gelu"}
 
@@ -35,7 +35,7 @@ class DistilBert(Encoder):
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
         read = ConfigReader(config, DEFAULTS)
-        check_supported(config, read["activation"])
+        check_supported(config, read["activation"], ACTIVATIONS)
         return EncoderConfig(
             vocab_size=read["vocab_size"],
             hidden_size=read["dim"],
@@ -43,4 +43,5 @@ class DistilBert(Encoder):
             num_layers=read["n_layers"],
             num_heads=read["n_heads"],
             num_positions=read["max_position_embeddings"],
+            activation=read["activation"],
         )

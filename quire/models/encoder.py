@@ -6,7 +6,7 @@ An architecture maps its config onto EncoderConfig and its tensors' names onto t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,13 @@ from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_
 from quire.layers.biased_attention import Bias, BiasedAttention
 from quire.layers.embedding import VocabParallelEmbedding
 from quire.layers.fusion import Stage, whole
-from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UpGateLinear,
+)
 from quire.layers.norm import LayerNorm
 from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import RopeParameters
@@ -26,7 +32,7 @@ from quire.layers.weights import WeightedLayer, WeightMap, empty_parameter
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
-from quire.ops.activation import GELU, GELU_AND_MUL, SILU_AND_MUL
+from quire.ops.activation import GELU, GELU_AND_MUL, GELU_TANH, RELU, SILU_AND_MUL
 from quire.ops.base import Target
 from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
 from quire.ops.select import GATHER_ROWS
@@ -38,6 +44,8 @@ from quire.types.step import RowStart
 STACKED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 GATED: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 GATES = {"gelu": GELU_AND_MUL, "silu": SILU_AND_MUL}
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")  # names of one approximation
+ACTIVATIONS = {"gelu": GELU, "relu": RELU, **dict.fromkeys(_TANH, GELU_TANH)}
 _NO_SECOND = 1 << 62
 # What stands on top of the encoder in a checkpoint and is not read: the heads of what it was trained for.
 HEADS = (
@@ -74,7 +82,9 @@ class EncoderConfig:
     norm_eps: float = 1e-12
     has_positions: bool = True  # a table of them
     rope: RopeParameters | None = None
-    gate: str | None = None  # the activation of a gated MLP; None: GELU, and no gate
+    gate: str | None = None  # the activation of a gated MLP; None: no gate
+    up_first: bool = False  # in a checkpoint that has gate and up in one matrix
+    activation: str = "gelu"  # of an MLP without a gate
     bias: bool = True  # of linear layers
     up_bias: bool = True  # of those that the MLP begins with
     score_scale: float | None = None  # of attention; None: by the size of heads
@@ -84,10 +94,10 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
 
-def check_supported(config: dict[str, Any], activation: str) -> None:
+def check_supported(config: dict[str, Any], activation: str, known: Iterable[str] = ("gelu",)) -> None:
     """What no encoder here does is refused by its name."""
-    if activation != "gelu":
-        raise ModelError(f"unknown activation {activation!r} in the config of an encoder; known: gelu")
+    if activation not in known:
+        raise ModelError(f"unknown activation {activation!r} in the config of an encoder; known: {', '.join(known)}")
     positions = config.get("position_embedding_type") or "absolute"
     if positions != "absolute":
         raise ModelError(f"position_embedding_type is {positions!r} but encoders here have absolute ones")
@@ -101,7 +111,6 @@ class PairInputs(TokenInputs):
     def __init__(self, max_rows: int, target: Target) -> None:
         self._second = torch.full((max_rows + 1,), _NO_SECOND, dtype=torch.int64)
         self._pairs: set[int] = set()
-        self._in_step = True  # when a step is recorded, which then takes pairs too
         self._mark = MARK_SECOND.bind(target)
 
     def add_request(self, start: RowStart) -> None:
@@ -115,12 +124,8 @@ class PairInputs(TokenInputs):
             self._pairs.remove(row)
             self._second[row] = _NO_SECOND
 
-    def begin_step(self, rows: Sequence[int], counts: Sequence[int], computed: Sequence[int]) -> bool:
-        self._in_step = not self._pairs.isdisjoint(rows)
-        return False
-
     def rotary_positions(self, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
-        return self._mark(index, rows, query_starts, self._second) if self._in_step else index
+        return self._mark(index, rows, query_starts, self._second)
 
 
 class Table(WeightedLayer):
@@ -169,7 +174,8 @@ class EncoderLayer(Stage):
             self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
         else:
             both = {"gate_proj": width, "up_proj": width}
-            self.gate_up_proj = MergedColumnParallelLinear(hidden, both, bias=config.up_bias, **kind)
+            merged = UpGateLinear if config.up_first else MergedColumnParallelLinear
+            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **kind)
         self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
         self.attn_norm, self.mlp_norm = (LayerNorm(hidden, eps=config.norm_eps, target=ctx.target) for _ in range(2))
         mine, scale = self.qkv_proj.num_heads, config.score_scale or head_dim**-0.5
@@ -179,7 +185,7 @@ class EncoderLayer(Stage):
             if make_bias is None
             else BiasedAttention(spec, layer, ctx.target, make_bias)
         )
-        self._act = (GELU if config.gate is None else GATES[config.gate]).bind(ctx.target)
+        self._act = (ACTIVATIONS[config.activation] if config.gate is None else GATES[config.gate]).bind(ctx.target)
         self._gather_rows = GATHER_ROWS.bind(ctx.target)
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
@@ -251,10 +257,13 @@ class Encoder(Model):
         if not str(config["architectures"][0]).endswith("ForMaskedLM"):
             return ()
         sizes = cls.encoder_config(config)
+        if sizes.activation not in ("gelu", "relu"):
+            return ()  # no head has it
         first, norm, last = cls.masked
+        activation: HeadActivation = "relu" if sizes.activation == "relu" else "gelu"
         return (
             HeadLayer(
-                first, sizes.hidden_size, sizes.hidden_size, activation="gelu", norm=norm, norm_eps=sizes.norm_eps
+                first, sizes.hidden_size, sizes.hidden_size, activation=activation, norm=norm, norm_eps=sizes.norm_eps
             ),
             HeadLayer(last, sizes.hidden_size, sizes.vocab_size, tied=True),
         )

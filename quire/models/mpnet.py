@@ -13,7 +13,7 @@ from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
 from quire.models.config import ConfigReader
-from quire.models.encoder import Encoder, EncoderConfig, check_supported
+from quire.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_supported
 
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "relative_attention_num_buckets": 32}
 _FARTHEST = 128  # tokens from which on all distances are alike
@@ -92,7 +92,7 @@ class MPNet(Encoder):
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
         read = ConfigReader(config, DEFAULTS)
-        check_supported(config, read["hidden_act"])
+        check_supported(config, read["hidden_act"], ACTIVATIONS)
         return EncoderConfig(
             vocab_size=read["vocab_size"],
             hidden_size=read["hidden_size"],
@@ -102,4 +102,5 @@ class MPNet(Encoder):
             num_positions=read["max_position_embeddings"],
             first_position=2,  # behind that of padding, which is always 1
             norm_eps=read["layer_norm_eps"],
+            activation=read["hidden_act"],
         )

@@ -57,6 +57,13 @@ def gelu(x: Tensor) -> Tensor:
     return torch.where(value < 0.0, tail, 1.0 - tail).mul_(value).to(x.dtype)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu(x) with the tanh approximation, as in `gelu_tanh_and_mul`; float32 inside."""
+    value = x.float()
+    inner = (value * value).mul_(_GELU_CUBIC).add_(1.0).mul_(value).mul_(_GELU_SCALE)
+    return torch.div(value, inner.exp_().add_(1.0), out=inner).to(x.dtype)
+
+
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, by the exact Phi; gate_up [n, 2 * width] holds gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -93,8 +100,17 @@ def generate_inputs(seed: int) -> tuple[Tensor]:
     return (torch.randn(rows, width, generator=generator) * 8.0,)
 
 
-GELU: Op[Gated] = Op("gelu", gelu, generate_inputs, 1e-5, (native("gelu"),))
-GELU_AND_MUL: Op[Gated] = Op("gelu_and_mul", gelu_and_mul, generate_inputs, 1e-5, (native("gelu_and_mul"),))
+def _encoders(run: Gated, *others: Implementation) -> Op[Gated]:
+    """An activation of encoders' MLPs; of the rare ones there is no CPU kernel."""
+    name = run.__name__
+    triton = Implementation("triton", f"triton.activation:{name}", ("cuda",))
+    return Op(name, run, generate_inputs, 1e-5, (triton, *others))
+
+
+GELU = _encoders(gelu, native("gelu"))
+GELU_TANH = _encoders(gelu_tanh)
+RELU = _encoders(relu)
+GELU_AND_MUL = _encoders(gelu_and_mul, native("gelu_and_mul"))
 SILU_AND_MUL: Op[Gated] = Op(
     "silu_and_mul",
     silu_and_mul,

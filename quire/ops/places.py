@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 
 TYPE_SHIFT = 32
 _POSITION = (1 << TYPE_SHIFT) - 1
@@ -68,5 +68,11 @@ def generate_places(seed: int) -> tuple[Tensor, Tensor | None, Tensor | None, Te
 
 
 MARK_SECOND = Op("mark_second", mark_second, generate_rows, 0.0, (native("mark_second", "encoder"),))
-ADD_PLACES = Op("add_places", add_places, generate_places, 0.0, (native("add_places", "encoder"),))
+ADD_PLACES = Op(
+    "add_places",
+    add_places,
+    generate_places,
+    0.0,
+    (Implementation("triton", "triton.encoder:add_places", ("cuda",)), native("add_places", "encoder")),
+)
 POSITIONS_OF = Op("positions_of", positions_of, generate_marked, 0.0, (native("positions_of", "encoder"),))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.activation import relu, sigmoid
-from quire.ops.base import Op, native
+from quire.ops.base import Implementation, Op, native
 from quire.platform.transfer import upload
 from quire.types.sampling import Activation
 
@@ -72,7 +72,13 @@ def generate_prompts(seed: int) -> tuple[Tensor, list[int], list[int]]:
     return torch.randn(sum(counts) + 5, 1 + 9 * seed, generator=generator), starts, counts
 
 
-PROMPT_SUMS = Op("prompt_sums", prompt_sums, generate_prompts, 0.0, (native("prompt_sums", "encoder"),))
+PROMPT_SUMS = Op(
+    "prompt_sums",
+    prompt_sums,
+    generate_prompts,
+    0.0,
+    (Implementation("triton", "triton.encoder:prompt_sums", ("cuda",)), native("prompt_sums", "encoder")),
+)
 
 
 def normalized(vectors: Tensor) -> Tensor:

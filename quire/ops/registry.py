@@ -7,8 +7,10 @@ from typing import Any
 from quire.ops.activation import (
     GELU,
     GELU_AND_MUL,
+    GELU_TANH,
     GELU_TANH_AND_MUL,
     GELU_TANH_AND_MUL_FP8,
+    RELU,
     SILU_AND_MUL,
     SILU_AND_MUL_FP8,
 )
@@ -55,6 +57,8 @@ from quire.ops.top_p import KEEP_TOP_P
 
 OPS: tuple[Op[Any], ...] = (
     GELU,
+    GELU_TANH,
+    RELU,
     GELU_AND_MUL,
     SILU_AND_MUL,
     GELU_TANH_AND_MUL,

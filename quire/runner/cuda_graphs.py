@@ -45,6 +45,7 @@ class CaptureSizes:
     full: int | None  # the largest step; its last layer computes only the tokens that are sampled from
     drafted: tuple[int, ...] = ()  # numbers of samples of steps with drafts
     speculates: bool = False  # whether such steps are usual
+    pools: bool = False  # nothing is sampled: hidden states of all tokens are left
 
     @property
     def powers(self) -> list[int]:
@@ -63,7 +64,11 @@ class CaptureSizes:
 def capture_sizes(context: WayContext) -> CaptureSizes | None:
     """Of the sizes that the platform captures, those that the engine can come to; None where nothing is captured."""
     decode, mixed, sizes = context.platform.graph_sizes, context.platform.mixed_graph_sizes, context.sizes
-    if not decode or not context.backend.records or context.pools:
+    layers = context.model.attention_layers()
+    recordable = all(
+        layer.recordable and context.backend.captures_spec(layer.spec, context.dtype) for layer in layers
+    )
+    if not decode or not context.backend.records or not recordable:
         return None
     decode = decode[: bisect_left(decode, sizes.max_num_seqs) + 1]
     mixed = mixed[: bisect_left(mixed, sizes.max_num_batched_tokens) + 1]
@@ -72,7 +77,7 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     is_bound = full > mixed[-1] and full * weights <= _LAUNCH_BOUND
     most = -(-(decode[-1] + sizes.max_num_drafts) // 32) * 32
     drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
-    return CaptureSizes(decode, mixed, full if is_bound else None, drafted, sizes.speculates)
+    return CaptureSizes(decode, mixed, full if is_bound else None, drafted, sizes.speculates, context.pools)
 
 
 class GraphBytes(NamedTuple):
@@ -88,7 +93,7 @@ def graph_bytes(context: WayContext, captured: CaptureSizes) -> GraphBytes:
     specs = [layer.spec for layer in context.model.attention_layers()]
     sums = max((backend.parts_bytes(spec, sizes.max_num_seqs, sizes.max_model_len) for spec in specs), default=0)
     forward = int(1.125 * (captured.max_tokens * sizes.token_bytes + sums))
-    return GraphBytes(forward, Sampler.captured_bytes(sizes))
+    return GraphBytes(forward, 0 if context.pools else Sampler.captured_bytes(sizes))
 
 
 class _Forward(NamedTuple):
@@ -98,15 +103,26 @@ class _Forward(NamedTuple):
     is_decode: bool
     kind: Hashable
     adapted: bool = False
+    every_token: bool = False  # hidden states of all tokens are left
 
 
 class CudaGraphs:
     name = "CUDA graph"
 
     def __init__(
-        self, program: StepProgram, sizes: CaptureSizes, forward: GraphPool, sample: GraphPool, hidden: Tensor
+        self,
+        program: StepProgram,
+        sizes: CaptureSizes,
+        forward: GraphPool,
+        sample: GraphPool,
+        hidden: Tensor,
+        every_hidden: Tensor | None = None,
     ) -> None:
-        """hidden [max_samples, hidden_size]: what one graph leaves for the other."""
+        """hidden [max_samples, hidden_size]: what one graph leaves for the other.
+
+        `every_hidden` [max_tokens, hidden_size]: where those of all tokens are left, if the engine pools.
+        """
+        self._every_hidden = every_hidden
         self._program, self._sizes, self._hidden = program, sizes, hidden
         self._forward_pool, self._sample_pool = forward, sample
         self._sample_rows = torch.full_like(hidden[:, 0], program.rows.scratch_row, dtype=torch.int64)
@@ -127,6 +143,9 @@ class CudaGraphs:
             taken = graph_bytes(context, captured)
             yield LedgerLine("CUDA graphs", taken.forward, f"forward passes of up to {captured.max_tokens} tokens")
             yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_samples} rows")
+            if context.pools:
+                num_bytes = captured.max_tokens * context.sizes.hidden_size * context.dtype.itemsize
+                yield LedgerLine("CUDA graphs, hidden states", num_bytes, f"of {captured.max_tokens} tokens")
 
     @classmethod
     def make(cls, context: WayContext, program: StepProgram, eager: Eager, room: int) -> Self | None:
@@ -135,8 +154,11 @@ class CudaGraphs:
             return None
         taken, platform = graph_bytes(context, captured), context.platform
         pools = (platform.graph_pool(taken.forward), platform.graph_pool(taken.sample))
-        hidden = platform.zeros((captured.max_samples, context.sizes.hidden_size), context.dtype)
-        return cls(program, captured, *pools, hidden)
+        width, every_hidden = context.sizes.hidden_size, None
+        hidden = platform.zeros((captured.max_samples, width), context.dtype)
+        if context.pools:
+            every_hidden = platform.zeros((captured.max_tokens, width), context.dtype)
+        return cls(program, captured, *pools, hidden, every_hidden)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -145,9 +167,10 @@ class CudaGraphs:
     @torch.inference_mode()
     def forward(self, step: Step) -> bool:
         shape = step.shape
-        if shape.every_token or shape.sampling.eager:
+        pools = self._sizes.pools
+        if shape.eager or shape.sampling.eager or (shape.every_token and not pools):
             return False
-        if shape.is_decode:
+        if shape.is_decode and not pools:
             return shape.num_rows <= self._sizes.decode[-1] and self._forward_decode(step)
         return self._forward_mixed(step)
 
@@ -192,11 +215,18 @@ class CudaGraphs:
             return False
         work = self._program.backend.divide(HostLengths(plan.num_tokens, tokens.contexts))
         inputs = self._inputs_of(size)
-        if not self._program.backend.captures(work, size) or not inputs.has_room_for(len(plan.rows), work.lists):
+        if (
+            not self._program.backend.captures(work, size)
+            or not inputs.has_room_for(len(plan.rows), work.lists)
+            or len(tokens.samples) > inputs.max_samples
+        ):
             return False
         self._decode = None
-        replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted))
-        if len(tokens.samples):
+        every_token = self._sizes.pools and (step.shape.every_token or size != self._sizes.full)
+        replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted, every_token))
+        if self._sizes.pools:
+            step.hidden, step.every_hidden = self._hidden, self._every_hidden if every_token else None
+        elif len(tokens.samples):
             sizes = self._sizes.drafted if step.shape.sampling.drafted else self._sizes.powers
             self._sample_size = sizes[bisect_left(sizes, len(tokens.samples))]
             self._sampling(self._sample_size, step.shape.sampling)
@@ -253,19 +283,22 @@ class CudaGraphs:
     def _run_mixed(self, key: _Forward, inputs: StepInputs) -> Tensor:
         """Returns whether each token's values are finite."""
         finite = torch.empty(key.size, dtype=torch.bool, device=self._hidden.device)
-        narrow = key.size == self._sizes.full
+        narrow = key.size == self._sizes.full and not key.every_token
         lists = inputs.lists
         hidden = self._program.mixed(
             lists, key.size, key.kind, finite, num_tokens=key.size, narrow=narrow, adapted=key.adapted
         )
         self._hidden.copy_(hidden if narrow else self._program.select(hidden, lists.sample_tokens))
         self._sample_rows.copy_(lists.sample_rows)
+        if key.every_token:
+            assert self._every_hidden is not None
+            self._every_hidden[: key.size].copy_(hidden)
         return finite
 
     def _usual_captures(self) -> Iterator[bool]:
         """Captures the kinds of steps that nearly every engine comes to, the smallest first, one at a time."""
         program, sizes, usual = self._program, self._sizes, self._program.sampler.usual_kinds
-        for size in sizes.decode:
+        for size in () if sizes.pools else sizes.decode:
             alike = program.backend.decode_kind([1] * size, size)
             for kind in dict.fromkeys((program.backend.decode_kind(None, size), alike)):
                 if (key := _Forward(size, True, kind)) not in self._forwards:
@@ -274,13 +307,14 @@ class CudaGraphs:
         sampled = [(size, kind) for size in sorted({*sizes.decode, *sizes.powers}) for kind in usual]
         if sizes.speculates:
             sampled += [(size, kind._replace(drafted=True)) for size in sizes.drafted for kind in usual]
-        for size, sampling in sampled:
+        for size, sampling in () if sizes.pools else sampled:
             if (size, sampling) not in self._samples:
                 self._sampling(size, sampling)
                 yield True
         full = [] if sizes.full is None else [sizes.full]
         for size in chain(sizes.mixed, full):
             for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):
-                if (key := _Forward(size, False, kind)) not in self._forwards:
-                    self._captured(key)
-                    yield True
+                for every_token in (False, True) if sizes.pools and size == sizes.full else (sizes.pools,):
+                    if (key := _Forward(size, False, kind, every_token=every_token)) not in self._forwards:
+                        self._captured(key)
+                        yield True

@@ -8,7 +8,6 @@ next one: so a prompt computed in chunks gives the bits of one computed at once.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,58 +118,52 @@ class Pooler(NoPooling):
 
     @torch.inference_mode()
     def read(self, step: Step) -> bool:
-        places = {index: place for place, index in enumerate(step.sample_indices)}
-        starts = step.tokens.starts
-        self._take_whole(step, places)
-        vectors: dict[_Reading, list[tuple[int, Tensor]]] = {}
+        ends, starts = frozenset(step.sample_indices), step.tokens.starts
+        whole: dict[tuple[PoolingKind, _Reading], list[int]] = {}  # rows that need nothing from steps before
         for index, (row, count) in enumerate(zip(step.plan.rows, step.plan.num_tokens, strict=True)):
-            state, is_last = self._rows[row], index in places
-            if state.kind == "last":
-                if is_last:
-                    assert step.hidden is not None
-                    state.total = step.hidden[places[index]].float()
-            elif state.total is None or state.kind == "max" or not is_last or state.num_tokens:
+            state, is_last = self._rows[row], index in ends
+            if is_last and (state.kind == "last" or (state.kind in ("cls", "mean") and not state.num_tokens)):
+                whole.setdefault((state.kind, state.reading), []).append(index)
+                continue
+            if state.kind != "last":
                 assert step.every_hidden is not None
                 self._take(state, step.every_hidden[starts[index] : starts[index] + count], is_last)
             state.num_tokens += count
-            if not is_last:
-                continue
-            if state.kind in ("all", "step"):
-                matrix = _finished(torch.cat(state.kept), state.reading)
-                step.pooled.append(PooledRows([index], Download(matrix), is_matrix=True))
-                continue
-            assert state.total is not None
-            if state.kind == "max":
-                vector = _finished(state.total[None], state.reading)
-                step.pooled.append(PooledRows([index], Download(vector)))
-                continue
-            vector = state.total / state.num_tokens if state.kind == "mean" else state.total
-            vectors.setdefault(state.reading, []).append((index, vector))
-        for reading, found in vectors.items():
-            values = self._heads(torch.stack([vector for _, vector in found]), reading)
-            step.pooled.append(PooledRows([index for index, _ in found], Download(_finished(values, reading))))
+            if is_last:
+                self._finish(step, index, state)
+        for (kind, reading), indices in whole.items():
+            values = self._heads(self._vectors(step, kind, indices), reading)
+            step.pooled.append(PooledRows(indices, Download(_finished(values, reading))))
         return True
 
-    def _take_whole(self, step: Step, places: Mapping[int, int]) -> None:
-        """Take in prompts that begin and end in this step, all at once."""
-        counts, starts = step.plan.num_tokens, step.tokens.starts
-        found: dict[PoolingKind, list[int]] = {"cls": [], "mean": []}
-        for index, row in enumerate(step.plan.rows):
-            state = self._rows[row]
-            if index in places and not state.num_tokens and state.kind in found:
-                found[state.kind].append(index)
-        for kind, indices in found.items():
-            if not indices:
-                continue
-            hidden = step.every_hidden
-            assert hidden is not None
-            first = [starts[index] for index in indices]
-            if kind == "cls":
-                vectors = hidden.index_select(0, upload(first, hidden.device, torch.int64)).float()
-            else:
-                vectors = self._heads.prompt_sums(hidden, first, [counts[index] for index in indices])
-            for index, vector in zip(indices, vectors, strict=True):
-                self._rows[step.plan.rows[index]].total = vector
+    def _vectors(self, step: Step, kind: PoolingKind, indices: list[int]) -> Tensor:
+        """[m, hidden] float32 of rows that end in this step, all at once."""
+        hidden, starts, counts = step.every_hidden, step.tokens.starts, step.plan.num_tokens
+        if kind == "last":
+            assert step.hidden is not None
+            places = {index: place for place, index in enumerate(step.sample_indices)}
+            return self._rows_of(step.hidden, [places[index] for index in indices])
+        assert hidden is not None
+        first, lengths = [starts[index] for index in indices], [counts[index] for index in indices]
+        if kind == "cls":
+            return self._rows_of(hidden, first)
+        return _means(self._heads.prompt_sums(hidden, first, lengths), lengths)
+
+    @staticmethod
+    def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
+        return hidden.index_select(0, upload(rows, hidden.device, torch.int64)).float()
+
+    def _finish(self, step: Step, index: int, state: _Row) -> None:
+        """Hand out what was taken in of a row over several steps, or of all its tokens."""
+        if is_matrix := state.kind in ("all", "step"):
+            values = torch.cat(state.kept)
+        else:
+            assert state.total is not None
+            values = state.total[None]
+            if state.kind != "max":
+                values = _means(values, [state.num_tokens]) if state.kind == "mean" else values
+                values = self._heads(values, state.reading)
+        step.pooled.append(PooledRows([index], Download(_finished(values, state.reading)), is_matrix))
 
     def _take(self, state: _Row, hidden: Tensor, is_last: bool) -> None:
         """Take in the hidden states [n, hidden] of a row's next tokens."""
@@ -199,6 +192,10 @@ def _take_sum(state: _Row, hidden: Tensor, is_last: bool) -> None:
     for tile in tile_sums(waiting[:whole]):
         state.total = tile if state.total is None else state.total + tile
     state.kept = [waiting[whole:].clone()] if whole < waiting.shape[0] else []
+
+
+def _means(sums: Tensor, counts: list[int]) -> Tensor:
+    return sums / upload(counts, sums.device)[:, None]
 
 
 def _finished(values: Tensor, reading: _Reading) -> Tensor:

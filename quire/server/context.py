@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 Task = Literal["generate", "score"] | PoolingTask
 
+LATEST = ":latest"
+"""A tag that may follow a model's name, as Ollama's clients write it."""
 MAX_TOKENIZED = 1 << 20
 """The most tokens of a text for /tokenize and for counting."""
 
@@ -105,12 +107,14 @@ class ServerContext:
         return (*self.model_names, *self.adapters.names)
 
     def check_model(self, name: str | None, task: Task | None = None) -> str:
-        """The model name for the answer: the given one if it is served, the first one if none is given.
+        """The served name that is meant: the given one, which `:latest` may follow, or the first if none is given.
 
         WrongTaskError if the model is not for what it is wanted for; while there is no engine, that is not known.
         """
         if name is not None and name not in self.served_names:
-            raise UnknownModelError(name, self.served_names)
+            given, name = name, name.removesuffix(LATEST)
+            if name not in self.served_names:
+                raise UnknownModelError(given, self.served_names)
         if task is not None:
             try:
                 pooler = self.provider.engine.info.pooler

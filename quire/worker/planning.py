@@ -178,6 +178,7 @@ def plan_engine(
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
     _check_backend(model, backend)
+    backend.whole_prompts = model.is_bidirectional
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(WayContext(platform, backend, model, dtype, sizes, pools=pooler is not None))
     if config.device.standby:

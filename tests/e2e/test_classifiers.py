@@ -21,7 +21,18 @@ from tests.e2e.tiny import VOCAB, make_engine
 from tests.models.zoo import SIZES as DECODER
 from tests.runner.engines import worker_of
 
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "NomicBert", "MPNet", "DebertaV2")
+ENCODERS = (
+    "Bert",
+    "Roberta",
+    "XLMRoberta",
+    "DistilBert",
+    "ModernBert",
+    "NomicBert",
+    "MPNet",
+    "DebertaV2",
+    "Gte",
+    "JinaEmbeddingsV3",
+)
 DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
 LOGITS = PoolingParams(task="classify", pooling="cls", head="classify", activation="none")
 

@@ -14,7 +14,7 @@ import transformers
 from quire.attention.base import AttentionSpec, Written, make_batch
 from quire.attention.cpu_native import NativeAttention
 from quire.attention.torch_ref import TorchAttention
-from quire.attention.triton import TritonAttention, _both_directions
+from quire.attention.triton import TritonAttention, both_directions
 from quire.engine.core import EngineCore
 from quire.models.registry import model_class
 from quire.types.errors import ConfigError, ModelError
@@ -43,6 +43,7 @@ DISTIL: dict[str, Any] = {
 }
 ENCODERS = (
     *("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "EuroBert", "NomicBert", "MPNet", "DebertaV2"),
+    *("Gte", "JinaEmbeddingsV3"),
 )
 WINDOWS: dict[str, dict[str, Any]] = {
     "ModernBert": {"local_attention": 16, "pad_token_id": 0},
@@ -103,6 +104,17 @@ def test_hidden_states_equal_transformers(name: str, backend: str, tmp_path: Pat
     assert pool(core, PROMPTS[4:], WHOLE)[0].pooled == outputs[4].pooled
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"), [("Bert", {"hidden_act": "relu"}), ("DistilBert", {"activation": "gelu_new"})]
+)
+def test_other_activations(name: str, keys: dict[str, str], tmp_path: Path) -> None:
+    theirs = make_encoder(tmp_path, name, **keys)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor(PROMPTS[4:])).last_hidden_state[0]
+    output = pool(engine(tmp_path), PROMPTS[4:], WHOLE)[0]
+    np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", [name for name in ENCODERS if name not in BIASED])
 def test_steps_are_recorded_on_cpus(name: str, tmp_path: Path) -> None:
     make_encoder(tmp_path, name)
@@ -135,8 +147,8 @@ def test_prompts_are_computed_whole_and_never_cached(tmp_path: Path) -> None:
 
 
 def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    make_encoder(tmp_path, "Bert", hidden_act="relu")
-    with pytest.raises(Exception, match="unknown activation 'relu'"):
+    make_encoder(tmp_path, "Bert", hidden_act="silu")
+    with pytest.raises(Exception, match="unknown activation 'silu' in the config of an encoder; known: gelu, relu"):
         engine(tmp_path)
     make_encoder(tmp_path, "Bert")
     with pytest.raises(ConfigError, match="is a model that only pools; set --runner auto"):
@@ -150,6 +162,7 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
         ("NomicBert", {"num_experts": 8}, "num_experts is 8"),
         ("NomicBert", {"hidden_act": "relu"}, "unknown activation 'relu'"),
+        ("Gte", {"hidden_act": "relu"}, "unknown activation 'relu' in the config of an encoder; known: gelu, silu"),
     ],
 )
 def test_variants_are_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
@@ -183,7 +196,7 @@ def test_both_directions_are_the_same_on_every_backend(window: int | None) -> No
         first += count
     batch = make_batch(lengths, lengths, tables, torch.tensor(slots), block)
     q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
-    expected = _both_directions(spec, Written(q, k, v), batch)
+    expected = both_directions(spec, Written(q, k, v), batch)
     for backend in (NativeAttention(), TorchAttention()):
         cache = torch.zeros(backend.cache_shape(first, block, heads, dim))
         metadata = backend.prepare_eager(batch)

@@ -59,7 +59,8 @@ def server(root: Path) -> Iterator[Running]:
     key.write_text("operator\n")
     flags = ["--enable-lora", "--max-loras", "2", "--lora-root", str(root / "adapters"), "--dtype", "float32"]
     admin = ["--admin", f"unix:{root}/admin", "--admin-key-file", str(key)]
-    running = start(str(root / "base"), "--served-model-name", "base", *flags, *admin, "--kv-cache-memory", "8MiB")
+    memory = ["--kv-cache-memory", "8MiB"]
+    running = start(str(root / "base"), "--served-model-name", "base", "--keep-alive", *flags, *admin, *memory)
     yield running
     assert running.stop() == 0, "".join(running.log)
 
@@ -187,6 +188,26 @@ async def test_sleep_by_ctl(server: Running, root: Path, capsys: pytest.CaptureF
         assert await tokens(client, "base", max_tokens=300) == expected
         assert await asyncio.to_thread(ctl, root, "sleep", {"level": 7}) == 1
         assert "must be 1" in capsys.readouterr().err
+
+
+async def test_sleep_by_an_ollama_client(server: Running) -> None:
+    """keep_alive puts the idle engine to sleep, and the next request of any API wakes it."""
+
+    async def is_asleep() -> bool:
+        return await health(client) == ("asleep", 200, 503)
+
+    asked = {"model": "base", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        expected = await tokens(client, "base")
+        assert (await client.post("/api/generate", json={**asked, "keep_alive": "50ms"})).status_code == 200
+        await eventually(is_asleep)
+        assert (await client.get("/api/ps")).json() == {"models": []}
+        assert await tokens(client, "base") == expected, "awake, with the same weights"
+        await eventually(is_asleep)
+        assert (await client.post("/api/generate", json={"model": "base", "keep_alive": -1})).status_code == 200
+        assert await tokens(client, "base") == expected
+        assert [model["name"] for model in (await client.get("/api/ps")).json()["models"]] == ["base:latest"]
+        assert await health(client) == ("ready", 200, 200)
 
 
 async def test_pause_and_limits_by_ctl(server: Running, root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tests.e2e.test_encoders import WHOLE, make_encoder
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import make_engine
 from tests.gpu.helpers import needs_gpu
-from tests.runner.engines import worker_of
+from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 pytestmark = needs_gpu
 
@@ -44,3 +44,22 @@ def test_classes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = theirs(torch.tensor([tokens])).logits[0].softmax(0)
         np.testing.assert_allclose(vector(output), expected.numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton_fixed"])
+@pytest.mark.parametrize("name", ["Bert", "ModernBert", "Gemma3Text"])
+def test_steps_are_graphs(name: str, backend: str, tmp_path: Path) -> None:
+    """Of whole prompts, alone and beside others; a vector does not depend on which."""
+    make_encoder(tmp_path, name)
+    core = make_engine(tmp_path, device="cuda", dtype="float16", max_model_len=150, attention_backend=backend)
+    spy, mean = spy_on(core), PoolingParams(pooling="mean")
+    captured = [vector(output) for output in pool(core, PROMPTS, mean)]
+    assert spy.ran
+    assert not spy.refused
+    alone = [vector(pool(core, [tokens], mean)[0]) for tokens in PROMPTS]
+    run_eagerly(core)
+    eager = [vector(output) for output in pool(core, PROMPTS, mean)]
+    for mine, other, theirs in zip(captured, alone, eager, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-3)
+        np.testing.assert_allclose(mine, other, atol=2e-3)
+        assert backend == "triton" or np.array_equal(mine, other)

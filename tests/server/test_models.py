@@ -17,3 +17,17 @@ async def test_every_name_is_listed_and_found() -> None:
     assert {"object": "model", "owned_by": "quire", "max_model_len": MAX_MODEL_LEN}.items() <= found[0].items()
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_the_tag_of_ollamas_clients_may_follow_a_name() -> None:
+    hello = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    async with serving() as session:
+        card = await session.get(f"/v1/models/{MODEL}:latest")
+        chat = await session.post("/v1/chat/completions", json={"model": "alias/name:latest", **hello})
+        message = await session.post("/v1/messages", json={"model": f"{MODEL}:latest", **hello})
+        missing = await session.post("/v1/chat/completions", json={"model": "gpt-4:latest", **hello})
+    assert card.json()["id"] == MODEL
+    assert (chat.status_code, chat.json()["model"]) == (200, "alias/name")
+    assert (message.status_code, message.json()["model"]) == (200, MODEL)
+    assert missing.status_code == 404
+    assert "'gpt-4:latest'" in missing.json()["error"]["message"]

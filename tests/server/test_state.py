@@ -69,12 +69,16 @@ def test_stop_ends_the_server_that_is_meant(folder: Path, capsys: pytest.Capture
             assert server.stdout is not None
             assert server.stdout.readline() == b"up\n"
         assert main(["stop"]) == 1
+        assert "running: m at http://127.0.0.1:8121; m at http://127.0.0.1:8122" in capsys.readouterr().err
+        assert main(["stop", "m"]) == 1
         assert "2 servers fit" in capsys.readouterr().err
         assert main(["stop", "9999"]) == 1
         assert main(["stop", "8122"]) == 0
         assert servers[1].wait(20) == -signal.SIGTERM
         assert servers[0].poll() is None
-        assert main(["stop", "m"]) == 0
+        assert main(["stop"]) == 1, "which one has to be said, also of the only one"
+        assert servers[0].poll() is None
+        assert main(["stop", "m:latest"]) == 0
         assert servers[0].wait(20) == -signal.SIGTERM
     finally:
         for server in servers:

@@ -1,4 +1,4 @@
-"""Gated activations: act(gate) * up from one [n, 2 * width] buffer, quantized in the same pass if wanted."""
+"""Activations, and act(gate) * up from one [n, 2 * width] buffer, quantized in the same pass if wanted."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ def gate_times_up(gate, up, GELU: tl.constexpr):
     if GELU:
         inner = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # -2 * sqrt(2 / pi) * ...
     return gate / (1.0 + tl.exp(inner)) * up
+
+
+@triton.jit
+def _plain_kernel(
+    x_ptr, out_ptr, width, x_stride, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """ACT is "relu", "gelu_tanh" or "gelu", by the error function; GATED: times what stands `width` columns on."""
+    begin_dependent(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = x_ptr + row * x_stride + columns
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if ACT == "relu":
+        out = tl.where(x < 0.0, 0.0, x)  # what is not a number stays one
+    elif ACT == "gelu_tanh":
+        out = gate_times_up(x, 1.0, True)
+    else:
+        out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if GATED:  # the activation is rounded before, as two ops would do it
+        out = out.to(out_ptr.dtype.element_ty).to(tl.float32) * tl.load(at + width, mask=inside, other=0.0)
+    tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,6 +76,22 @@ def _gated_line_kernel(
     tl.store(scale_ptr + row, scale)
 
 
+def gelu(x: Tensor) -> Tensor:
+    return _plain(x, "gelu")
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return _plain(x, "gelu_tanh")
+
+
+def relu(x: Tensor) -> Tensor:
+    return _plain(x, "relu")
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    return _plain(gate_up, "gelu", gated=True)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, gelu=False)
 
@@ -73,6 +111,16 @@ def gelu_tanh_and_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 GATED = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+
+
+def _plain(x: Tensor, act: str, *, gated: bool = False) -> Tensor:
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        _plain_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            x, out, width, x.stride(0), ACT=act, GATED=gated, BLOCK=_BLOCK, num_warps=4, **launch_options()
+        )
+    return out
 
 
 def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:

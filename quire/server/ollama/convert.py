@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from quire.server.context import ServerContext, Task
+from quire.server.context import ServerContext
 from quire.server.conversation.request import Conversation, OutputFormat, Tool, check_tools
 from quire.server.generation.fields import GenerationFields
 from quire.server.ollama.protocol import ChatRequest, GenerateRequest, InputMessage, Options, RunFields
 from quire.types.errors import RequestError
 from quire.types.structured import StructuredOutputsParams
 
-LATEST = ":latest"
 _NUMBER = re.compile(r"[+-]?\d{1,12}(\.\d*)?")
 _DURATION_PART = re.compile(r"(\d{1,12}(?:\.\d*)?)(ms|us|ns|h|m|s)")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -32,13 +31,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
 }
-
-
-def served_model(context: ServerContext, name: str | None, task: Task | None = None) -> str:
-    """The model or adapter that a name of Ollama's means: the tag of the newest version may follow it."""
-    if name is not None and name not in context.served_names:
-        name = name.removesuffix(LATEST)
-    return context.check_model(name, task)
 
 
 @contextmanager

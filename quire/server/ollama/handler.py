@@ -32,7 +32,6 @@ from quire.server.ollama.convert import (
     output_format,
     prompt_conversation,
     refuse_images,
-    served_model,
 )
 from quire.server.ollama.protocol import (
     ChatRequest,
@@ -111,7 +110,7 @@ def keep_alive(context: ServerContext, value: int | float | str | None, *, from_
 
 def check(context: ServerContext, body: RunFields, route: str) -> str:
     """The model or adapter that is wanted. Refuses what must not be ignored."""
-    model = served_model(context, body.model, "generate")
+    model = context.check_model(body.model, "generate")
     keep_alive(context, body.keep_alive)
     check_extra_fields(body.model_extra or {}, context, route, HINTS)
     longest, wanted = context.max_model_len(), None if body.options is None else body.options.num_ctx
@@ -128,7 +127,7 @@ async def embed(context: ServerContext, body: EmbedRequest, request: Request) ->
         truncate_prompt_tokens=None if body.truncate is False else -1,
         use_activation=True,  # Ollama's vectors have length 1
     )
-    model = served_model(context, body.model, "embed")
+    model = context.check_model(body.model, "embed")
     keep_alive(context, body.keep_alive)
     given = [text for text in inputs if text]
     vectors, num_tokens = await _embed(context, body.options, given, params, request, "input")
@@ -139,7 +138,7 @@ async def embed_one(context: ServerContext, body: EmbeddingsRequest, request: Re
     """The vector of one text, as long as the model makes it."""
     params = PoolingParams(truncate_prompt_tokens=-1)
     inputs = [body.prompt] if body.prompt else []
-    served_model(context, body.model, "embed")
+    context.check_model(body.model, "embed")
     keep_alive(context, body.keep_alive)
     vectors, _ = await _embed(context, body.options, inputs, params, request, "prompt")
     return Embedding(vectors[0] if vectors else [])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.server.context import ServerContext
+from quire.server.context import LATEST, ServerContext
 from quire.server.ollama.answer import timestamp
-from quire.server.ollama.convert import LATEST, served_model
 from quire.server.ollama.protocol import (
     Details,
     ModelEntry,
@@ -49,7 +48,7 @@ def running_models(context: ServerContext) -> RunningModels:
 
 
 def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
-    name = served_model(context, body.model or body.name)
+    name = context.check_model(body.model or body.name)
     described = context.description
     info: dict[str, str | int] = {"general.architecture": described.family}
     if described.num_parameters is not None:

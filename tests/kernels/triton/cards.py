@@ -175,7 +175,7 @@ def experts(all_shapes: bool) -> None:
 
 
 def lines(all_shapes: bool) -> None:
-    from quire.kernels.triton import activation, gather, layer_norm, norm, scale_rows
+    from quire.kernels.triton import activation, encoder, gather, layer_norm, norm, scale_rows
 
     for rows, width in ((1, 1024), (200, 4096 if all_shapes else 1024)):
         x, weight = numbers(rows, width), numbers(width)
@@ -191,8 +191,14 @@ def lines(all_shapes: bool) -> None:
         gather.gather_rows(x, torch.arange(rows))
         scale_rows.scale_rows(x, numbers(rows, 1), width // 2)
         gather.gather_rotation(numbers(40, 128, dtype=torch.float32), torch.arange(rows), BF16)
-        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul):
+        for run in (activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.gelu_and_mul):
             run(numbers(rows, 2 * 14336))
+        for act in (activation.gelu, activation.gelu_tanh, activation.relu):
+            act(numbers(rows, 3072))
+        places = torch.arange(rows)
+        for positions, types in ((x, x), (x, None), (None, x)):
+            encoder.add_places(x, positions, types, places, 0)
+        encoder.prompt_sums(x, [0] * rows, [1] * rows)
 
 
 def batch(queries: list[int], contexts: list[int]) -> Any:

@@ -22,7 +22,7 @@ KERNELS = {
 PARTS = {
     "products": {"lora", "matmul", "tile_matmul", "wide_matmul"},
     "experts": {"add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
-    "lines": {"activation", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
+    "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),
         "qkv",
