@@ -34,7 +34,7 @@ class Event:
 
 
 class World:
-    """Runs requests by the policy's orders. A request needs its model awake for some seconds, in pieces if need be."""
+    """Runs requests by the policy's orders. A request needs its model awake for some seconds, also in pieces."""
 
     def __init__(self, policy: Residency, names: list[str], requests: list[tuple[float, str, float]]) -> None:
         self.policy, self.now = policy, 0.0
@@ -218,7 +218,7 @@ def test_a_change_that_failed_is_tried_again_later_and_not_at_once() -> None:
     made.failed("a", 1.0)
     assert made.place("a") == "awake"
     assert made.decide(1.5) == []
-    assert made.decide(made.next_look(1.5) or 0.0) == [Order("a", "asleep")]
+    assert made.decide(6.0) == [Order("a", "asleep")]
 
 
 def test_a_model_that_is_held_sleeps_until_it_is_released() -> None:
