@@ -23,7 +23,7 @@ from quire.engine.child import TakeLine, print_line
 from quire.engine.footprint import CONTEXT_MEMORY, PROCESS_MEMORY, PlannedEngine, PlannedEngines, plan_engines
 from quire.engine.settings import check_settings
 from quire.frontend.text_model import TextModel, load_text_model
-from quire.loader.describe import ModelDescription, describe_model
+from quire.loader.describe import UNKNOWN, ModelDescription, describe_model
 from quire.loader.hub import find_model
 from quire.metrics.telemetry import Telemetry, make_telemetry
 from quire.platform.allocator import keep_little_free_memory
@@ -187,7 +187,11 @@ def _prepared(entry: ModelEntry, plan: PlannedEngine, settings: ServerConfig) ->
         is_one_of_several=True,
     )
     text = _in_table(entry, lambda: load_text_model(entry.engine.model))
-    description = _in_table(entry, lambda: describe_model(find_model(entry.engine.model)))
+    try:
+        description = describe_model(find_model(entry.engine.model))
+    except QuireError as error:  # weights that cannot be read: requests hear of it, and other models serve
+        logger.warning("[models.%s]: %s", entry.name, error)
+        description = UNKNOWN
     config = (entry.engine if plan.error is not None else plan.pinned(entry.engine)).keeping_dumps_in(
         str(env.cache_dir() / "dumps")
     )

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric as Exposed
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from quire.metrics.catalog import PREFIX
+from quire.metrics.catalog import MODEL_RESIDENT, MODELS_MEMORY, PREFIX
 from quire.server.admin import ALIVE, READY
 from quire.server.errors import json_response
 from quire.server.fleet.fleet import Fleet
@@ -59,12 +59,8 @@ class FleetMetrics(Collector):
                 else:
                     families[family.name] = family
         yield from families.values()
-        resident = GaugeMetricFamily(
-            PREFIX + "model_resident", "1 while a model is in memory and awake.", labels=["model_name"]
-        )
-        taken = GaugeMetricFamily(
-            PREFIX + "models_memory_bytes", "Memory that all models take, by their ledgers.", labels=["memory"]
-        )
+        resident = GaugeMetricFamily(PREFIX + MODEL_RESIDENT.name, MODEL_RESIDENT.help, labels=["model_name"])
+        taken = GaugeMetricFamily(PREFIX + MODELS_MEMORY.name, MODELS_MEMORY.help, labels=["memory"])
         for name in self._models:
             resident.add_metric([name], float(self._fleet.is_resident(name)))
         for pool, count in self._fleet.residency.usage().items():
