@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
@@ -74,6 +75,7 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fle
     for name, names in (("a", ("a", "alias")), ("b", ("b",))):
         supervisor = FakeSupervisor(FakeClient(_answer(name)))
         telemetry = make_telemetry(name, log_interval=0)
+        supervisor.client.info = msgspec.structs.replace(supervisor.client.info, takes_adapters=True)
         adapters = ServedAdapters([AdapterRef("tuned", "path", "digest")] if name == "a" else [])
         app = build_model_app(
             supervisor,
@@ -110,34 +112,23 @@ async def test_a_request_reaches_its_model_by_every_name_and_the_first_without_o
         for name, expected in ((None, "a"), ("b", "b"), ("alias", "a"), ("a", "a")):
             assert await said(client, name) == f"I am {expected}"
             assert fleet.is_resident(expected)
-
-
-async def test_a_stream_keeps_its_model_until_its_end() -> None:
-    async with serving() as (client, _):
         body = {**CHAT, "model": "b", "stream": True, "max_tokens": 20}
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", {"prompt": "Hi"}),
-        ("/v1/messages", CHAT),
-        ("/v1/messages/count_tokens", CHAT),
-        ("/v1/responses", {"input": "Hi"}),
-        ("/api/chat", CHAT),
-        ("/api/show", {}),
-        ("/v1/embeddings", {"input": "Hi"}),
-        ("/tokenize", {"prompt": "Hi"}),
-    ],
-)
-async def test_an_unknown_name_is_a_404_with_the_known_ones(path: str, body: dict[str, Any]) -> None:
+async def test_an_unknown_name_is_a_404_with_the_known_ones() -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        **dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/api/chat"), CHAT),
+        **{path: {"prompt": "Hi"} for path in ("/v1/completions", "/tokenize", "/api/generate")},
+        **{path: {"input": "Hi"} for path in ("/v1/responses", "/v1/embeddings", "/api/embed")},
+        "/api/show": {},
+    }
     async with serving() as (client, fleet):
-        answer = await client.post(path, json={**body, "model": "c"})
-        assert answer.status_code == 404
-        assert "served here: a, alias, tuned, b" in answer.text
+        for path, body in bodies.items():
+            answer = await client.post(path, json={**body, "model": "c"})
+            assert answer.status_code == 404, path
+            assert "served here: a, alias, tuned, b" in answer.text
         assert not fleet.is_loaded("a")
 
 
