@@ -63,6 +63,7 @@ def plan_engines(
 
 def make_plans(order: PlanOrder) -> PlannedEngines:
     """Imports torch."""
+    from quire.platform.base import MemorySupply
     from quire.platform.limits import available_memory
     from quire.platform.registry import get_platform
     from quire.worker.planning import plan_memory
@@ -78,18 +79,15 @@ def make_plans(order: PlanOrder) -> PlannedEngines:
         if not is_host:
             device = device or order.memory_budget or supply
         count, each = on_host.count(is_host), PROCESS_MEMORY if is_host else CONTEXT_MEMORY
-        beyond = max(0, supply - (host if is_host or device is None else device))
-        beside = [
-            LedgerLine("engine processes", count * each, f"of {count} models"),
-            LedgerLine("outside of the budget", beyond, "see memory_budget"),
-        ]
+        processes = LedgerLine("engine processes", count * each, f"of {count} models")
+        ranks = config.parallel.tensor_parallel_size
+        memory = host // ranks if is_host or device is None else device
         try:
-            ledger = plan_memory(config, beside)
+            ledger = plan_memory(config, [processes], MemorySupply(memory, "the budget of all models", "raise it"))
         except QuireError as error:
             engines.append(PlannedEngine(is_host, error=str(error)))
             continue
-        ranks = config.parallel.tensor_parallel_size
-        others = sum(line.num_bytes for line in beside) + config.device.reserved_memory
+        others = processes.num_bytes + config.device.reserved_memory
         share = ranks if is_host else 1
         engines.append(
             PlannedEngine(

@@ -101,7 +101,9 @@ def _fix(names: Sequence[str]) -> str:
     if any(".lora_embedding_" in name for name in names):
         return "train it without the embeddings among its target_modules, or serve the model with it merged"
     if any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in names):
-        return "save it with save_embedding_layers=False if it trained no embeddings, or serve the model with it merged"
+        return (
+            "save it with save_embedding_layers=False if it trained no embeddings, or serve the model with it merged"
+        )
     return "only those can be served"
 
 
