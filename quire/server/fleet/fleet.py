@@ -128,6 +128,7 @@ class Fleet:
     async def drain(self) -> bool:
         """Take no more requests, and let those end that run; models still take turns meanwhile."""
         self._status, self._detail = "draining", "it finishes what runs and takes no more requests"
+        self._turned()
         return all(await asyncio.gather(*(member.drain() for member in self._members.values())))
 
     async def stop(self) -> None:
@@ -272,8 +273,8 @@ class Fleet:
     async def _until_awake(self, name: str) -> None:
         before = self._refusals.get(name, (0, ""))[0]
         while not self._is_awake(name):
-            if self._status == "stopped":
-                raise EngineUnavailableError("the server is stopping", _RETRY_AFTER)
+            if self._status in ("draining", "stopped"):
+                raise EngineUnavailableError(f"the server is {self._status}: {self._detail}", _RETRY_AFTER)
             if name in self._reasons:
                 raise EngineUnavailableError(f"the model {name!r} is not served: {self._reasons[name]}", _RETRY_AFTER)
             count, reason = self._refusals.get(name, (0, ""))

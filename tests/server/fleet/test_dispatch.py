@@ -73,9 +73,10 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fle
     served: dict[str, ServedModel] = {}
     config = ServerConfig(ui=False, lora_root="/nowhere", **settings)
     for name, names in (("a", ("a", "alias")), ("b", ("b",))):
-        supervisor = FakeSupervisor(FakeClient(_answer(name)))
+        engine = FakeClient(_answer(name))
+        engine.info = msgspec.structs.replace(engine.info, takes_adapters=True)
+        supervisor = FakeSupervisor(engine)
         telemetry = make_telemetry(name, log_interval=0)
-        supervisor.client.info = msgspec.structs.replace(supervisor.client.info, takes_adapters=True)
         adapters = ServedAdapters([AdapterRef("tuned", "path", "digest")] if name == "a" else [])
         app = build_model_app(
             supervisor,
