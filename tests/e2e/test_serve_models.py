@@ -21,10 +21,10 @@ from tests.e2e.tiny import VOCAB, make_model
 from tests.e2e.tiny_tokenizer import SPECIAL, write_tokenizer
 
 MODELS = ("first", "second", "embedder")
-# A process counts 300 MiB, asleep or awake, and each model 70 MiB more while it is awake: two of three fit.
-# The one that cannot be loaded takes nothing.
+# A process counts 300 MiB, asleep or awake, and each model 262 MiB more while it is awake: two of three fit. The one
+# that cannot be loaded takes nothing in the end.
 FILE = """
-memory_budget = "1060MiB"
+memory_budget = "1500MiB"
 min_residence = 0.3
 
 [models.first]
@@ -58,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
-    flags = ["--models", str(root / "models.toml"), "--dtype", "float32", "--kv-cache-memory", "64MiB"]
+    flags = ["--models", str(root / "models.toml"), "--dtype", "float32", "--kv-cache-memory", "256MiB"]
     running = start(*flags, "--admin", f"unix:{root}/admin", "--num-threads", "1")
     yield running
     running.process.send_signal(signal.SIGTERM)
@@ -103,7 +103,7 @@ async def test_models_take_turns_under_a_random_load_and_no_request_is_lost(serv
         resident = await values(client, "quire:model_resident")
         assert resident.keys() == {*MODELS, "broken"}
         assert 1 <= sum(resident.values()) <= 2
-        assert (await values(client, "quire:models_memory_bytes"))["host"] <= 1060 << 20
+        assert (await values(client, "quire:models_memory_bytes"))["host"] <= 1500 << 20
         generated = await values(client, "quire:generation_tokens")
         assert generated["first"] > 0
         assert generated["second"] > 0
