@@ -123,8 +123,7 @@ def plan_engine(
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
-    `group`: the ranks that share every layer; they agree on the number of KV blocks.
-    `supply`: what there is, instead of what is free.
+    `group`: the ranks that share every layer; they agree on KV blocks. `supply`: instead of what is free.
     """
     group = group or ParallelGroup(exact=config.parallel.tp_exact)
     platform = get_platform(config.device.device)
