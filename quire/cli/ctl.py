@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 from typing import Any
+from urllib.parse import urlencode
 
 from quire.config.server import admin_address_of, admin_keys
 from quire.types.errors import ConfigError, EngineError
@@ -19,12 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("verb", metavar="VERB", nargs="?", help="such as restart-engine; absent: the list of verbs")
     add("argument", metavar="JSON", nargs="?", help="the verb's argument, if it takes one")
     add("--admin", required=True, metavar="ADDRESS", help="as `quire serve --admin` has it: unix:PATH or HOST:PORT")
+    add("--model", metavar="NAME", help="which model of a server of several (--models)")
     add("--admin-key-file", metavar="FILE", help="file with the admin key; also QUIRE_ADMIN_KEY")
     add("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help="to wait for; default %(default)g")
 
 
 def run(args: argparse.Namespace) -> int:
     path = "/admin" if args.verb is None else f"/admin/{args.verb}"
+    if args.model is not None:
+        path += f"?{urlencode({'model': args.model})}"
     keys = admin_keys(args.admin_key_file)
     status, answer = call(args.admin, path, args.argument, keys[0] if keys else None, args.limit)
     if status != 200:
@@ -42,7 +46,9 @@ def call(address: str, path: str, argument: str | None, key: str | None, limit: 
     connection = _connection(address, limit)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        connection.request("GET" if path == "/admin" else "POST", path, body=argument or "null", headers=headers)
+        connection.request(
+            "GET" if path.partition("?")[0] == "/admin" else "POST", path, body=argument or "null", headers=headers
+        )
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -305,6 +305,11 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 lets other machines in.")
     port: int = setting(8000, "TCP port; 0 takes a free one and says which.")
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    models: str | None = setting(
+        None,
+        "A TOML file with several models for this server, of which a request's `model` picks one; see"
+        " docs/guides/several-models.md. Engine flags are then defaults for all of them. Unset: one model.",
+    )
     admin: str | None = setting(
         None,
         "Where the admin surface listens, for `quire ctl`: unix:PATH (its owner may connect) or HOST:PORT (needs an"

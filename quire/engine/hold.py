@@ -78,7 +78,7 @@ class Hold:
             raise ConfigError(f"the level of sleep is {level} but must be 1 (weights stay in host memory) or 2")
         if self._asleep == level:
             return
-        if self._asleep:
+        if self._asleep > level:
             raise EngineError(f"the engine sleeps at level {self._asleep}; wake it first")
         self._begin("sleep")
         self._level = level

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -87,13 +87,24 @@ def _by_module(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[st
     if strangers:
         raise AdapterError(
             f"{path}: {', '.join(sorted(strangers)[:_LISTED])} ({len(strangers)} in all) are no LoRA matrices of"
-            " linear layers; only those can be served"
+            f" linear layers; {_fix(strangers)}"
         )
     halves = sorted(module for module, sides in found.items() if len(sides) < 2)
     if halves or not found:
         what = f"{', '.join(halves[:_LISTED])} has lora_A or lora_B alone" if halves else "it has no LoRA matrices"
         raise AdapterError(f"{path}: {what}; save the adapter again")
     return found
+
+
+def _fix(names: Sequence[str]) -> str:
+    """What to do about tensors that cannot be served."""
+    if any(".lora_embedding_" in name for name in names):
+        return "train it without the embeddings among its target_modules, or serve the model with it merged"
+    if any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in names):
+        return (
+            "save it with save_embedding_layers=False if it trained no embeddings, or serve the model with it merged"
+        )
+    return "only those can be served"
 
 
 def _destination(

@@ -215,6 +215,17 @@ _OTHER_WAYS = (
 )
 
 
+MODEL_RESIDENT = Metric("model_resident", "gauge", "1 while a model is in memory and awake.")
+MODELS_MEMORY = Metric(
+    "models_memory_bytes",
+    "gauge",
+    "Memory that all models take by their plans; of the `device` or the `host`.",
+    ("memory",),
+)
+FLEET_METRICS = (MODEL_RESIDENT, MODELS_MEMORY)
+"""Of a server of several models, besides those of each."""
+
+
 def reference_markdown() -> str:
     """docs/reference/metrics.md."""
     parts = [
@@ -232,6 +243,17 @@ def reference_markdown() -> str:
         parts += [
             f"| `{PREFIX}{m.name}` | {', '.join(f'`{label}`' for label in m.labels)} | {m.help} |" for m in rows
         ]
+    parts += [
+        "",
+        "## Several models",
+        "",
+        "With `--models`, each metric above is there for each model, and also:",
+        "",
+    ]
+    parts += ["| metric | labels | meaning |", "|---|---|---|"]
+    parts += [
+        f"| `{PREFIX}{m.name}` | {', '.join(f'`{each}`' for each in m.labels)} | {m.help} |" for m in FLEET_METRICS
+    ]
     parts += ["", *_vllm_section(), "", "## Buckets", "", "Upper bounds; the last one is always `+Inf`.", ""]
     by_buckets: dict[tuple[float, ...], list[str]] = {}
     for metric in METRICS:

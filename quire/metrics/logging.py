@@ -38,10 +38,13 @@ class StatsLog(Observer):
         self,
         interval: float = INTERVAL,
         *,
+        name: str = "",
         call_later: CallLater = _call_later,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`name`: of the model, where a server has several."""
         self._interval = interval
+        self._name = name
         self._call_later = call_later
         self._clock = clock
         self._timer: Timer | None = None
@@ -89,7 +92,7 @@ class StatsLog(Observer):
         if not self._changed and not self._stats.num_running and not self._stats.num_waiting:
             return
         fields = self._fields()
-        logger.info("%s", _line(fields), extra={"fields": fields})
+        logger.info("%s%s", f"[{self._name}] " if self._name else "", _line(fields), extra={"fields": fields})
         self._begin_interval()
         self._timer = self._call_later(self._interval, self._tick)
 

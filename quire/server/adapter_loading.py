@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,10 +42,16 @@ class AdapterLoader:
     """Changes the adapters that are served. Whatever is wrong with one is said before anything changes."""
 
     def __init__(
-        self, served: ServedAdapters, provider: EngineProvider, root: str | None, model_names: Sequence[str]
+        self,
+        served: ServedAdapters,
+        provider: EngineProvider,
+        root: str | None,
+        model_names: Sequence[str],
+        taken_names: Container[str] = (),
     ) -> None:
-        """`root` is the folder that all adapters are below; None: none can be loaded."""
+        """`root` is the folder that all adapters are below; None: none can be loaded. Others have `taken_names`."""
         self._served, self._provider, self._model_names = served, provider, model_names
+        self._taken_names = taken_names
         self._root = None if root is None else Path(root).expanduser().resolve()
 
     async def load(self, wanted: LoadAdapter) -> AdapterRef:
@@ -80,6 +86,8 @@ class AdapterLoader:
             raise RequestError(f"lora_name is {name[:100]!r} but must be a name", "lora_name")
         if name in self._model_names:
             raise RequestError(f"lora_name is {name!r}, which is the model's own name; give another", "lora_name")
+        if name in self._taken_names:
+            raise RequestError(f"lora_name is {name!r}, which is another model's name; give another", "lora_name")
         if not in_place and self._served.get(name) is not None:
             raise RequestError(
                 f"the adapter {name!r} is loaded already; set load_inplace, or unload it first", "lora_name"

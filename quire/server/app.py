@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -71,6 +71,40 @@ def build_app(
 
     Whoever gives `tool_servers` closes them. `sleeper` puts the engine to sleep, with --keep-alive.
     """
+    app = build_model_app(
+        provider,
+        text,
+        settings,
+        model_names=model_names,
+        observer=observer,
+        extra_routers=extra_routers,
+        tool_servers=tool_servers,
+        adapters=adapters,
+        description=description,
+        sleeper=sleeper,
+    )
+    protect(app, settings, api_keys, admin_keys, observer)
+    return app
+
+
+def build_model_app(
+    provider: EngineProvider,
+    text: TextModel,
+    settings: ServerConfig,
+    *,
+    model_names: Sequence[str],
+    observer: Observer = NULL_OBSERVER,
+    extra_routers: Sequence[APIRouter] = (),
+    tool_servers: ToolServers | None = None,
+    adapters: ServedAdapters | None = None,
+    description: ModelDescription = UNKNOWN,
+    sleeper: Sleeper | None = None,
+    taken_names: Container[str] = (),
+) -> FastAPI:
+    """All routes of one model. Whoever serves it puts `protect` around it, once for all models.
+
+    `taken_names` are those of other models, which no adapter may get.
+    """
     text.isolate_templates()
     formats = resolve_formats(text, settings)
     servers = tool_servers or make_tool_servers(ServerConfig())
@@ -95,8 +129,11 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.context = context
     app.state.on_ready = context.on_ready
-    app.state.adapter_loader = AdapterLoader(context.adapters, provider, settings.lora_root, context.model_names)
+    app.state.adapter_loader = AdapterLoader(
+        context.adapters, provider, settings.lora_root, context.model_names, taken_names
+    )
     app.include_router(adapters_router(app.state.adapter_loader))
     for make_router in ROUTERS:
         app.include_router(make_router(context))
@@ -105,9 +142,19 @@ def build_app(
     app.include_router(docs_router(app))
     app.include_router(web_router() if settings.ui else start_router())
     install_error_handlers(app)
-    # The last one added is the outermost.
-    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(LoadReport, provider=provider)
+    return app
+
+
+def protect(
+    app: FastAPI,
+    settings: ServerConfig,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    observer: Observer = NULL_OBSERVER,
+) -> None:
+    """Keys, limits and ids around all routes; the last one added is the outermost."""
+    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=api_keys, protect_health=settings.protect_health, admin_keys=admin_keys)
     app.add_middleware(
         SameSite,
@@ -123,4 +170,3 @@ def build_app(
             expose_headers=[REQUEST_ID_HEADER, REPORT_HEADER],
         )
     app.add_middleware(RequestContext, observer=observer)
-    return app

@@ -44,7 +44,6 @@ from quire.server.connection import make_connection
 from quire.server.console.feed import ConsoleFeed
 from quire.server.console.monitor import ConsoleMonitor
 from quire.server.console.router import console_router
-from quire.server.context import EngineProvider
 from quire.server.control.listen import admin_settings, serving_admin
 from quire.server.control.operator import EngineOperator
 from quire.server.control.verbs import Controlled
@@ -69,7 +68,7 @@ _BACKLOG = 2048
 _LAST_WRITES = 2  # seconds to deliver answers that are complete
 
 
-class Supervisor(EngineProvider, Protocol):
+class Supervisor(Protocol):
     """What `serve` needs of a supervisor."""
 
     async def start(self) -> None: ...
@@ -122,7 +121,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     admin = admin_settings(settings)
     with (
         listening_socket(settings) as listener,
-        _admin_socket(admin) as admin_listener,
+        admin_socket(admin) as admin_listener,
         announced(address_of(settings, listener), model_names),
     ):
         logger.info("loading %s for %s", config.model.model, address_of(settings, listener))
@@ -136,7 +135,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
 
         async def main() -> None:
             supervisor = EngineSupervisor(
-                config, text, options, on_phase=_PhaseLog(), observer=telemetry.observer, launch=launch, spare=spare
+                config, text, options, on_phase=PhaseLog(), observer=telemetry.observer, launch=launch, spare=spare
             )
             feed = ConsoleFeed(
                 supervisor,
@@ -175,7 +174,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 await tool_servers.close()
                 telemetry.observer.close()
 
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(main())
 
 
@@ -322,7 +321,7 @@ def listening_socket(settings: ServerConfig) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _admin_socket(settings: ServerConfig | None) -> Iterator[socket.socket | None]:
+def admin_socket(settings: ServerConfig | None) -> Iterator[socket.socket | None]:
     if settings is None:
         yield None
         return
@@ -379,23 +378,24 @@ def _answers(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-class _PhaseLog:
+class PhaseLog:
     """Logs the phases of the start: each one when it begins, and long ones at every quarter."""
 
-    def __init__(self) -> None:
+    def __init__(self, who: str = "engine") -> None:
+        self._who = who
         self._name = ""
         self._quarter = 0
 
     def __call__(self, phase: StartupPhase) -> None:
         quarter = int((phase.progress or 0.0) * 4)
         if phase.name != self._name:
-            logger.info("engine: %s", phase.name)
+            logger.info("%s: %s", self._who, phase.name)
         elif quarter > self._quarter:
-            logger.info("engine: %s %.0f %%", phase.name, quarter * 25)
+            logger.info("%s: %s %.0f %%", self._who, phase.name, quarter * 25)
         self._name, self._quarter = phase.name, quarter
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop where there is one (not on Windows)."""
     try:
         import uvloop

@@ -98,7 +98,8 @@ class RequestContext:
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         method, path, request_id = scope["method"], scope["path"], request_id_of(scope)
-        self._observer.on_http_end(http_end(scope, status, seconds))
+        observer: Observer = scope["state"].get("observer", self._observer)  # the model's, where there are several
+        observer.on_http_end(http_end(scope, status, seconds))
         level = logging.DEBUG if route_path(scope) in PROBES else logging.INFO  # probes come every few seconds
         fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
         logger.log(

@@ -1,4 +1,4 @@
-"""GET /v1/models: the names under which the one model is served, in the shape that the client's API has for them."""
+"""GET /v1/models: the names under which models are served, in the shape that the client's API has for them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,31 @@ class ModelList(msgspec.Struct, tag_field="object", tag="list"):
     data: list[ModelCard]
 
 
+def model_card(context: ServerContext, name: str) -> ModelCard:
+    parent = None if context.adapters.get(name) is None else context.model_names[0]
+    return ModelCard(name, context.created, context.max_model_len(), parent=parent)
+
+
+def models_answer(request: Request, *contexts: ServerContext) -> Response:
+    """The list of models, for OpenAI's clients or Anthropic's."""
+    if is_anthropic(request.scope):
+        return json_response(model_page(*contexts))
+    return json_response(ModelList([model_card(each, name) for each in contexts for name in each.served_names]))
+
+
 def models_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
-
-    def card(name: str) -> ModelCard:
-        parent = None if context.adapters.get(name) is None else context.model_names[0]
-        return ModelCard(name, context.created, context.max_model_len(), parent=parent)
 
     @router.get("/v1/models", response_class=Response, responses=answers(ModelList))
     async def list_models(request: Request) -> Response:
         """The model, once for each of its names, and its adapters."""
-        if is_anthropic(request.scope):
-            return json_response(model_page(context))
-        return json_response(ModelList([card(name) for name in context.served_names]))
+        return models_answer(request, context)
 
     @router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelCard))
     async def get_model(model_id: str, request: Request) -> Response:
         """The model of this name."""
         name = context.check_model(model_id)
-        found = model_info(context, name) if is_anthropic(request.scope) else card(name)
+        found = model_info(context, name) if is_anthropic(request.scope) else model_card(context, name)
         return json_response(found)
 
     return router

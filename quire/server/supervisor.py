@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,10 @@ def _in_words(request_ids: Sequence[str]) -> str:
     return f"{len(request_ids)} request{'' if len(request_ids) == 1 else 's'} ({named})"
 
 
+async def always() -> None:
+    """There is memory for the engine."""
+
+
 ServingClient = ZmqClient | ReplicaClient
 LaunchClient = Callable[[EngineConfig, OnPhase], ServingClient]
 
@@ -129,8 +133,11 @@ class EngineSupervisor:
         observer: Observer = NULL_OBSERVER,
         launch: LaunchClient = launch_client,
         spare: Spare = NO_SPARE,
+        may_launch: Callable[[], Awaitable[None]] = always,
     ) -> None:
         """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine.
+
+        `may_launch` is awaited before each launch of a process.
 
         `spare` is launched when an engine is ready and idle, for `launch` to take; it is stopped with the rest.
         """
@@ -142,6 +149,7 @@ class EngineSupervisor:
         self._observer = observer
         self._launch = launch
         self._spare = spare
+        self._may_launch = may_launch
         self._client: ServingClient | None = None
         self._resuming: ResumingClient | None = None
         self._engine: AsyncEngine | None = None
@@ -172,6 +180,13 @@ class EngineSupervisor:
         if self._status == "stopped":
             raise EngineDeadError("the engine was stopped before it was ready")
 
+    async def wait_serving(self) -> None:
+        """Wait until an engine that is on its way takes requests; raises why if none will."""
+        while self._status in ("starting", "restarting"):
+            await self._turned()
+        if self._error is not None:
+            raise self._error
+
     @property
     def engine(self) -> AsyncEngine:
         """What takes requests, also during a restart; EngineUnavailableError, with a time to wait, if none does."""
@@ -179,16 +194,21 @@ class EngineSupervisor:
             raise EngineUnavailableError(
                 "the engine is asleep, and takes no requests until it is woken", _RETRY_AFTER
             )
+        if self._is_draining:
+            raise self._unavailable()
         return self.operated_engine
 
     @property
     def operated_engine(self) -> AsyncEngine:
-        """The same, also while the engine sleeps and refuses requests."""
+        """The same, also while the engine sleeps and refuses requests, and while it finishes what runs."""
         # While it restarts, requests wait in the ResumingClient for the next engine, as open ones do.
-        if self._engine is None or self._status not in ("ready", "restarting"):
-            health = self.health()
-            raise EngineUnavailableError(f"the engine is {health.status}: {health.detail}", _RETRY_AFTER)
+        if self._engine is None or self._status not in ("ready", "restarting", "draining"):
+            raise self._unavailable()
         return self._engine
+
+    def _unavailable(self) -> EngineUnavailableError:
+        health = self.health()
+        return EngineUnavailableError(f"the engine is {health.status}: {health.detail}", _RETRY_AFTER)
 
     @property
     def stats(self) -> EngineStats:
@@ -283,6 +303,7 @@ class EngineSupervisor:
 
     async def _run_engine(self) -> EngineError:
         """Launch an engine and let it serve; returns why it ended."""
+        await self._may_launch()
         begin = time.monotonic()
         self._wants_restart.clear()
         try:

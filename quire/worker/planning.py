@@ -118,11 +118,12 @@ def plan_engine(
     needs_weights: bool = True,
     others: Sequence[LedgerLine] = (),
     group: ParallelGroup | None = None,
+    supply: MemorySupply | None = None,
 ) -> EnginePlan:
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
-    `group`: the ranks that share every layer; they agree on the number of KV blocks.
+    `group`: the ranks that share every layer; they agree on KV blocks. `supply`: instead of what is free.
     """
     group = group or ParallelGroup(exact=config.parallel.tp_exact)
     platform = get_platform(config.device.device)
@@ -193,7 +194,7 @@ def plan_engine(
         others=_others(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    ledger = _ledger(config, platform, demand, _supply(config, platform, group), group)
+    ledger = _ledger(config, platform, demand, supply or _supply(config, platform, group), group)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -371,11 +372,13 @@ def _ledger(
     )
 
 
-def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = ()) -> MemoryLedger:
+def plan_memory(
+    config: EngineConfig, others: Sequence[LedgerLine] = (), supply: MemorySupply | None = None
+) -> MemoryLedger:
     """Of each rank."""
     parallel = config.parallel
     group = ParallelGroup(0, parallel.tensor_parallel_size, exact=parallel.tp_exact)
-    return plan_engine(config, needs_weights=False, others=others, group=group).ledger
+    return plan_engine(config, needs_weights=False, others=others, group=group, supply=supply).ledger
 
 
 def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:

@@ -150,12 +150,13 @@ class Worker:
 
     def sleep(self, level: int) -> str:
         """Give memory back; level 1 keeps the weights in host memory, which on the CPU is where they are."""
-        self._let_go()
+        if self._runner is not None:
+            self._let_go()
         if level == 1:
             assert self.model is not None
             self._put_back = self.platform.move_to_host([*self.model.parameters(), *self.model.buffers()])
         else:
-            self.model = None
+            self.model = self._put_back = None
         self.platform.release_memory()
         return ""
 

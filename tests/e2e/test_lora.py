@@ -125,7 +125,7 @@ def test_other_mixers_are_the_merged_model_too(
         ("qwen3_moe", EXPERTS, ["down_proj"], "holds experts, on which adapters are not"),
         ("deepseek_v3", LATENT, ["kv_b_proj"], "kv_b_proj is no linear layer"),
         ("llama", {"tie_word_embeddings": False}, ["lm_head", "q_proj"], "lm_head is no layer that adapters are"),
-        ("llama", {}, ["embed_tokens", "q_proj"], "embed_tokens"),
+        ("llama", {}, ["embed_tokens", "q_proj"], "without the embeddings among its target_modules"),
     ],
 )
 def test_layers_without_adapters_are_refused_by_name(

@@ -67,6 +67,23 @@ def test_every_matrix_has_its_place(adapter: Path, model: Model) -> None:
     [
         (lambda t: t.pop(f"{PREFIX}.mlp.up_proj.lora_B.weight"), "lora_A or lora_B alone"),
         (lambda t: t.update(extra=torch.ones(2)), "extra"),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 199)}),
+            "without the embeddings among its target_modules",
+        ),
+        (
+            lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(199, 64)}),
+            "save_embedding_layers=False",
+        ),
+        (
+            lambda t: t.update(
+                {
+                    f"{PREFIX}.mlp.experts.base_layer.lora_A.weight": torch.ones(4, 64),
+                    f"{PREFIX}.mlp.experts.base_layer.lora_B.weight": torch.ones(96, 4),
+                }
+            ),
+            "mlp.experts.base_layer holds experts",
+        ),
         (lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_A.weight": torch.ones(4, 63)}), r"\[4, 63\]"),
         (lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_B.weight": torch.ones(96, 5)}), r"\[96, 5\]"),
         (lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_A.weight": torch.full((4, 64), torch.nan)}), "not finite"),

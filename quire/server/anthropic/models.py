@@ -14,6 +14,6 @@ def model_info(context: ServerContext, name: str) -> ModelInfo:
     return ModelInfo(name, name, created, longest, longest)
 
 
-def model_page(context: ServerContext) -> ModelPage:
-    models = [model_info(context, name) for name in context.served_names]
+def model_page(*contexts: ServerContext) -> ModelPage:
+    models = [model_info(context, name) for context in contexts for name in context.served_names]
     return ModelPage(models, models[0].id, models[-1].id)

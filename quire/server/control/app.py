@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.server.control.verbs import VERBS, Controlled
-from quire.server.errors import failure_of
+from quire.server.control.verbs import VERBS, AdminVerb, Controlled
+from quire.server.errors import UnknownModelError, failure_of
 from quire.types.errors import QuireError, RequestError, UnknownNameError
 from quire.utils.log import get_logger
 
@@ -30,8 +31,11 @@ class Failure(msgspec.Struct):
     error: str
 
 
-def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
-    """Without keys, whoever may open the socket may use it; that is for Unix sockets alone."""
+def build_admin_app(servers: Controlled | Mapping[str, Controlled], keys: Sequence[str] = ()) -> Starlette:
+    """Without keys, whoever may open the socket may use it; that is for Unix sockets alone.
+
+    Of several models, by their names, the query's `model` says which is meant; verbs that read take all without it.
+    """
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def answer(request: Request) -> Response:
@@ -54,9 +58,12 @@ def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
             argument = None if verb.argument is None else msgspec.json.decode(body, type=verb.argument)
         except msgspec.MsgspecError as error:
             return _json(Failure(f"the argument of {name!r} is wrong: {error}"), 400)
-        logger.info("admin: %s", name)
+        model = request.query_params.get("model")
+        logger.info("admin: %s%s", name, "" if model is None else f" of {model[:100]!r}")
         try:
-            return _json(await verb.run(server, argument))
+            if model is None and verb.access == "reads" and not isinstance(servers, Controlled):
+                return _json({each: await _read(verb, server, argument) for each, server in servers.items()})
+            return _json(await verb.run(_one(servers, model), argument))
         except QuireError as error:
             logger.error("admin: %s failed: %s", name, error)
             return _json(Failure(str(error)), failure_of(error).status if isinstance(error, RequestError) else 409)
@@ -67,6 +74,27 @@ def build_admin_app(server: Controlled, keys: Sequence[str] = ()) -> Starlette:
             Route("/admin/{verb}", answer, methods=["GET", "POST"]),
         ]
     )
+
+
+def _one(servers: Controlled | Mapping[str, Controlled], model: str | None) -> Controlled:
+    """The server that is meant, by the model's first name."""
+    if isinstance(servers, Controlled):
+        if model is not None:
+            raise RequestError("this server has one model; leave --model out", "model")
+        return servers
+    if model is None:
+        raise RequestError(f"this server has several models; say which with --model: {', '.join(servers)}", "model")
+    if model not in servers:
+        raise UnknownModelError(model, list(servers))
+    return servers[model]
+
+
+async def _read(verb: AdminVerb, server: Controlled, argument: Any) -> Any:
+    """What a verb says of one model of several, or why it says nothing."""
+    try:
+        return await verb.run(server, argument)
+    except QuireError as error:
+        return Failure(str(error))
 
 
 def _refusal(request: Request, digests: Sequence[bytes]) -> Response | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -41,7 +41,10 @@ def admin_settings(settings: ServerConfig) -> ServerConfig | None:
 
 @asynccontextmanager
 async def serving_admin(
-    settings: ServerConfig, listener: socket.socket | None, server: Controlled, address: str
+    settings: ServerConfig,
+    listener: socket.socket | None,
+    server: Controlled | Mapping[str, Controlled],
+    address: str,
 ) -> AsyncIterator[None]:
     """Serve until the block ends; nothing without a listener."""
     if listener is None:

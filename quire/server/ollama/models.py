@@ -18,33 +18,37 @@ from quire.types.errors import EngineUnavailableError
 _NEVER = "2318-01-01T00:00:00Z"  # what Ollama says of models that are not to be unloaded
 
 
-def model_list(context: ServerContext) -> ModelList:
+def model_list(*contexts: ServerContext) -> ModelList:
+    return ModelList([entry for context in contexts for entry in _entries(context)])
+
+
+def _entries(context: ServerContext) -> list[ModelEntry]:
     described, details = context.description, _details(context)
     when = timestamp(described.modified or context.created)
-    return ModelList(
-        [
-            ModelEntry(tagged(name), tagged(name), when, described.num_bytes, _digest(context, name), details)
-            for name in context.served_names
-        ]
-    )
+    return [
+        ModelEntry(tagged(name), tagged(name), when, described.num_bytes, _digest(context, name), details)
+        for name in context.served_names
+    ]
 
 
-def running_models(context: ServerContext) -> RunningModels:
-    """The model, once it is loaded and while it does not sleep."""
+def running_models(*contexts: ServerContext) -> RunningModels:
+    """Those models that are loaded and do not sleep."""
+    return RunningModels([model for context in contexts for model in _running(context)])
+
+
+def _running(context: ServerContext) -> list[RunningModel]:
     longest, keep_alive = context.max_model_len(), context.keep_alive
     if longest is None or (keep_alive is not None and keep_alive.is_asleep):
-        return RunningModels([])
+        return []
     described, details = context.description, _details(context)
     expires = None if keep_alive is None else keep_alive.expires_at
     until = _NEVER if expires is None else timestamp(expires)
-    return RunningModels(
-        [
-            RunningModel(
-                tagged(name), tagged(name), described.num_bytes, _digest(context, name), details, until, 0, longest
-            )
-            for name in context.served_names
-        ]
-    )
+    return [
+        RunningModel(
+            tagged(name), tagged(name), described.num_bytes, _digest(context, name), details, until, 0, longest
+        )
+        for name in context.served_names
+    ]
 
 
 def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:

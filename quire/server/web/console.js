@@ -98,7 +98,7 @@ async function watch() {
   let wait = 500;
   while (!state.isOpenFile) {
     try {
-      const response = await call("console/events");
+      const response = await call("console/events" + location.search);  // ?model=NAME, where there are several
       for await (const line of lines(response)) {
         if (!line) continue;
         if (state.isOpenFile) return;

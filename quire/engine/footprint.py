@@ -1,0 +1,107 @@
+"""The memory that engines will take: their ledgers, planned in another process, so that a server imports no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.config.env import child_environment, import_path
+from quire.engine.spare import SPARE_MEMORY
+from quire.types.errors import EngineStartError, QuireError
+from quire.types.ledger import LedgerLine
+
+COMMAND = (sys.executable, "-P", "-m", "quire.engine.footprint")
+PROCESS_MEMORY = SPARE_MEMORY  # of the host, for the code of an engine process
+CONTEXT_MEMORY = 768 << 20  # of a GPU, for the CUDA context and the libraries of a process, asleep or not
+
+
+class PlanOrder(msgspec.Struct, frozen=True):
+    configs: list[EngineConfig]
+    memory_budget: int | None = None  # of the GPU, or of the host if no engine has a GPU; None: what is free
+    host_memory_budget: int | None = None
+
+
+class PlannedEngine(msgspec.Struct, frozen=True):
+    """Bytes of all ranks where they share the host's memory, else of one rank."""
+
+    on_host: bool
+    weights: int = 0
+    total: int = 0  # with KV blocks and all else
+    kv_cache_memory: int = 0
+    max_model_len: int = 0
+    num_ranks: int = 1
+    error: str | None = None  # why it cannot be planned
+
+    def pinned(self, config: EngineConfig) -> EngineConfig:
+        """The same settings with these sizes, whatever is free when the engine starts."""
+        cache = replace(config.cache, kv_cache_memory=self.kv_cache_memory)
+        return replace(config, cache=cache, model=replace(config.model, max_model_len=self.max_model_len))
+
+
+class PlannedEngines(msgspec.Struct, frozen=True):
+    engines: list[PlannedEngine]
+    device: int | None  # bytes of the GPU for all engines; None: no engine has a GPU
+    host: int
+
+
+def plan_engines(
+    configs: Sequence[EngineConfig], memory_budget: int | None, host_memory_budget: int | None
+) -> PlannedEngines:
+    """Plan each engine as if the whole budget were its own. Blocks for as long as a process imports torch."""
+    order = msgspec.json.encode(PlanOrder(list(configs), memory_budget, host_memory_budget))
+    environment = child_environment(**import_path())
+    done = subprocess.run(COMMAND, input=order, stdout=subprocess.PIPE, env=environment, check=False)
+    if done.returncode != 0:
+        raise EngineStartError(f"the memory of the models cannot be planned: exit status {done.returncode}")
+    return msgspec.json.decode(done.stdout, type=PlannedEngines)
+
+
+def make_plans(order: PlanOrder) -> PlannedEngines:
+    """Imports torch."""
+    from quire.platform.base import MemorySupply
+    from quire.platform.limits import available_memory
+    from quire.platform.registry import get_platform
+    from quire.worker.planning import plan_memory
+
+    platforms = [get_platform(config.device.device) for config in order.configs]
+    on_host = [platform.uses_host_memory for platform in platforms]
+    free = available_memory().num_bytes
+    host = (order.memory_budget if all(on_host) else order.host_memory_budget) or free
+    device: int | None = None
+    engines = []
+    for config, platform, is_host in zip(order.configs, platforms, on_host, strict=True):
+        supply = platform.available_memory(config.cache.gpu_memory_utilization).num_bytes
+        if not is_host:
+            device = device or order.memory_budget or supply
+        count, each = on_host.count(is_host), PROCESS_MEMORY if is_host else CONTEXT_MEMORY
+        processes = LedgerLine("engine processes", count * each, f"of {count} models")
+        ranks = config.parallel.tensor_parallel_size
+        memory = host // ranks if is_host or device is None else device
+        try:
+            ledger = plan_memory(config, [processes], MemorySupply(memory, "the budget of all models", "raise it"))
+        except QuireError as error:
+            engines.append(PlannedEngine(is_host, error=str(error)))
+            continue
+        others = processes.num_bytes + config.device.reserved_memory
+        share = ranks if is_host else 1
+        engines.append(
+            PlannedEngine(
+                is_host,
+                weights=share * ledger.entries[0].num_bytes,
+                total=share * (ledger.total - others),
+                kv_cache_memory=ledger.kv_bytes,
+                max_model_len=ledger.max_model_len,
+                num_ranks=ranks,
+            )
+        )
+    return PlannedEngines(engines, device, host)
+
+
+if __name__ == "__main__":
+    found = make_plans(msgspec.json.decode(sys.stdin.buffer.read(), type=PlanOrder))
+    sys.stdout.buffer.write(msgspec.json.encode(found))
