@@ -23,10 +23,11 @@ from quire.layers.adapters import AdapterSizes
 from quire.layers.attention import CachedLayer
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
+from quire.layers.weights import Schemes, WeightedLayer
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.dummy import dummy_schemes
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
+from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, stored_schemes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.loader.pooler import module_files, read_pooler
@@ -35,12 +36,14 @@ from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.parallel.pipeline import Pipeline
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.runner.adapters import make_room, slots_line
 from quire.runner.block_tables import BlockTables
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.stages import StageInputs
 from quire.runner.ways import WAYS, WayContext
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
@@ -48,6 +51,7 @@ from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.types.pooling import PoolerConfig
 from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
+from quire.worker.stages import check_stages, cut, layout_of_stage
 
 # What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
 PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
@@ -72,16 +76,19 @@ class EnginePlan:
     pooler: PoolerConfig | None  # None: it generates
     adapters: AdapterSizes | None  # None: there are none
     group: ParallelGroup  # of the ranks that share every layer
+    pipeline: Pipeline  # the layers of this rank
     draft: DraftPlan | None  # the model that drafts; None: none does
 
     def way_context(self, model: Model) -> WayContext:
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None)
+        ends = not self.pipeline.is_last, not self.pipeline.is_first
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, self.pooler is not None, *ends)
 
     @property
     def context(self) -> BuildContext:
-        return _build_context(
+        context = _build_context(
             self.settings, self.platform, self.ledger.max_model_len, self.deterministic, self.pooler, self.group
         )
+        return replace(context, pipeline=self.pipeline)
 
     @property
     def deterministic(self) -> bool:
@@ -118,13 +125,16 @@ def plan_engine(
     needs_weights: bool = True,
     others: Sequence[LedgerLine] = (),
     group: ParallelGroup | None = None,
+    pipeline: Pipeline | None = None,
 ) -> EnginePlan:
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
-    `group`: the ranks that share every layer; they agree on the number of KV blocks.
+    `group`: the ranks that share every layer; `pipeline`: the stages, of which this is one. All ranks agree on the
+    number of KV blocks.
     """
     group = group or ParallelGroup(exact=config.parallel.tp_exact)
+    pipeline = pipeline or Pipeline()
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = find_model(config.model)
@@ -159,6 +169,7 @@ def plan_engine(
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     draft = None if pooler is not None else plan_draft(config, source, model_config, description, length)
+    check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     backend.start()
@@ -168,9 +179,14 @@ def plan_engine(
     context = _build_context(
         settings, platform, length, backend.name == platform.deterministic_backend, pooler, group
     )
-    model = build_on_meta(architecture, model_config, context)
+    whole = model = build_on_meta(architecture, model_config, context)
+    if pipeline.size > 1:
+        pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), pipeline)
+        context = replace(context, pipeline=pipeline)
+        model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
-    weights, note = _weights(model, model_config, checkpoint, settings.dtype, made_up=made_up)
+    weights = bytes_in(model, _stored(model, model_config, checkpoint, made_up=made_up))
+    note = _weights_note(model, weights, checkpoint, settings.dtype)
     sizes = _sizes(
         config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
     )
@@ -179,20 +195,28 @@ def plan_engine(
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
     _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    parts = contributions(WayContext(platform, backend, model, dtype, sizes, pools=pooler is not None))
+    parts = contributions(
+        WayContext(
+            platform, backend, model, dtype, sizes, pooler is not None, not pipeline.is_last, not pipeline.is_first
+        )
+    )
+    layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
+    if pipeline.size > 1:
+        layout = layout_of_stage(layout, whole, pipeline)
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
-        layout=kv_layout(model.cached_layers(), backend, kv_dtype, config.cache.block_size),
+        layout=layout,
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         others=_others(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    ledger = _ledger(config, platform, demand, _supply(config, platform, group), group)
+    supply = _supply(config, platform, group.size * pipeline.size)
+    ledger = _ledger(config, platform, demand, supply, group, pipeline)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -209,6 +233,7 @@ def plan_engine(
         pooler=pooler,
         adapters=adapter_sizes(config),
         group=group,
+        pipeline=pipeline,
         draft=draft,
     )
 
@@ -246,22 +271,20 @@ def _sizes(
     )
 
 
-def _weights(
-    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, dtype: str, *, made_up: bool
-) -> tuple[int, str]:
-    """Bytes of a model's weights, which it allocates, and a note on them."""
-    decoded: list[str] = []
+def _stored(
+    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, *, made_up: bool
+) -> Mapping[WeightedLayer, Schemes]:
+    """How each layer's weights are stored, or would be."""
     if checkpoint is not None:
-        weights = planned_bytes(model, checkpoint.tensors())
-        decoded = decoded_elements(model, checkpoint.tensors())
-    elif made_up:
-        weights = bytes_in(model, dummy_schemes(model, model_config))
-    else:
-        weights = planned_bytes(model, None, _named_scheme(model_config))
-    return weights, _weights_note(count_parameters(model), weights, decoded, dtype)
+        return stored_schemes(model, checkpoint.tensors())
+    if made_up:
+        return dummy_schemes(model, model_config)
+    return stored_schemes(model, None, _named_scheme(model_config))
 
 
-def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
+def _weights_note(model: Model, num_bytes: int, checkpoint: Checkpoint | None, dtype: str) -> str:
+    decoded = [] if checkpoint is None else decoded_elements(model, checkpoint.tensors())
+    num_parameters = count_parameters(model)
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes / num_parameters:.1f} bits"
     return note + (f"; {', '.join(decoded)} become {dtype} when they are loaded" if decoded else "")
 
@@ -304,7 +327,8 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     model, sizes, of_drafter = context.model, context.sizes, drafter_context(context)
     layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
     lines = chain(
-        *(part.contributes(sizes) for part in (*PARTS, model)),
+        *(part.contributes(sizes) for part in (*PARTS, model) if part is not Sampler or not context.passes_on),
+        StageInputs.contributes(sizes) if context.receives else (),
         slots_line(model),
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
@@ -320,7 +344,7 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
-    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group)
+    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
     return replace(plan, demand=demand, ledger=ledger)
 
 
@@ -339,16 +363,21 @@ def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerL
     return tuple(line for line in (reserved, *others) if line.num_bytes)
 
 
-def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup) -> MemorySupply:
+def _supply(config: EngineConfig, platform: Platform, num_ranks: int) -> MemorySupply:
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
-    if not platform.uses_host_memory or group.size == 1:
+    if not platform.uses_host_memory or num_ranks == 1:
         return supply
     # Ranks come at the same time, and each looks at the whole.
-    return supply._replace(num_bytes=supply.num_bytes // group.size, bound=f"{supply.bound}, shared by ranks")
+    return supply._replace(num_bytes=supply.num_bytes // num_ranks, bound=f"{supply.bound}, shared by ranks")
 
 
 def _ledger(
-    config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply, group: ParallelGroup
+    config: EngineConfig,
+    platform: Platform,
+    demand: MemoryDemand,
+    supply: MemorySupply,
+    group: ParallelGroup,
+    pipeline: Pipeline,
 ) -> MemoryLedger:
     one_request = demand.kv_bytes(config.model.max_model_len or demand.trained_len)
     mine = make_ledger(
@@ -358,7 +387,8 @@ def _ledger(
         platform.default_kv_memory(supply.num_bytes - demand.fixed, one_request),
         config.model.max_model_len,
     )
-    length, *blocks = group.collectives.minimum([mine.max_model_len, *mine.pool_blocks])
+    ranks = group.collectives if pipeline.size == 1 else pipeline.world
+    length, *blocks = ranks.minimum([mine.max_model_len, *mine.pool_blocks])
     if (length, *blocks) == (mine.max_model_len, *mine.pool_blocks):
         return mine
     return replace(
@@ -370,11 +400,12 @@ def _ledger(
     )
 
 
-def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = ()) -> MemoryLedger:
-    """Of each rank."""
+def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = (), stage: int = 0) -> MemoryLedger:
+    """Of each rank of a stage."""
     parallel = config.parallel
     group = ParallelGroup(0, parallel.tensor_parallel_size, exact=parallel.tp_exact)
-    return plan_engine(config, needs_weights=False, others=others, group=group).ledger
+    pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
+    return plan_engine(config, needs_weights=False, others=others, group=group, pipeline=pipeline).ledger
 
 
 def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:

@@ -80,7 +80,7 @@ def test_the_least_of_large_numbers_is_exact() -> None:
 
 def test_nobody_waits_for_a_rank_that_failed() -> None:
     memory = SharedMemory(collective_bytes(2))
-    group, failure = SharedMemoryCollectives(memory, 0, 2), CollectiveFailure(memory)
+    group, failure = SharedMemoryCollectives(memory, 0, 2), CollectiveFailure([memory])
     waiting = threading.Thread(target=group.all_reduce, args=(torch.ones(2, 2),))
     waiting.start()
     failure.tell()
