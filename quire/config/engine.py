@@ -188,6 +188,10 @@ def _check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {parallel.tensor_parallel_size} but with tp_exact it must be one of {sizes}"
         )
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
+        raise ConfigError(
+            "enable_expert_parallel needs several tensor parallel ranks to give experts to; set -tp 2 or more"
+        )
     if config.device.standby and parallel.data_parallel_size > 1:
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     if parallel.tp_exact and config.lora.enable_lora:

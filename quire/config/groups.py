@@ -287,7 +287,7 @@ class ParallelConfig:
     )
     pipeline_parallel_size: int = setting(
         1,
-        "Stages that the layers are cut into, each in a process of its own (times -tp); batches are in flight in all.",
+        "Stages that the layers are cut into, each a process of its own (times -tp); each has a batch in flight.",
         short="-pp",
     )
     data_parallel_size: int = setting(
@@ -295,6 +295,10 @@ class ParallelConfig:
         "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first, by"
         " load and cached prefixes.",
         short="-dp",
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
     )
     tp_exact: bool = setting(
         False,

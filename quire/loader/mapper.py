@@ -122,7 +122,7 @@ def allocate(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes] | None =
 def stored_schemes(
     model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32
 ) -> Mapping[WeightedLayer, Schemes]:
-    """In which these tensors are stored, by layer (None: all would be `otherwise`), checked as `load_weights` does."""
+    """In which these tensors are stored, by layer (None: all would be `otherwise`); checked as by `load_weights`."""
     if tensors is None:
         return {
             layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)

@@ -18,23 +18,25 @@ def connect(
     meeting: str,
     *,
     exact: bool = False,
+    splits_experts: bool = False,
 ) -> tuple[ParallelGroup, Pipeline]:
     """The group of this rank, of `tensor_size` that share its layers, and its place among the stages.
 
-    Ranks of the first stage come first. `memory` is shared by all; at `meeting`, a file that does not exist yet, those
-    on GPUs find each other. `exact`: see ParallelGroup.
+    Ranks of the first stage come first. `memory` is shared by all; at `meeting`, a file that does not exist yet,
+    those on GPUs find each other. `exact` and `splits_experts`: see ParallelGroup.
     """
     stage, place = divmod(rank, tensor_size)
     if platform.uses_host_memory:
         of_stage = _through(memory.stage(stage), place, tensor_size)
         world = _through(memory.world, rank, tensor_size * stages)
         link = SharedMemoryLink(memory.link_from(rank - tensor_size), memory.link_from(rank))
-        return ParallelGroup(place, tensor_size, of_stage, exact), Pipeline(stage, stages, None, link, world)
+        group = ParallelGroup(place, tensor_size, of_stage, exact, splits_experts)
+        return group, Pipeline(stage, stages, None, link, world)
     from quire.parallel.nccl import NcclLink, nccl_collectives
 
     of_stage, world = nccl_collectives(platform.device, rank, tensor_size, stages, meeting)
-    gpu_link = NcclLink(rank, tensor_size, stages)
-    return ParallelGroup(place, tensor_size, of_stage, exact), Pipeline(stage, stages, None, gpu_link, world)
+    group = ParallelGroup(place, tensor_size, of_stage, exact, splits_experts)
+    return group, Pipeline(stage, stages, None, NcclLink(rank, tensor_size, stages), world)
 
 
 def _through(part: MemoryPart, rank: int, size: int) -> Collectives:

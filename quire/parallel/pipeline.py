@@ -48,8 +48,8 @@ class Pipeline:
 def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> list[tuple[int, int]]:
     """[start, end) of the layers of each stage, so that the largest stage takes as little memory as possible.
 
-    `layers` are bytes of each layer, `first` and `last` those that the first and the last stage have besides. Of splits
-    that are equally good it is the one with fewer layers in the later stages.
+    `layers` are bytes of each layer, `first` and `last` those that the first and the last stage have besides. Of
+    splits that are equally good it is the one with fewer layers in the later stages.
     """
     count = len(layers)
     if stages > count:

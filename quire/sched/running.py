@@ -42,8 +42,8 @@ def plan_running(state: SchedulerState, step: StepDraft, requests: Iterable[Requ
 def in_turn(state: SchedulerState) -> Iterator[Request]:
     """Running requests that a pipeline of several stages may compute in the next step, in order.
 
-    Those whose last token is in flight wait for it: stages before the last know it once it has come back. Of those that
-    decode, a step takes an even share, so that each stage has a batch.
+    Those whose last token is in flight wait for it: stages before the last know it once it has come back. Of those
+    that decode, a step takes an even share, so that each stage has a batch.
     """
     running = state.running
     share = -(-(len(running) - len(state.prefilling)) // state.limits.num_stages)

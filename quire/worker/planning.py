@@ -21,6 +21,7 @@ from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
 from quire.layers.adapters import AdapterSizes
 from quire.layers.attention import CachedLayer
+from quire.layers.experts import GroupedLinear
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
 from quire.layers.weights import Schemes, WeightedLayer
@@ -193,6 +194,8 @@ def plan_engine(
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
+    if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in whole.modules()):
+        raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave it out")
     _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
     parts = contributions(
@@ -306,7 +309,7 @@ def build_on_meta(architecture: type[Model], model_config: dict[str, Any], conte
 
 def _allows(architecture: type[Model], model_config: dict[str, Any], context: BuildContext, size: int) -> bool:
     try:
-        architecture.from_config(model_config, replace(context, group=ParallelGroup(0, size)))
+        architecture.from_config(model_config, replace(context, group=replace(context.group, rank=0, size=size)))
     except ConfigError:
         return False
     return True
@@ -403,7 +406,12 @@ def _ledger(
 def plan_memory(config: EngineConfig, others: Sequence[LedgerLine] = (), stage: int = 0) -> MemoryLedger:
     """Of each rank of a stage."""
     parallel = config.parallel
-    group = ParallelGroup(0, parallel.tensor_parallel_size, exact=parallel.tp_exact)
+    group = ParallelGroup(
+        0,
+        parallel.tensor_parallel_size,
+        exact=parallel.tp_exact,
+        splits_experts=parallel.enable_expert_parallel,
+    )
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(config, needs_weights=False, others=others, group=group, pipeline=pipeline).ledger
 

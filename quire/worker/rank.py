@@ -115,7 +115,8 @@ class Rank:
         platform = get_platform(order.config.device.device)
         parallel = order.config.parallel
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        place = connect(platform, self._memory, order.rank, *sizes, order.meeting, exact=parallel.tp_exact)
+        kind = {"exact": parallel.tp_exact, "splits_experts": parallel.enable_expert_parallel}
+        place = connect(platform, self._memory, order.rank, *sizes, order.meeting, **kind)
         with paused_collector():
             worker = Worker(self._with_threads(order.config), self._report, *place)
         return InProcExecutor(worker)

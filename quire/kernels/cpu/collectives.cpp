@@ -179,6 +179,15 @@ void receive_from_stage(void* memory, int64_t slots, int64_t slot_bytes, void* o
     }
 }
 
+void local_experts(const int32_t* ids, const float* weights, const int32_t* places, int32_t* local, float* kept,
+                   int64_t rows, int64_t k, int elsewhere) {
+    for (int64_t i = 0; i < rows * k; ++i) {
+        const int32_t place = places[ids[i]];
+        local[i] = place < 0 ? elsewhere : place;
+        kept[i] = place < 0 ? 0.0f : weights[i];
+    }
+}
+
 void tokens_in_range(const int64_t* ids, int64_t* out, int64_t count, int64_t first, int64_t size) {
     for (int64_t i = 0; i < count; ++i) out[i] = ids[i] >= first && ids[i] < first + size ? ids[i] - first : 0;
 }
