@@ -49,25 +49,25 @@ def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> l
     """[start, end) of the layers of each stage, so that the largest stage takes as little memory as possible.
 
     `layers` are bytes of each layer, `first` and `last` those that the first and the last stage have besides. Of
-    splits that are equally good it is the one with fewer layers in the later stages.
+    splits that are equally good it is the most even one.
     """
     count = len(layers)
     if stages > count:
         raise ConfigError(
             f"pipeline_parallel_size is {stages}, but the model has {count} layers; it takes 1 to {count} stages"
         )
-    # best[n]: the least bytes of the largest stage, where the stages so far hold the first n layers, and their ends.
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    # best[n]: where the stages so far hold the first n layers: bytes of the largest, the sum of squares, their ends.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(stages):
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-        found: dict[int, tuple[int, list[int]]] = {}
-        for start, (most, ends) in best.items():
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        for start, (most, squares, ends) in best.items():
             size = extra
             for end in range(start + 1, count - (stages - 1 - stage) + 1):
                 size += layers[end - 1]
-                worst = max(most, size)
-                if end not in found or worst <= found[end][0]:
-                    found[end] = (worst, [*ends, end])
+                cost = max(most, size), squares + size * size
+                if end not in found or cost <= found[end][:2]:
+                    found[end] = (*cost, [*ends, end])
         best = found
-    ends = best[count][1]
+    ends = best[count][2]
     return list(zip([0, *ends[:-1]], ends, strict=True))

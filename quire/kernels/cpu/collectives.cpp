@@ -106,10 +106,12 @@ void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes
         const uint32_t sequence = next_sequence(group);
         std::memcpy(group.slot(rank, sequence), x + start, count * sizeof(float));
         if (!exchange(group, sequence)) return;
+        const float* other = size == 2 ? group.slot(1 - rank, sequence) : nullptr;  // what is ours need not be read there
         parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
                 const int n = (int)(count - i < LANES ? count - i : LANES);
-                put(out + start + i, tree(group, sequence, 0, size, i, n), n);
+                const Vec sum = other ? add(get(x + start + i, n), get(other + i, n)) : tree(group, sequence, 0, size, i, n);
+                put(out + start + i, sum, n);
             }
         });
     }
