@@ -21,7 +21,6 @@ from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
 from quire.kv.layout import KVLayout, plan_layout
 from quire.layers.adapters import AdapterSizes
 from quire.layers.attention import CachedLayer
-from quire.layers.experts import GroupedLinear
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
 from quire.layers.weights import Schemes, WeightedLayer
@@ -52,7 +51,7 @@ from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.types.pooling import PoolerConfig
 from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
-from quire.worker.stages import check_stages, cut, layout_of_stage
+from quire.worker.stages import check_experts, check_stages, cut, layout_of_stage
 
 # What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
 PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
@@ -145,16 +144,7 @@ def plan_engine(
     model_config = load_config(source) if checkpoint is None else checkpoint.config
     architecture = model_class(model_config)
     description = describe(model_config)
-    pooler = read_pooler(
-        config.model,
-        source,
-        model_config,
-        classifier=architecture.classifier(model_config),
-        token_head=architecture.token_head(model_config),
-        size=description.hidden_size,
-        generates="generates" in architecture.capabilities and not description.is_bidirectional,
-        is_encoder=description.is_bidirectional,
-    )
+    pooler = _pooler(config, source, architecture, model_config, description)
     if checkpoint is not None:
         checkpoint = with_modules(checkpoint, module_files(source, pooler))
     if pooler is not None and pooler.max_tokens is not None:
@@ -177,9 +167,8 @@ def plan_engine(
     _check_heads(kept, backend)
     kv_dtype = _kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
-    context = _build_context(
-        settings, platform, length, backend.name == platform.deterministic_backend, pooler, group
-    )
+    deterministic = backend.name == platform.deterministic_backend
+    context = _build_context(settings, platform, length, deterministic, pooler, group)
     whole = model = build_on_meta(architecture, model_config, context)
     if pipeline.size > 1:
         pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), pipeline)
@@ -188,38 +177,29 @@ def plan_engine(
     make_room(model, adapter_sizes(config))
     weights = bytes_in(model, _stored(model, model_config, checkpoint, made_up=made_up))
     note = _weights_note(model, weights, checkpoint, settings.dtype)
-    sizes = _sizes(
-        config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
-    )
+    sizes = _sizes(config, settings, description, model, length, dtype, pooler, draft)
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
-    if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in whole.modules()):
-        raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave it out")
+    check_experts(whole, group)
     _check_backend(model, backend)
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    parts = contributions(
-        WayContext(
-            platform, backend, model, dtype, sizes, pooler is not None, not pipeline.is_last, not pipeline.is_first
-        )
-    )
+    ends = pooler is not None, not pipeline.is_last, not pipeline.is_first
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
     layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
-    if pipeline.size > 1:
-        layout = layout_of_stage(layout, whole, pipeline)
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
-        layout=layout,
+        layout=layout_of_stage(layout, whole, pipeline),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         others=_others(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    supply = _supply(config, platform, group.size * pipeline.size)
-    ledger = _ledger(config, platform, demand, supply, group, pipeline)
+    ledger = _ledger(config, platform, demand, _supply(config, platform, group, pipeline), group, pipeline)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -241,6 +221,25 @@ def plan_engine(
     )
 
 
+def _pooler(
+    config: EngineConfig,
+    source: ModelSource,
+    architecture: type[Model],
+    model_config: dict[str, Any],
+    description: ModelDescription,
+) -> PoolerConfig | None:
+    return read_pooler(
+        config.model,
+        source,
+        model_config,
+        classifier=architecture.classifier(model_config),
+        token_head=architecture.token_head(model_config),
+        size=description.hidden_size,
+        generates="generates" in architecture.capabilities and not description.is_bidirectional,
+        is_encoder=description.is_bidirectional,
+    )
+
+
 def _check_backend(model: Model, backend: AttentionBackend) -> None:
     """Said before anything is loaded; a layer's own check comes after."""
     lacking = next((lack for layer in model.attention_layers() if (lack := backend.lacks(layer.spec))), None)
@@ -255,9 +254,8 @@ def _sizes(
     model: Model,
     length: int,
     dtype: torch.dtype,
-    *,
-    is_pooler: bool,
-    proposes: bool,
+    pooler: PoolerConfig | None,
+    draft: DraftPlan | None,
 ) -> EngineSizes:
     return EngineSizes(
         max_num_seqs=settings.max_num_seqs,
@@ -268,9 +266,9 @@ def _sizes(
         hidden_size=description.hidden_size,
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
-        max_num_drafts=0 if is_pooler else settings.max_num_drafts,
+        max_num_drafts=0 if pooler is not None else settings.max_num_drafts,
         speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
-        proposes=proposes,
+        proposes=draft is not None,
     )
 
 
@@ -366,7 +364,8 @@ def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerL
     return tuple(line for line in (reserved, *others) if line.num_bytes)
 
 
-def _supply(config: EngineConfig, platform: Platform, num_ranks: int) -> MemorySupply:
+def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup, pipeline: Pipeline) -> MemorySupply:
+    num_ranks = group.size * pipeline.size
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
     if not platform.uses_host_memory or num_ranks == 1:
         return supply

@@ -1,4 +1,7 @@
-"""How a model is cut into the stages of a pipeline: which layers each holds, and its part of the KV layout."""
+"""How a model is cut into the stages of a pipeline: which layers each holds, and its part of the KV layout.
+
+And what of a model cannot be cut so, or into experts.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from dataclasses import replace
 
 from quire.kv.layout import KVLayout
 from quire.layers.attention import CachedLayer
+from quire.layers.experts import GroupedLinear
 from quire.layers.weights import Schemes, WeightedLayer, weighted_layers
 from quire.loader.mapper import allocate
 from quire.models.base import Model
 from quire.models.decoder import DecoderLM
+from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline, split_layers
 from quire.types.errors import ConfigError
 
@@ -26,6 +31,11 @@ def check_stages(pipeline: Pipeline, architecture: type[Model], *, pools: bool, 
         raise ConfigError(
             f"{what} the drafter of speculative_config ({drafter}) runs in one stage; use ngram, or tensor parallel"
         )
+
+
+def check_experts(model: Model, group: ParallelGroup) -> None:
+    if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in model.modules()):
+        raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave it out")
 
 
 def cut(model: Model, schemes: Mapping[WeightedLayer, Schemes], pipeline: Pipeline) -> Pipeline:
@@ -48,6 +58,8 @@ def cut(model: Model, schemes: Mapping[WeightedLayer, Schemes], pipeline: Pipeli
 
 def layout_of_stage(layout: KVLayout, model: Model, pipeline: Pipeline) -> KVLayout:
     """The stage's part of the layout of the whole model."""
+    if pipeline.size == 1:
+        return layout
     assert isinstance(model, DecoderLM)
     members, count = [], 0
     for index, layer in enumerate(model.model.layers):
