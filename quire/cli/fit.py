@@ -21,5 +21,11 @@ def run(args: argparse.Namespace) -> int:
     others = [SPARE_LINE] if server_config_from(args).spare_engine else []
     from quire.worker.planning import plan_memory  # imports torch: only once the arguments are known to be good
 
-    print(plan_memory(config, others).format())
+    stages = config.parallel.pipeline_parallel_size
+    ledgers = [plan_memory(config, others, stage) for stage in range(stages)]
+    for stage, ledger in enumerate(ledgers):
+        print((f"stage {stage + 1} of {stages}\n" if stages > 1 else "") + ledger.format())
+    if len({ledger.num_kv_blocks for ledger in ledgers}) > 1:
+        least = min(ledger.num_kv_blocks for ledger in ledgers)
+        print(f"every stage keeps {least} KV blocks, as many as the one that can keep fewest")
     return 0

@@ -142,6 +142,7 @@ def check(config: EngineConfig) -> None:
         "max_cpu_loras": config.lora.max_cpu_loras,
         "trace_size": config.tracing.trace_size,
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
         "data_parallel_size": config.parallel.data_parallel_size,
     }
     for name, value in positive.items():
@@ -173,16 +174,24 @@ def check(config: EngineConfig) -> None:
 
 def _check_parallel(config: EngineConfig) -> None:
     parallel = config.parallel
-    ranks = parallel.tensor_parallel_size
+    ranks = parallel.num_ranks
     if ranks > MAX_RANKS:
-        raise ConfigError(f"tensor_parallel_size is {ranks} but one host has at most {MAX_RANKS} ranks")
+        raise ConfigError(
+            f"tensor_parallel_size times pipeline_parallel_size is {ranks} but one host has at most {MAX_RANKS} ranks"
+        )
     if parallel.executor == "inproc" and ranks > 1:
         raise ConfigError(
             f"executor is 'inproc' but {ranks} ranks need processes; leave it at auto, or set multiproc"
         )
-    if parallel.tp_exact and ranks not in EXACT_SIZES:
+    if parallel.tp_exact and parallel.tensor_parallel_size not in EXACT_SIZES:
         sizes = ", ".join(map(str, EXACT_SIZES))
-        raise ConfigError(f"tensor_parallel_size is {ranks} but with tp_exact it must be one of {sizes}")
+        raise ConfigError(
+            f"tensor_parallel_size is {parallel.tensor_parallel_size} but with tp_exact it must be one of {sizes}"
+        )
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
+        raise ConfigError(
+            "enable_expert_parallel needs several tensor parallel ranks to give experts to; set -tp 2 or more"
+        )
     if config.device.standby and parallel.data_parallel_size > 1:
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     if parallel.tp_exact and config.lora.enable_lora:

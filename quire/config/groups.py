@@ -171,7 +171,10 @@ class SchedulerConfig:
         " in several steps. 0: no such bound. Unset: 0.08 on a CPU, 0.02 on a GPU, 0.45 times that for"
         " interactivity, 0 for throughput.",
     )
-    steps_in_flight: int | None = setting(None, "Steps planned ahead of the first one's result. Unset: 1 on a CPU.")
+    steps_in_flight: int | None = setting(
+        None,
+        "Steps planned ahead of the first one's result. Unset: 1 on a CPU, and at least one for each pipeline stage.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +285,20 @@ class ParallelConfig:
     tensor_parallel_size: int = setting(
         1, "Processes that share every layer: each holds a slice of the weights and of the KV heads.", short="-tp"
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages that the layers are cut into, each a process of its own (times -tp); each has a batch in flight.",
+        short="-pp",
+    )
     data_parallel_size: int = setting(
         1,
         "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first, by"
         " load and cached prefixes.",
         short="-dp",
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
     )
     tp_exact: bool = setting(
         False,
@@ -296,6 +308,16 @@ class ParallelConfig:
     executor: ExecutorName = setting(
         "auto", "Where steps run: inproc (the engine's process) or multiproc. auto: multiproc for several ranks."
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def answering_rank(self) -> int:
+        """The first of the last stage, which samples."""
+        return self.num_ranks - self.tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

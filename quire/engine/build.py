@@ -97,6 +97,7 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
         max_num_drafts=settings.max_num_drafts,
         speculative=config.speculation.speculative_config,
+        num_stages=config.parallel.pipeline_parallel_size,
     )
 
 

@@ -174,7 +174,7 @@ class EngineCore:
         begin = self._clock()
         self.log.planned(plan)
         self.watch.planned(plan)
-        if plan.mask_slots and not self._in_flight:
+        if plan.mask_slots and (not self._in_flight or self.scheduler.awaits_tokens):
             masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
             step = self.executor.execute(plan)
             step.sample(masks)

@@ -83,7 +83,8 @@ def make_plans(order: PlanOrder) -> PlannedEngines:
         ranks = config.parallel.tensor_parallel_size
         memory = host // ranks if is_host or device is None else device
         try:
-            ledger = plan_memory(config, [processes], MemorySupply(memory, "the budget of all models", "raise it"))
+            budget = MemorySupply(memory, "the budget of all models", "raise it")
+            ledger = plan_memory(config, [processes], supply=budget)
         except QuireError as error:
             engines.append(PlannedEngine(is_host, error=str(error)))
             continue

@@ -406,7 +406,7 @@ def launch_replicas(
     config: EngineConfig, take_line: TakeLine = print_line, on_phase: OnPhase = ignore_phases
 ) -> ReplicaClient:
     """As many engine processes as the settings say, each with its own GPUs or its share of the cores."""
-    count, ranks = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    count, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
     visible = visible_devices()
     own = config.of_replica(max(1, len(os.sched_getaffinity(0)) // (count * ranks)))
 

@@ -39,6 +39,7 @@ class SchedulerSetup:
     max_loras: int = 0  # 0: adapters are not served
     max_num_drafts: int = 0  # of a step
     speculative: SpeculativeConfig | None = None
+    num_stages: int = 1  # of a pipeline
 
     def make_scheduler(self, forced: Callable[[str], Forced] = nothing_forced) -> Scheduler:
         """`forced` tells what a request's grammar leaves no choice about."""
@@ -50,6 +51,7 @@ class SchedulerSetup:
             policy=self.policy,
             max_model_len=self.max_model_len,
             max_num_drafts=self.max_num_drafts,
+            num_stages=self.num_stages,
             kv=KVCacheManager(self.layout, self.pool_blocks, self.caches_prefixes),
             shares=WholePrompts()
             if self.takes_whole_prompts

@@ -308,7 +308,8 @@ class InputProcessor:
     ) -> tuple[EngineRequest, ...]:
         if params.return_routed_experts and not self._info.routes:
             raise RequestError(
-                "return_routed_experts is set but the model has no experts; leave it out", "return_routed_experts"
+                "return_routed_experts is set but the model has no experts, or is cut into stages; leave it out",
+                "return_routed_experts",
             )
         max_tokens = self._info.max_model_len - len(token_ids)
         if params.max_tokens is not None:

@@ -8,7 +8,7 @@ of another. In a pool, the layers of one kind are cut into groups of `num_slots`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.kv.kinds import KINDS, STATES_OF_A_ROW, GroupKind
 from quire.types.cache import KVForm, LayerKV
@@ -53,6 +53,17 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes of one block of every pool."""
         return sum(pool.page_bytes for pool in self.pools)
+
+    def part(self, members: Sequence[int]) -> KVLayout:
+        """The same groups and pools for a process that holds these layers alone, which count from 0 there."""
+        place = {layer: index for index, layer in enumerate(members)}
+        groups = tuple(
+            replace(group, layers=tuple(place[layer] for layer in group.layers if layer in place))
+            for group in self.groups
+        )
+        sizes = [max(1, *(len(g.layers) for g in groups if g.pool == index)) for index in range(len(self.pools))]
+        pools = tuple(replace(pool, num_slots=size) for pool, size in zip(self.pools, sizes, strict=True))
+        return KVLayout(groups, self.block_size, pools)
 
     def groups_of(self, pool: int) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if group.pool == pool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -151,9 +151,12 @@ class GroupedLinear(WeightedLayer):
         layout: Layout,
         target: Target,
         in_slice: tuple[int, int] | None = None,
+        held: range | None = None,
     ) -> None:
+        """`held`: the experts whose matrices are here; None: all."""
         super().__init__()
         self.num_experts, self.full_in_features = num_experts, in_features
+        self.held = held or range(num_experts)
         self.in_start, self.in_features = in_slice or (0, in_features)
         self._pieces, self._bias, self._layout = pieces, bias, layout
         self._target, self._device = target, torch.get_default_device()
@@ -161,7 +164,7 @@ class GroupedLinear(WeightedLayer):
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         sizes = tuple(piece.size for piece in self._pieces)
-        spec = MatrixSpec(self.in_features, sizes, self._bias, self._target, path, "grouped", self.num_experts)
+        spec = MatrixSpec(self.in_features, sizes, self._bias, self._target, path, "grouped", len(self.held))
         with self._device:
             self.method = choose_grouped(spec, self._loaded_schemes(schemes))
         return self
@@ -197,10 +200,10 @@ class GroupedLinear(WeightedLayer):
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         number, _, name = ("all." if piece is None else piece).partition(".")
-        for expert in range(self.num_experts) if number == "all" else [int(number)]:
+        for expert in self.held if number == "all" else {int(number)}.intersection(self.held):
             matrix = matrix_of(weight, expert) if number == "all" else weight
             for index, rows in self._parts(matrix, name or None):
-                self._load_part(parameter, expert, index, rows)
+                self._load_part(parameter, expert - self.held.start, index, rows)
 
     def finish(self) -> None:
         self.method.finish()
@@ -233,11 +236,7 @@ class GroupedLinear(WeightedLayer):
             self.method.load_bias(expert, sum(part.size for part in self._pieces[:index]), as_tensor(rows))
 
     def _loaded_schemes(self, schemes: Schemes) -> list[Scheme]:
-        return [
-            self._loaded_scheme(schemes, expert, piece)
-            for expert in range(self.num_experts)
-            for piece in self._pieces
-        ]
+        return [self._loaded_scheme(schemes, expert, piece) for expert in self.held for piece in self._pieces]
 
     def _loaded_scheme(self, schemes: Schemes, expert: int, piece: Piece) -> Scheme:
         names = (f"{expert}.{piece.name}", f"all.{piece.name}", None)
@@ -246,8 +245,16 @@ class GroupedLinear(WeightedLayer):
         return part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features)
 
 
+def held_experts(num_experts: int, group: ParallelGroup) -> range | None:
+    """Those that a rank holds whole; None: it holds a slice of every one, or there is one rank."""
+    if not group.splits_experts or group.size == 1:
+        return None
+    start, count = group.share_of(num_experts, "experts")
+    return range(start, start + count)
+
+
 class GroupedGateUp(GroupedLinear):
-    """Each rank holds a slice of the outputs of every expert's gate and up matrices."""
+    """Each rank holds a slice of the outputs of every expert's gate and up matrices, or some experts whole."""
 
     def __init__(
         self,
@@ -261,8 +268,11 @@ class GroupedGateUp(GroupedLinear):
         target: Target,
         group: ParallelGroup,
     ) -> None:
-        pieces = tuple(Piece(name, width, *group.slice_of(width, name)) for name in ("gate_proj", "up_proj"))
-        super().__init__(num_experts, in_features, pieces, bias=bias, layout=layout, target=target)
+        held = held_experts(num_experts, group)
+        slices = ((0, width) if held else group.slice_of(width, name) for name in ("gate_proj", "up_proj"))
+        named = zip(("gate_proj", "up_proj"), slices, strict=True)
+        pieces = tuple(Piece(name, width, *part) for name, part in named)
+        super().__init__(num_experts, in_features, pieces, bias=bias, layout=layout, target=target, held=held)
         self._activation = activation
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
@@ -288,7 +298,7 @@ class GroupedUp(GroupedLinear):
 
 
 class GroupedDown(GroupedLinear):
-    """Each rank holds a slice of the inputs of every expert's down matrix; the ranks' results are summed."""
+    """Each rank holds a slice of the inputs of every expert's down matrix, or some experts; results are summed."""
 
     def __init__(
         self,
@@ -304,8 +314,10 @@ class GroupedDown(GroupedLinear):
         if group.exact:
             raise ConfigError("tp_exact does not take models with experts, whose sums it does not fix; unset it")
         pieces = (Piece("down_proj", out_features, 0, out_features),)
-        in_slice = group.slice_of(width, "input features")
-        super().__init__(num_experts, width, pieces, bias=bias, layout=layout, target=target, in_slice=in_slice)
+        held = held_experts(num_experts, group)
+        in_slice = None if held else group.slice_of(width, "input features")
+        kind: dict[str, Any] = {"bias": bias, "layout": layout, "target": target}
+        super().__init__(num_experts, width, pieces, in_slice=in_slice, held=held, **kind)
         self._group = group
 
     @property
@@ -322,6 +334,6 @@ class GroupedDown(GroupedLinear):
         return self.summed(self.method.down(a, expert_ids, weights))
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
-        if parameter == "bias" and self._group.rank:
+        if parameter == "bias" and self._group.rank and not self._group.splits_experts:
             weight = torch.zeros_like(as_tensor(weight))  # the sum over ranks must contain the bias once
         super().load(parameter, piece, weight)

@@ -110,6 +110,11 @@ class MappedModule(nn.Module):
     """A module tree that a checkpoint can be loaded into."""
 
     weight_map: WeightMap
+    absent: tuple[str, ...] = ()
+    """Paths of modules that other processes hold; weights that would go there are ignored."""
+
+    def is_elsewhere(self, destination: Destination) -> bool:
+        return any(f"{destination.module}.".startswith(f"{path}.") for path in self.absent)
 
 
 class Filling(NamedTuple):

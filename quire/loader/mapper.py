@@ -119,22 +119,26 @@ def allocate(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes] | None =
         layer.allocate(path, NO_SCHEMES if schemes is None else schemes.get(layer, NO_SCHEMES))
 
 
+def stored_schemes(
+    model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32
+) -> Mapping[WeightedLayer, Schemes]:
+    """In which these tensors are stored, by layer (None: all would be `otherwise`); checked as by `load_weights`."""
+    if tensors is None:
+        return {
+            layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
+            for _, layer in weighted_layers(model)
+        }
+    plan = _make_plan(model, tensors)
+    plan.check()
+    return plan.schemes(tensors)
+
+
 def planned_bytes(model: MappedModule, tensors: Mapping[str, TensorInfo] | None, otherwise: Scheme = F32) -> int:
     """Bytes that the weights take once they are loaded from these tensors (None: all would be `otherwise`).
 
     Checks what `load_weights` checks, and allocates the weights; on any device, which may be "meta".
     """
-    if tensors is None:
-        return bytes_in(
-            model,
-            {
-                layer: dict.fromkeys(((name, None) for name in layer.weight_names()), otherwise)
-                for _, layer in weighted_layers(model)
-            },
-        )
-    plan = _make_plan(model, tensors)
-    plan.check()
-    return bytes_in(model, plan.schemes(tensors))
+    return bytes_in(model, stored_schemes(model, tensors, otherwise))
 
 
 def bytes_in(model: nn.Module, schemes: Mapping[WeightedLayer, Schemes]) -> int:
@@ -179,7 +183,7 @@ def _make_plan(model: MappedModule, tensors: Mapping[str, TensorInfo]) -> _Plan:
     open_pieces = {path: dict.fromkeys(target.pieces()) for path, target in targets.items()}
     for name, info in tensors.items():
         destination = model.weight_map.resolve(name)
-        if destination is None:
+        if destination is None or model.is_elsewhere(destination):
             plan.ignored.append(name)
             continue
         path = f"{destination.module}.{destination.parameter}"

@@ -50,6 +50,9 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
     layers: dict[str, dict[int, LoraPair]] = {}
     highest = 0
     for module, sides in _by_module(path, infos).items():
+        found = model.weight_map.resolve(f"{module}.weight")
+        if found is not None and model.is_elsewhere(found):
+            continue  # another stage of a pipeline serves it
         name, piece = _destination(path, model, linears, module)
         layer = linears[name]
         shapes = {side: infos[name].shape for side, name in sides.items()}

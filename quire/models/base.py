@@ -19,6 +19,7 @@ from quire.models.heads import PoolingHead
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.parallel.pipeline import Pipeline
 from quire.types.cache import LayerKV
 from quire.types.errors import EngineError
 from quire.types.ledger import EngineSizes, LedgerLine, largest
@@ -39,6 +40,7 @@ class BuildContext:
     moe_backend: str = "auto"
     head: bool = True  # whether its logits are read; without, a causal LM is built without its LM head
     heads: Heads = field(default_factory=dict)  # of one that pools: what is on top of it instead
+    pipeline: Pipeline = field(default_factory=Pipeline)  # which of its layers are built
 
     @property
     def target(self) -> Target:

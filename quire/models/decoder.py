@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -23,6 +23,7 @@ from quire.models.blocks import DecoderLayer, make_norm
 from quire.models.config import DecoderConfig
 from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.kinds import MIXERS, NONE
+from quire.ops.grouped import ADD_SHARED
 from quire.ops.scale import SCALE, rounded
 from quire.types.pooling import Classifier, HeadLayer
 
@@ -67,8 +68,13 @@ class Decoder(Stage):
         factor = config.embedding_scale
         self.embedding_scale = None if factor is None else rounded(factor, ctx.dtype)
         self._scale = SCALE.bind(ctx.target)
-        self.layers = nn.ModuleList(layer_type(config, ctx, layer) for layer in range(config.num_layers))
+        self._pipeline = pipeline = ctx.pipeline
+        self.layers = nn.ModuleList(
+            layer_type(config, ctx, layer) if pipeline.holds(layer) else nn.Identity()
+            for layer in range(config.num_layers)
+        )
         self.norm = make_norm(config, ctx)
+        self._add = ADD_SHARED.bind(ctx.target)
         tables: dict[RopeParameters | QueryTemperature | None, int] = {None: -1}
         for rope in config.rope:
             tables.setdefault(rope, len(tables) - 1)
@@ -79,7 +85,9 @@ class Decoder(Stage):
 
     def settle(self) -> None:
         layers = [layer for layer in self.layers if isinstance(layer, Stage)]
-        for layer, reader in zip(layers, [*layers[1:], self.norm], strict=True):
+        # What leaves a stage that is not the last has no reader here: a tensor.
+        readers = [*layers[1:], self.norm] if self._pipeline.is_last else layers[1:]
+        for layer, reader in zip(layers, readers, strict=False):
             layer.feed(reader.accepts)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -93,16 +101,17 @@ class Decoder(Stage):
         residual: Tensor | None,
         positions: Tensor,
         batch: ForwardBatch,
-        first: int = 0,
+        first: int | None = None,
         last: int | None = None,
         capture: Collection[int] = (),
     ) -> tuple[Passed, Tensor | None, dict[int, Tensor]]:
-        """Run layers [first, last) and return (hidden, residual, captured).
+        """Run layers [first, last), by default those of this process, and return (hidden, residual, captured).
 
         captured[i], for each i in `capture`, is the residual stream as layer i receives it; i == last gives the
         stream that leaves this part of the stack. The last layer of all computes the batch's wanted tokens alone.
         """
-        last = len(self.layers) if last is None else last
+        held = self._pipeline.layers or (0, len(self.layers))
+        first, last = held[0] if first is None else first, held[1] if last is None else last
         rotations: list[Rotation] = [rotary(positions) for rotary in self.rotary]
         rotations.append(None)  # index -1: layers that rotate nothing
         captured: dict[int, Tensor] = {}
@@ -116,8 +125,22 @@ class Decoder(Stage):
             captured[last] = merge_residual(hidden, residual)
         return hidden, residual, captured
 
+    def cut(self, *, tied: bool) -> Iterator[str]:
+        """Drop what other stages of a pipeline hold, and return its paths in here."""
+        pipeline = self._pipeline
+        yield from (f"layers.{layer}" for layer in range(len(self.layers)) if not pipeline.holds(layer))
+        if not pipeline.is_first and not (tied and pipeline.is_last):
+            del self.embed_tokens
+            yield "embed_tokens"
+        if not pipeline.is_last:
+            del self.norm
+            yield "norm"
+
     def finish(self, hidden: Passed, residual: Tensor | None) -> Tensor:
-        """The final norm of the residual stream."""
+        """The final norm of the residual stream; before the last stage of a pipeline, the stream itself."""
+        if not self._pipeline.is_last:
+            assert residual is not None, "a stage has at least one layer"
+            return self._add(residual, whole(hidden), None)
         normed, _ = self.norm.merge(hidden, residual)
         return whole(normed)
 
@@ -157,6 +180,10 @@ class DecoderLM(CausalLM):
             target=ctx.target,
             group=ctx.group,
         )
+        self.absent = tuple(f"model.{path}" for path in self.model.cut(tied=config.tied_embeddings))
+        if not ctx.pipeline.is_last:
+            self.lm_head = None
+            self.absent += ("lm_head",)
 
     @classmethod
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
@@ -14,7 +15,7 @@ from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
-from quire.ops.grouped import ADD_SHARED
+from quire.ops.grouped import ADD_SHARED, LOCAL_EXPERTS
 from quire.ops.scale import SCALE_ROWS
 from quire.ops.split_k import PartialSums
 from quire.types.ledger import EngineSizes, LedgerLine
@@ -85,6 +86,8 @@ class ExpertsMLP(MLP):
 class Experts(Stage):
     """The experts themselves."""
 
+    places: Tensor  # [num_experts] int32: the number of each expert in this rank, -1: another one holds it
+
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, ctx: BuildContext) -> None:
         super().__init__()
         count, hidden_size, width = experts.num_experts, config.hidden_size, experts.width
@@ -103,6 +106,12 @@ class Experts(Stage):
             count, width, hidden_size, bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group
         )
 
+        # Where the experts of this rank are: a table at a fixed address, which steps that are captured read.
+        held = self.gate_up_proj.held
+        places = [held.index(expert) if expert in held else -1 for expert in range(count)]
+        self.register_buffer("places", torch.tensor(places, dtype=torch.int32), persistent=False)
+        self._splits, self._elsewhere = len(held) < count, 0
+        self._local = LOCAL_EXPERTS.bind(ctx.target)
         self._activation = activation
         self._joined: Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None = None
 
@@ -117,6 +126,9 @@ class Experts(Stage):
         return self._joined is not None
 
     def settle(self) -> None:
+        methods = self.gate_up_proj.method, self.down_proj.method
+        if all(method.backend == "native" for method in methods):  # these leave such rows out
+            self._elsewhere = len(self.gate_up_proj.held)
         if self._joined is None:
             self._join(in_parts=False)
 
@@ -124,6 +136,8 @@ class Experts(Stage):
         self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation, in_parts)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
+        if self._splits:
+            expert_ids, weights = self._local(expert_ids, weights, self.places, self._elsewhere)
         if self._joined is not None:
             joined = self._joined(x, expert_ids, weights)
             return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined

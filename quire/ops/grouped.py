@@ -19,6 +19,7 @@ SharedExpert = tuple[Tensor, Tensor]
 SparseMLP = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool, SharedExpert | None], Tensor
 ]
+LocalExperts = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
@@ -83,12 +84,23 @@ def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
     return (routed.float() + wide).to(routed.dtype)
 
 
+def local_experts(expert_ids: Tensor, weights: Tensor, places: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
+    """Experts as a process numbers those that it holds: expert_ids [n, k] int32, weights [n, k] float32 -> the same.
+
+    places [experts] int32 is the number of each here, -1 where another process holds it; such slots become
+    `elsewhere`, with a weight of 0.
+    """
+    local = places[expert_ids.long()]
+    is_here = local >= 0
+    return local.masked_fill(~is_here, elsewhere), weights.masked_fill(~is_here, 0.0)
+
+
 def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Row i of x [n * k, in] times the matrix of expert_ids.flatten()[i]: [n * k, out]."""
     flat = expert_ids.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=weight.shape[0]).tolist()
-    out, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+    out, start = x.new_zeros(x.shape[0], weight.shape[1]), 0
     for expert, count in enumerate(counts):
         if count:
             rows = order[start : start + count]
@@ -160,6 +172,18 @@ def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Ten
     return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
 
 
+def generate_local_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    n, k, experts, _, _ = _sizes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(experts, generator=generator).to(torch.int32)
+    held = (experts + 1) // 2
+    ids = _expert_ids(n, k, experts, generator)
+    return ids, torch.rand(n, k, generator=generator), places.masked_fill(places >= held, -1), held * (seed % 2)
+
+
+LOCAL_EXPERTS: Op[LocalExperts] = Op(
+    "local_experts", local_experts, generate_local_inputs, 0.0, (native("local_experts", "grouped"),)
+)
 GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, generate_gate_up_inputs, 1e-4)
 GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_inputs, 1e-4)
 SPARSE_MLP: Op[SparseMLP] = Op(

@@ -16,6 +16,7 @@ class ParallelGroup:
     size: int = 1
     collectives: Collectives = field(default_factory=NullCollectives)
     exact: bool = False  # whether sums over ranks are to have the same bits for 1, 2, 4 and 8 of them
+    splits_experts: bool = False  # whether a rank holds some of the experts whole, or a slice of each
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -9,19 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from quire.parallel.collectives import Collectives
+from quire.parallel.collectives import Collectives, NullCollectives
+from quire.parallel.pipeline import Link
 
 
 class NcclCollectives(Collectives):
     """Sums are made of what is gathered, in a tree over the ranks, so that a message's size changes no bit."""
 
-    def __init__(self, device: torch.device, rank: int, size: int, meeting: str) -> None:
-        """`meeting` is a file that does not exist yet, the same for all ranks. Each rank sees its own GPU alone."""
-        device = torch.device(device.type, 0)
-        store = FileStore(meeting, size)
-        if not dist.is_initialized():
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
-        self._size, self._device = size, device
+    def __init__(self, device: torch.device, size: int, group: dist.ProcessGroup | None = None) -> None:
+        """`group` has `size` ranks; None: all there are."""
+        self._size, self._device, self._group = size, device, group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return _tree(self._gather(x), 0, self._size)
@@ -34,14 +31,57 @@ class NcclCollectives(Collectives):
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MIN)
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self._group)
         return [int(value) for value in mine.tolist()]
 
     def _gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]"""
         out = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x.contiguous())
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
         return out
+
+
+class NcclLink(Link):
+    """Between the GPUs of neighbouring stages. Sends wait, on the device, until the other side receives."""
+
+    def __init__(self, rank: int, tensor_size: int, stages: int) -> None:
+        self._before = rank - tensor_size if rank >= tensor_size else None
+        self._after = rank + tensor_size if rank < tensor_size * (stages - 1) else None
+
+    def send(self, x: Tensor) -> None:
+        if self._after is not None:
+            dist.send(x.contiguous(), self._after)
+
+    def receive(self, out: Tensor) -> None:
+        if self._before is not None:
+            dist.recv(out, self._before)
+
+
+def start_nccl(device: torch.device, rank: int, size: int, meeting: str) -> NcclCollectives:
+    """Of all ranks; `meeting` is a file that does not exist yet. Each rank sees its own GPU alone."""
+    device = torch.device(device.type, 0)
+    if not dist.is_initialized():
+        store = FileStore(meeting, size)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    return NcclCollectives(device, size)
+
+
+def nccl_collectives(
+    device: torch.device, rank: int, tensor_size: int, stages: int, meeting: str
+) -> tuple[Collectives, Collectives]:
+    """Of the ranks that share this one's layers, and of all, see `start_nccl`."""
+    size = tensor_size * stages
+    if size == 1:
+        return NullCollectives(), NullCollectives()
+    world = start_nccl(device, rank, size, meeting)
+    if stages == 1:
+        return world, world
+    # Every rank has to make every group.
+    members = [list(range(stage * tensor_size, (stage + 1) * tensor_size)) for stage in range(stages)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    if tensor_size == 1:
+        return NullCollectives(), world
+    return NcclCollectives(device, tensor_size, groups[rank // tensor_size]), world
 
 
 def _tree(parts: Tensor, first: int, count: int) -> Tensor:

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpu.library import bound, unavailable
 from quire.kernels.cpu.tracing import empty
 from quire.parallel.collectives import Collectives
+from quire.parallel.pipeline import Link
 from quire.types.errors import ConfigError
 
 SLOT_BYTES = 1 << 20  # messages are cut into pieces of this size
+LINK_SLOTS = 32  # of a link between two stages; a small message takes one
 _HEADER = 64 * 64
 
 
@@ -41,11 +44,25 @@ class SharedMemory:
         """`count` 64-bit words from byte `start` on."""
         return self.bytes[start : start + 8 * count].view(np.uint64)
 
+    def part(self, start: int, num_bytes: int) -> MemoryPart:
+        return MemoryPart(self, self.bytes[start : start + num_bytes])
+
     def close(self) -> None:
         """Give the descriptor back; the memory goes with whoever still has it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class MemoryPart:
+    """A part of shared memory that a group of ranks has for itself."""
+
+    def __init__(self, memory: SharedMemory, part: NDArray[np.uint8]) -> None:
+        self._memory, self.bytes = memory, part
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
 
 
 def _nameless_file() -> int:
@@ -59,13 +76,55 @@ def collective_bytes(size: int) -> int:
     return _HEADER + 2 * size * SLOT_BYTES
 
 
+LINK_BYTES = _HEADER + LINK_SLOTS * SLOT_BYTES
+
+
+class RankMemory:
+    """The memory of all ranks, by stages: what all share, the ranks of each stage, and a link between neighbours.
+
+    Ranks count through the first stage, then through the second; `tensor_size` of them share every layer.
+    """
+
+    def __init__(self, tensor_size: int, stages: int, fd: int | None = None) -> None:
+        """With `fd` it is the memory that another process made."""
+        self._world, self._stage = collective_bytes(tensor_size * stages), collective_bytes(tensor_size)
+        self._tensor_size, self._stages = tensor_size, stages
+        self._links = self._world + stages * self._stage
+        self.memory = SharedMemory(self._links + (stages - 1) * tensor_size * LINK_BYTES, fd)
+
+    @property
+    def fd(self) -> int:
+        return self.memory.fd
+
+    @property
+    def world(self) -> MemoryPart:
+        return self.memory.part(0, self._world)
+
+    def stage(self, index: int) -> MemoryPart:
+        return self.memory.part(self._world + index * self._stage, self._stage)
+
+    def link_from(self, rank: int) -> MemoryPart | None:
+        """From a rank to the one in its place of the next stage; None if it is in the last."""
+        if not 0 <= rank < (self._stages - 1) * self._tensor_size:
+            return None
+        return self.memory.part(self._links + rank * LINK_BYTES, LINK_BYTES)
+
+    def parts(self) -> list[MemoryPart]:
+        links = (self.link_from(rank) for rank in range(self._tensor_size * self._stages))
+        stages = (self.stage(index) for index in range(self._stages))
+        return [self.world, *stages, *(link for link in links if link is not None)]
+
+    def close(self) -> None:
+        self.memory.close()
+
+
 class SharedMemoryCollectives(Collectives):
     """Between processes; a kernel like any other, so that lists of kernel calls may hold it."""
 
-    def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
+    def __init__(self, memory: SharedMemory | MemoryPart, rank: int, size: int) -> None:
         reason = unavailable()
         if reason is not None:
-            raise ConfigError(f"tensor_parallel_size is {size}, which needs the CPU kernels, but {reason}")
+            raise ConfigError(f"{size} ranks on a CPU need the CPU kernels, but {reason}")
         self._memory, self._group = memory, (memory.address, rank, size, SLOT_BYTES)
         self._size = size
 
@@ -91,19 +150,38 @@ class SharedMemoryCollectives(Collectives):
         return [int(value) for value in gathered.view(self._size, -1).amin(0)]
 
 
+class SharedMemoryLink(Link):
+    """Between processes. Sends are not a part of recorded steps, which begin and end with tensors at fixed places."""
+
+    def __init__(self, before: MemoryPart | None, after: MemoryPart | None) -> None:
+        self._before, self._after = before, after
+
+    def send(self, x: Tensor) -> None:
+        if self._after is not None:
+            x = x.contiguous()
+            bound().send_to_stage(self._after.address, LINK_SLOTS, SLOT_BYTES, x.data_ptr(), x.nbytes)
+
+    def receive(self, out: Tensor) -> None:
+        if self._before is not None:
+            bound().receive_from_stage(self._before.address, LINK_SLOTS, SLOT_BYTES, out.data_ptr(), out.nbytes)
+
+
 class CollectiveFailure:
     """Whether a rank has failed, so that the others wait for it no longer; what they compute is then nothing."""
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+    def __init__(self, parts: Sequence[SharedMemory | MemoryPart]) -> None:
+        """`parts`: in each of which ranks may wait."""
+        self._parts = parts
 
     @property
     def is_told(self) -> bool:
-        return bool(ctypes.c_uint32.from_address(self._memory.address).value)
+        return bool(ctypes.c_uint32.from_address(self._parts[0].address).value)
 
     def tell(self) -> None:
-        ctypes.c_uint32.from_address(self._memory.address).value = 1
+        for part in self._parts:
+            ctypes.c_uint32.from_address(part.address).value = 1
 
     def forget(self) -> None:
         """Start over; while no rank is in a collective."""
-        self._memory.bytes[:_HEADER] = 0
+        for part in self._parts:
+            part.bytes[:_HEADER] = 0

@@ -46,6 +46,7 @@ class CaptureSizes:
     drafted: tuple[int, ...] = ()  # numbers of samples of steps with drafts
     speculates: bool = False  # whether such steps are usual
     pools: bool = False  # nothing is sampled: hidden states of all tokens are left
+    passes_on: bool = False  # nothing is sampled: hidden states go to the next stage; decode steps alone are captured
 
     @property
     def powers(self) -> list[int]:
@@ -77,7 +78,10 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     is_bound = full > mixed[-1] and full * weights <= _LAUNCH_BOUND
     most = -(-(decode[-1] + sizes.max_num_drafts) // 32) * 32
     drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
-    return CaptureSizes(decode, mixed, full if is_bound else None, drafted, sizes.speculates, context.pools)
+    full_size = full if is_bound and not context.passes_on else None
+    return CaptureSizes(
+        decode, mixed, full_size, drafted, sizes.speculates, pools=context.pools, passes_on=context.passes_on
+    )
 
 
 class GraphBytes(NamedTuple):
@@ -142,7 +146,8 @@ class CudaGraphs:
         if captured is not None:
             taken = graph_bytes(context, captured)
             yield LedgerLine("CUDA graphs", taken.forward, f"forward passes of up to {captured.max_tokens} tokens")
-            yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_samples} rows")
+            if not context.passes_on:
+                yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_samples} rows")
             if context.pools:
                 num_bytes = captured.max_tokens * context.sizes.hidden_size * context.dtype.itemsize
                 yield LedgerLine("CUDA graphs, hidden states", num_bytes, f"of {captured.max_tokens} tokens")
@@ -167,6 +172,8 @@ class CudaGraphs:
     @torch.inference_mode()
     def forward(self, step: Step) -> bool:
         shape = step.shape
+        if self._sizes.passes_on:
+            return self._forward_handed_on(step)
         pools = self._sizes.pools
         if shape.eager or shape.sampling.eager or (shape.every_token and not pools):
             return False
@@ -190,6 +197,13 @@ class CudaGraphs:
     def capture_next(self) -> bool:
         return next(self._usual, False)
 
+    def _forward_handed_on(self, step: Step) -> bool:
+        shape = step.shape
+        if shape.eager or not shape.is_decode or shape.num_rows > self._sizes.decode[-1]:
+            return False
+        step.every_hidden = self._hidden
+        return self._forward_decode(step)
+
     def _forward_decode(self, step: Step) -> bool:
         rows = step.plan.rows
         adapted = step.shape.adapted
@@ -198,11 +212,12 @@ class CudaGraphs:
             computed = self._program.rows.host_num_computed
             kind = self._program.backend.decode_kind([computed[row] for row in rows], size)
             self._decode = self._captured(_Forward(size, True, kind, adapted))
-            self._sampling(size, step.shape.sampling)  # captured before the rows are there: it overwrites them
+            if not self._sizes.passes_on:
+                self._sampling(size, step.shape.sampling)  # captured before the rows are there: it overwrites them
             padding = [self._program.rows.scratch_row] * (size - len(rows))
             self._sample_rows[:size] = upload([*rows, *padding], self._sample_rows.device, torch.int64)
             self._loaded, self._loaded_adapted, self._sample_size = list(rows), adapted, size
-        elif (self._sample_size, step.shape.sampling) not in self._samples:
+        elif not self._sizes.passes_on and (self._sample_size, step.shape.sampling) not in self._samples:
             self._decode = None
             return self._forward_decode(step)
         self._decode[0]()
@@ -312,7 +327,7 @@ class CudaGraphs:
                 self._sampling(size, sampling)
                 yield True
         full = [] if sizes.full is None else [sizes.full]
-        for size in chain(sizes.mixed, full):
+        for size in () if sizes.passes_on else chain(sizes.mixed, full):
             for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):
                 for every_token in (False, True) if sizes.pools and size == sizes.full else (sizes.pools,):
                     if (key := _Forward(size, False, kind, every_token=every_token)) not in self._forwards:

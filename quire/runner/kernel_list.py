@@ -51,6 +51,7 @@ class KernelList:
         max_rows: int,
         max_samples: int,
         pools: bool = False,
+        passes_on: bool = False,
     ) -> None:
         """No row is in use yet, and the cache has room for MOST_TOKENS."""
         self._program, self._recorder, self._eager = program, recorder, eager
@@ -63,11 +64,11 @@ class KernelList:
         # By whether it is adapted, and whether it has the hidden states of all tokens.
         self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
         self._pools = pools
-        kinds = itertools.product((False,) if program.adapters is None else (False, True), (True, False))
+        every = (True, False) if pools else (passes_on,)
+        kinds = itertools.product((False,) if program.adapters is None else (False, True), every)
         try:
             for adapted, every_token in kinds:
-                if pools or not every_token:
-                    self._forwards[adapted, every_token] = self._record_forward(adapted, every_token)
+                self._forwards[adapted, every_token] = self._record_forward(adapted, every_token)
         except NotRecordableError as error:
             logger.info("steps run eagerly: the model %s", error)
 
@@ -82,7 +83,7 @@ class KernelList:
             return None
         sizes = context.sizes
         limits = (sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_num_samples)
-        return cls(program, recorder, eager, *limits, context.pools)
+        return cls(program, recorder, eager, *limits, context.pools, context.passes_on)
 
     @property
     def is_recorded(self) -> bool:

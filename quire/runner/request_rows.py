@@ -35,7 +35,7 @@ class RequestRows:
         self.host_num_computed = [0] * count
         self.request_ids: list[str | None] = [None] * count
         self.unsettled: dict[int, int] = {}  # row -> steps in flight with drafts of it: its lengths are upper bounds
-        self._num_starts = [0] * count  # of each row, to tell results of its last request
+        self.num_starts = [0] * count  # of each row, to tell results of its last request
         self._staged: list[RowStart] = []
         self._start_rows = START_ROWS.bind(Target(device.type))
         self._lent = Lent(device)
@@ -53,7 +53,7 @@ class RequestRows:
             raise EngineError(f"row {row} given to {start.request_id} still belongs to {self.request_ids[row]}")
         self.request_ids[row] = start.request_id
         self.unsettled.pop(row, None)
-        self._num_starts[row] += 1
+        self.num_starts[row] += 1
         self.host_num_tokens[row] = len(start.token_ids)
         self.host_num_computed[row] = start.num_computed_tokens
         self._staged.append(start)
@@ -82,7 +82,7 @@ class RequestRows:
 
     def note_drafts(self, rows: Iterable[int]) -> list[tuple[int, int]]:
         """Rows whose drafts a step verifies, as `settle` takes them."""
-        noted = [(row, self._num_starts[row]) for row in rows]
+        noted = [(row, self.num_starts[row]) for row in rows]
         for row, _ in noted:
             self.unsettled[row] = self.unsettled.get(row, 0) + 1
         return noted
@@ -90,7 +90,7 @@ class RequestRows:
     def settle(self, noted: tuple[int, int], num_rejected: int) -> None:
         """Take back what the host has counted of drafts that did not hold, if the row is still the same request's."""
         row, num_starts = noted
-        if self._num_starts[row] != num_starts:
+        if self.num_starts[row] != num_starts:
             return
         self.host_num_tokens[row] -= num_rejected
         self.host_num_computed[row] -= num_rejected

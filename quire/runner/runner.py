@@ -17,6 +17,7 @@ from quire.runner.proposers.base import NoProposer
 from quire.runner.request_rows import RequestRows
 from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.stages import WholeModel, nothing_sampled
 from quire.runner.step import Step, StepShape, planned_tokens
 from quire.runner.ways import Way
 from quire.types.masks import Masks
@@ -33,8 +34,9 @@ class RunningStep:
 
     def sample(self, masks: Masks) -> None:
         """Let a step with mask_slots sample under these masks, a line per sample position. Does not wait."""
-        self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
-        self._way.sample(self._step)
+        if self._runner.stage.samples:
+            self._runner.sampler.masks.load(self._step.plan.mask_slots, masks)
+            self._way.sample(self._step)
 
     def result(self) -> StepResult:
         """Wait for the step; tell which of its rows broke, and make their blocks fit for others."""
@@ -70,8 +72,10 @@ class Runner:
         inputs: TokenInputs = PLAIN_INPUTS,
         pooler: NoPooling | None = None,
         adapters: NoAdapters | None = None,
+        stage: WholeModel | None = None,
     ) -> None:
         """The last of `ways` takes every step."""
+        self.stage = stage or WholeModel()
         self.inputs = inputs
         self.adapters = adapters or NoAdapters()
         self.pooler = pooler or NoPooling()
@@ -92,6 +96,7 @@ class Runner:
         routed = self.routed_experts.wants(plan.rows)
         if routed:
             self.routed_experts.begin()
+        self.stage.receive(step.shape.num_tokens)
         way = next(way for way in self.ways if way.forward(step))
         if routed:
             step.routed = self.routed_experts.end(plan, self.rows.host_num_computed)
@@ -100,7 +105,8 @@ class Runner:
         if plan.draft_token_ids:
             step.drafted_rows = self.rows.note_drafts(plan.draft_token_ids)
         self.rows.note_appended(step.sample_rows)
-        if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots:
+        self.stage.send(step)
+        if not self.pooler.read(step) and step.shape.num_samples and not plan.mask_slots and self.stage.samples:
             way.sample(step)
         running = RunningStep(self, step, way)
         if self.proposer.follows:
@@ -118,6 +124,8 @@ class Runner:
 
     def finish(self, step: Step) -> StepResult:
         self._newest = None
+        if not self.stage.samples:
+            return nothing_sampled(step.plan, step.way)
         result, plan = step.result(), step.plan
         if plan.draft_token_ids:
             self._settle(step, result)
@@ -149,7 +157,7 @@ class Runner:
             num_rows=num_rows,
             num_samples=len(rows),
             is_decode=is_decode,
-            every_token=needs_eager or self.pooler.wants_every_token(plan.rows),
+            every_token=needs_eager or not self.stage.samples or self.pooler.wants_every_token(plan.rows),
             sampling=sampling._replace(drafted=True) if drafts else sampling,
             adapted=self.adapters.are_in(plan.rows),
             eager=needs_eager,

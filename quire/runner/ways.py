@@ -54,6 +54,8 @@ class WayContext:
     dtype: torch.dtype
     sizes: EngineSizes
     pools: bool = False  # nothing is sampled
+    passes_on: bool = False  # nor here: the hidden states of all tokens go to the next stage of a pipeline
+    receives: bool = False  # and those of its own tokens come from the stage before
 
 
 class WayKind(Protocol):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from quire.sched.preempt import make_room
-from quire.sched.request import Request
+from quire.sched.request import Request, Status
 from quire.sched.state import SchedulerState, StepDraft, order_key
 
 
-def plan_running(state: SchedulerState, step: StepDraft) -> None:
+def plan_running(state: SchedulerState, step: StepDraft, requests: Iterable[Request]) -> None:
     """Plan running requests in order. The common case, one token that its blocks have room for, is written out."""
     add_request, add_count = step.requests.append, step.num_tokens.append
     budget = step.budget
     num_behind = len(state.running)
-    for request in state.running:
+    for request in requests:
         num_behind -= 1
         num_tokens = request.num_tokens
         if num_tokens >= request.max_tokens_total:
@@ -35,6 +37,24 @@ def plan_running(state: SchedulerState, step: StepDraft) -> None:
             add_count(1)
             budget -= 1
     step.budget = budget
+
+
+def in_turn(state: SchedulerState) -> Iterator[Request]:
+    """Running requests that a pipeline of several stages may compute in the next step, in order.
+
+    Those whose last token is in flight wait for it: stages before the last know it once it has come back. Of those
+    that decode, a step takes an even share, so that each stage has a batch.
+    """
+    running = state.running
+    share = -(-(len(running) - len(state.prefilling)) // state.limits.num_stages)
+    for request in list(running):
+        if request.status is not Status.RUNNING or request.num_tokens > len(request.token_ids):
+            continue
+        if request.num_tokens - request.num_computed_tokens == 1:
+            if not share:
+                continue
+            share -= 1
+        yield request
 
 
 def plan_tokens(state: SchedulerState, step: StepDraft, request: Request, count: int) -> bool:

@@ -17,7 +17,7 @@ from quire.sched.preempt import preempt
 from quire.sched.queues import make_queue
 from quire.sched.recovery import fail_requests, plan_retry, unwind
 from quire.sched.request import Request, Status
-from quire.sched.running import plan_oldest_prompt, plan_running
+from quire.sched.running import in_turn, plan_oldest_prompt, plan_running
 from quire.sched.shares import TokenShares, WholePrompts
 from quire.sched.state import Drafting, InFlight, Limits, SchedulerState, Shares, StepDraft
 from quire.sched.update import apply_result, first_output
@@ -42,12 +42,18 @@ class Scheduler:
         drafting: Drafting | None = None,
         adapters: NoAdapterSlots | None = None,
         max_num_drafts: int | None = None,
+        num_stages: int = 1,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
         most_drafts = max_num_batched_tokens if max_num_drafts is None else max_num_drafts
         limits = Limits(
-            max_num_seqs, max_num_batched_tokens, long_prefill_token_threshold, max_model_len, most_drafts
+            max_num_seqs,
+            max_num_batched_tokens,
+            long_prefill_token_threshold,
+            max_model_len,
+            most_drafts,
+            num_stages,
         )
         self._state = SchedulerState(
             limits,
@@ -103,7 +109,7 @@ class Scheduler:
             plan_retry(state, step)
         else:
             state.shares.begin(state, step)
-            plan_running(state, step)
+            plan_running(state, step, state.running if state.limits.num_stages == 1 else in_turn(state))
             admit_waiting(state, step)
             if not step.requests and state.prefilling:
                 plan_oldest_prompt(state, step)
@@ -157,6 +163,11 @@ class Scheduler:
         if state.in_flight and state.in_flight[-1].plan.starts:
             for request in state.in_flight[-1].requests:
                 state.kv.hash_ahead(request.kv, request.token_ids)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether every token of a request is known when it is planned, whatever else is in flight."""
+        return self._state.limits.num_stages > 1
 
     @property
     def state(self) -> SchedulerState:

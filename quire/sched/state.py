@@ -27,6 +27,7 @@ class Limits:
     long_prefill_token_threshold: int
     max_model_len: int
     max_num_drafts: int  # of all requests in a step
+    num_stages: int = 1  # of a pipeline, each of which computes another step
 
 
 @dataclass(slots=True)

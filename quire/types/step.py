@@ -97,6 +97,14 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]  # [num_tokens, layers, experts of a token]
 
 
+class Returned(msgspec.Struct, frozen=True, array_like=True):
+    """What stages of a pipeline that do not sample have to know of a step's result."""
+
+    step_id: int
+    token_ids: list[list[int]]  # as in StepResult
+    broken: list[int]  # indices into the plan's rows of those that failed
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step produced; `token_ids` is parallel to the plan's rows, [] where nothing was sampled.
 

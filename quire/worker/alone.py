@@ -37,5 +37,9 @@ def forward_alone(plan: EnginePlan, model: Model, block_size: int, prompts: list
             plan.backends[group.index].prepare_eager(make_batch(lengths, lengths, tables, slots, block_size))
         )
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    hidden: Tensor = model(token_ids, places, ForwardBatch(attention, lengths=HostLengths(lengths, lengths)))
+    embeds = None
+    if not plan.pipeline.is_first:
+        embeds = torch.zeros(len(token_ids), plan.description.hidden_size, dtype=plan.context.dtype, device=device)
+    batch = ForwardBatch(attention, lengths=HostLengths(lengths, lengths))
+    hidden: Tensor = model(token_ids, places, batch, embeds)
     return hidden

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -11,7 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
 from quire.types.masks import Masks
 from quire.types.request import AdapterRef
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Returned, StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
 from quire.worker.executor import Executor
@@ -86,6 +86,9 @@ class InProcExecutor(Executor):
         if waits and not plan.mask_slots:
             step.wait()
         return step
+
+    def learn(self, returned: Sequence[Returned]) -> None:
+        self._worker.learn(returned)
 
     def mask_room(self, count: int) -> Masks:
         return self._worker.mask_room(count)

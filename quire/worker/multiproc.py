@@ -1,4 +1,4 @@
-"""The executor whose workers are processes on this host, one for each rank. The first rank answers for all.
+"""The executor whose workers are processes on this host, one for each rank. The first that samples answers for all.
 
 Messages to ranks are written once, into a ring in shared memory; a rank that dies or stands still fails the engine.
 """
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.config.env import child_environment, import_path, visible_devices
-from quire.parallel.shared_memory import CollectiveFailure, SharedMemory, collective_bytes
+from quire.parallel.shared_memory import CollectiveFailure, RankMemory, SharedMemory
 from quire.types.errors import ConfigError, EngineDeadError, EngineError, QuireError
 from quire.types.masks import Masks
 from quire.types.request import AdapterRef
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Returned, StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
 from quire.worker.description import WorkerDescription
@@ -155,11 +155,15 @@ class MultiProcStep:
 
 class MultiProcExecutor(Executor):
     def __init__(self, config: EngineConfig, report: ReportPhase) -> None:
-        size = config.parallel.tensor_parallel_size
+        parallel = config.parallel
+        size = parallel.num_ranks
         self._report = report
-        self._ring_memory, self._memory = SharedMemory(ring_bytes(size)), SharedMemory(collective_bytes(size))
+        self._ring_memory = SharedMemory(ring_bytes(size))
+        self._memory = RankMemory(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._ring = RingWriter(self._ring_memory, size)
-        self._failed_ranks = CollectiveFailure(self._memory)
+        self._failed_ranks = CollectiveFailure(self._memory.parts())
+        self._is_pipeline = parallel.pipeline_parallel_size > 1
+        self._returned: list[Returned] = []  # results that the stages before the last have not been given yet
         self._meeting = tempfile.TemporaryDirectory(prefix="quire-ranks-")
         self._selector = selectors.DefaultSelector()
         self._answers: dict[int, StepResult | Exception] = {}
@@ -178,7 +182,7 @@ class MultiProcExecutor(Executor):
         except QuireError:
             self.shutdown()
             raise
-        self.description = self._descriptions[0]
+        self.description = self._descriptions[parallel.answering_rank]
         self._check_alike()
 
     def _launch(self, config: EngineConfig, rank: int, size: int) -> RankProcess:
@@ -211,7 +215,8 @@ class MultiProcExecutor(Executor):
     def execute(self, plan: StepPlan) -> MultiProcStep:
         if self._must_pause and self.failure is None:
             self._pause()
-        self.send(Execute(plan))
+        returned, self._returned = self._returned, []
+        self.send(Execute(plan, returned))
         return MultiProcStep(self, plan.step_id)
 
     def prepare(self) -> bool:
@@ -316,6 +321,8 @@ class MultiProcExecutor(Executor):
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
             case Done(result):
+                if self._is_pipeline:
+                    self._returned.append(Returned(result.step_id, result.token_ids, list(result.errors)))
                 self._answers.setdefault(result.step_id, result)
             case Failed(step_id, reason, is_sticky, is_echo):
                 self._must_pause = True

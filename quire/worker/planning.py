@@ -23,10 +23,11 @@ from quire.layers.adapters import AdapterSizes
 from quire.layers.attention import CachedLayer
 from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
+from quire.layers.weights import Schemes, WeightedLayer
 from quire.loader.checkpoint import Checkpoint
 from quire.loader.dummy import dummy_schemes
 from quire.loader.hub import ModelSource, find_model
-from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, planned_bytes
+from quire.loader.mapper import bytes_in, count_parameters, decoded_elements, stored_schemes
 from quire.loader.model_config import load_config
 from quire.loader.open import has_weights, open_checkpoint
 from quire.loader.pooler import module_files, read_pooler
@@ -35,12 +36,14 @@ from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
 from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
+from quire.parallel.pipeline import Pipeline
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
 from quire.runner.adapters import make_room, slots_line
 from quire.runner.block_tables import BlockTables
 from quire.runner.request_rows import RequestRows
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.stages import StageInputs
 from quire.runner.ways import WAYS, WayContext
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
@@ -48,6 +51,7 @@ from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
 from quire.types.pooling import PoolerConfig
 from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
+from quire.worker.stages import check_experts, check_stages, cut, layout_of_stage
 
 # What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
 PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
@@ -72,16 +76,19 @@ class EnginePlan:
     pooler: PoolerConfig | None  # None: it generates
     adapters: AdapterSizes | None  # None: there are none
     group: ParallelGroup  # of the ranks that share every layer
+    pipeline: Pipeline  # the layers of this rank
     draft: DraftPlan | None  # the model that drafts; None: none does
 
     def way_context(self, model: Model) -> WayContext:
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, pools=self.pooler is not None)
+        ends = not self.pipeline.is_last, not self.pipeline.is_first
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, self.pooler is not None, *ends)
 
     @property
     def context(self) -> BuildContext:
-        return _build_context(
+        context = _build_context(
             self.settings, self.platform, self.ledger.max_model_len, self.deterministic, self.pooler, self.group
         )
+        return replace(context, pipeline=self.pipeline)
 
     @property
     def deterministic(self) -> bool:
@@ -118,14 +125,17 @@ def plan_engine(
     needs_weights: bool = True,
     others: Sequence[LedgerLine] = (),
     group: ParallelGroup | None = None,
+    pipeline: Pipeline | None = None,
     supply: MemorySupply | None = None,
 ) -> EnginePlan:
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
-    `group`: the ranks that share every layer; they agree on KV blocks. `supply`: instead of what is free.
+    `group`: the ranks that share every layer; `pipeline`: the stages, of which this is one. All ranks agree on the
+    number of KV blocks. `supply`: instead of what is free.
     """
     group = group or ParallelGroup(exact=config.parallel.tp_exact)
+    pipeline = pipeline or Pipeline()
     platform = get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = find_model(config.model)
@@ -135,16 +145,7 @@ def plan_engine(
     model_config = load_config(source) if checkpoint is None else checkpoint.config
     architecture = model_class(model_config)
     description = describe(model_config)
-    pooler = read_pooler(
-        config.model,
-        source,
-        model_config,
-        classifier=architecture.classifier(model_config),
-        token_head=architecture.token_head(model_config),
-        size=description.hidden_size,
-        generates="generates" in architecture.capabilities and not description.is_bidirectional,
-        is_encoder=description.is_bidirectional,
-    )
+    pooler = _pooler(config, source, architecture, model_config, description)
     if checkpoint is not None:
         checkpoint = with_modules(checkpoint, module_files(source, pooler))
     if pooler is not None and pooler.max_tokens is not None:
@@ -160,41 +161,48 @@ def plan_engine(
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     draft = None if pooler is not None else plan_draft(config, source, model_config, description, length)
+    check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     backend.start()
     _check_heads(kept, backend)
     kv_dtype = _kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
-    context = _build_context(
-        settings, platform, length, backend.name == platform.deterministic_backend, pooler, group
-    )
-    model = build_on_meta(architecture, model_config, context)
+    deterministic = backend.name == platform.deterministic_backend
+    context = _build_context(settings, platform, length, deterministic, pooler, group)
+    whole = model = build_on_meta(architecture, model_config, context)
+    if pipeline.size > 1:
+        pipeline = cut(whole, _stored(whole, model_config, checkpoint, made_up=made_up), pipeline)
+        context = replace(context, pipeline=pipeline)
+        model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
-    weights, note = _weights(model, model_config, checkpoint, settings.dtype, made_up=made_up)
-    sizes = _sizes(
-        config, settings, description, model, length, dtype, is_pooler=pooler is not None, proposes=draft is not None
-    )
+    weights = bytes_in(model, _stored(model, model_config, checkpoint, made_up=made_up))
+    note = _weights_note(model, weights, checkpoint, settings.dtype)
+    sizes = _sizes(config, settings, description, model, length, dtype, pooler, draft)
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
+    check_experts(whole, group)
     _check_backend(model, backend)
     backend.whole_prompts = model.is_bidirectional
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    parts = contributions(WayContext(platform, backend, model, dtype, sizes, pools=pooler is not None))
+    ends = pooler is not None, not pipeline.is_last, not pipeline.is_first
+    parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
+    layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
     if config.device.standby:
         others = [*others, _standby(platform, (weights_line, *parts))]
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
-        layout=kv_layout(model.cached_layers(), backend, kv_dtype, config.cache.block_size),
+        layout=layout_of_stage(layout, whole, pipeline),
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         others=_others(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    ledger = _ledger(config, platform, demand, supply or _supply(config, platform, group), group)
+    supply = supply or _supply(config, platform, group, pipeline)
+    ledger = _ledger(config, platform, demand, supply, group, pipeline)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -211,7 +219,27 @@ def plan_engine(
         pooler=pooler,
         adapters=adapter_sizes(config),
         group=group,
+        pipeline=pipeline,
         draft=draft,
+    )
+
+
+def _pooler(
+    config: EngineConfig,
+    source: ModelSource,
+    architecture: type[Model],
+    model_config: dict[str, Any],
+    description: ModelDescription,
+) -> PoolerConfig | None:
+    return read_pooler(
+        config.model,
+        source,
+        model_config,
+        classifier=architecture.classifier(model_config),
+        token_head=architecture.token_head(model_config),
+        size=description.hidden_size,
+        generates="generates" in architecture.capabilities and not description.is_bidirectional,
+        is_encoder=description.is_bidirectional,
     )
 
 
@@ -229,9 +257,8 @@ def _sizes(
     model: Model,
     length: int,
     dtype: torch.dtype,
-    *,
-    is_pooler: bool,
-    proposes: bool,
+    pooler: PoolerConfig | None,
+    draft: DraftPlan | None,
 ) -> EngineSizes:
     return EngineSizes(
         max_num_seqs=settings.max_num_seqs,
@@ -242,28 +269,26 @@ def _sizes(
         hidden_size=description.hidden_size,
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
-        max_num_drafts=0 if is_pooler else settings.max_num_drafts,
+        max_num_drafts=0 if pooler is not None else settings.max_num_drafts,
         speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
-        proposes=proposes,
+        proposes=draft is not None,
     )
 
 
-def _weights(
-    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, dtype: str, *, made_up: bool
-) -> tuple[int, str]:
-    """Bytes of a model's weights, which it allocates, and a note on them."""
-    decoded: list[str] = []
+def _stored(
+    model: Model, model_config: dict[str, Any], checkpoint: Checkpoint | None, *, made_up: bool
+) -> Mapping[WeightedLayer, Schemes]:
+    """How each layer's weights are stored, or would be."""
     if checkpoint is not None:
-        weights = planned_bytes(model, checkpoint.tensors())
-        decoded = decoded_elements(model, checkpoint.tensors())
-    elif made_up:
-        weights = bytes_in(model, dummy_schemes(model, model_config))
-    else:
-        weights = planned_bytes(model, None, _named_scheme(model_config))
-    return weights, _weights_note(count_parameters(model), weights, decoded, dtype)
+        return stored_schemes(model, checkpoint.tensors())
+    if made_up:
+        return dummy_schemes(model, model_config)
+    return stored_schemes(model, None, _named_scheme(model_config))
 
 
-def _weights_note(num_parameters: int, num_bytes: int, decoded: Sequence[str], dtype: str) -> str:
+def _weights_note(model: Model, num_bytes: int, checkpoint: Checkpoint | None, dtype: str) -> str:
+    decoded = [] if checkpoint is None else decoded_elements(model, checkpoint.tensors())
+    num_parameters = count_parameters(model)
     note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes / num_parameters:.1f} bits"
     return note + (f"; {', '.join(decoded)} become {dtype} when they are loaded" if decoded else "")
 
@@ -285,7 +310,7 @@ def build_on_meta(architecture: type[Model], model_config: dict[str, Any], conte
 
 def _allows(architecture: type[Model], model_config: dict[str, Any], context: BuildContext, size: int) -> bool:
     try:
-        architecture.from_config(model_config, replace(context, group=ParallelGroup(0, size)))
+        architecture.from_config(model_config, replace(context, group=replace(context.group, rank=0, size=size)))
     except ConfigError:
         return False
     return True
@@ -306,7 +331,8 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
     model, sizes, of_drafter = context.model, context.sizes, drafter_context(context)
     layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
     lines = chain(
-        *(part.contributes(sizes) for part in (*PARTS, model)),
+        *(part.contributes(sizes) for part in (*PARTS, model) if part is not Sampler or not context.passes_on),
+        StageInputs.contributes(sizes) if context.receives else (),
         slots_line(model),
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
@@ -322,7 +348,7 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
-    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group)
+    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
     return replace(plan, demand=demand, ledger=ledger)
 
 
@@ -341,16 +367,22 @@ def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerL
     return tuple(line for line in (reserved, *others) if line.num_bytes)
 
 
-def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup) -> MemorySupply:
+def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup, pipeline: Pipeline) -> MemorySupply:
+    num_ranks = group.size * pipeline.size
     supply = platform.available_memory(config.cache.gpu_memory_utilization)
-    if not platform.uses_host_memory or group.size == 1:
+    if not platform.uses_host_memory or num_ranks == 1:
         return supply
     # Ranks come at the same time, and each looks at the whole.
-    return supply._replace(num_bytes=supply.num_bytes // group.size, bound=f"{supply.bound}, shared by ranks")
+    return supply._replace(num_bytes=supply.num_bytes // num_ranks, bound=f"{supply.bound}, shared by ranks")
 
 
 def _ledger(
-    config: EngineConfig, platform: Platform, demand: MemoryDemand, supply: MemorySupply, group: ParallelGroup
+    config: EngineConfig,
+    platform: Platform,
+    demand: MemoryDemand,
+    supply: MemorySupply,
+    group: ParallelGroup,
+    pipeline: Pipeline,
 ) -> MemoryLedger:
     one_request = demand.kv_bytes(config.model.max_model_len or demand.trained_len)
     mine = make_ledger(
@@ -360,7 +392,8 @@ def _ledger(
         platform.default_kv_memory(supply.num_bytes - demand.fixed, one_request),
         config.model.max_model_len,
     )
-    length, *blocks = group.collectives.minimum([mine.max_model_len, *mine.pool_blocks])
+    ranks = group.collectives if pipeline.size == 1 else pipeline.world
+    length, *blocks = ranks.minimum([mine.max_model_len, *mine.pool_blocks])
     if (length, *blocks) == (mine.max_model_len, *mine.pool_blocks):
         return mine
     return replace(
@@ -373,12 +406,20 @@ def _ledger(
 
 
 def plan_memory(
-    config: EngineConfig, others: Sequence[LedgerLine] = (), supply: MemorySupply | None = None
+    config: EngineConfig, others: Sequence[LedgerLine] = (), stage: int = 0, supply: MemorySupply | None = None
 ) -> MemoryLedger:
-    """Of each rank."""
+    """Of each rank of a stage."""
     parallel = config.parallel
-    group = ParallelGroup(0, parallel.tensor_parallel_size, exact=parallel.tp_exact)
-    return plan_engine(config, needs_weights=False, others=others, group=group, supply=supply).ledger
+    group = ParallelGroup(
+        0,
+        parallel.tensor_parallel_size,
+        exact=parallel.tp_exact,
+        splits_experts=parallel.enable_expert_parallel,
+    )
+    pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
+    return plan_engine(
+        config, needs_weights=False, others=others, group=group, pipeline=pipeline, supply=supply
+    ).ledger
 
 
 def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from quire.config.engine import EngineConfig
 from quire.config.env import log_level
 from quire.parallel.connect import connect
-from quire.parallel.groups import ParallelGroup
-from quire.parallel.shared_memory import CollectiveFailure, SharedMemory, collective_bytes
+from quire.parallel.shared_memory import CollectiveFailure, RankMemory, SharedMemory
 from quire.platform.registry import get_platform
 from quire.types.errors import EngineError, QuireError
 from quire.types.masks import Masks
@@ -80,9 +79,11 @@ class Rank:
         self._socket = socket.socket(fileno=order.socket_fd)
         self._send_lock = threading.Lock()  # adapters are read on a thread of their own
         self._ring = RingReader(SharedMemory(ring_bytes(order.size), order.ring_fd), order.rank, order.size)
-        memory = SharedMemory(collective_bytes(order.size), order.collectives_fd)
-        self._failure = CollectiveFailure(memory)
-        self._memory = memory
+        parallel = order.config.parallel
+        self._memory = memory = RankMemory(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, order.collectives_fd
+        )
+        self._failure = CollectiveFailure(memory.parts())
         self._running: deque[tuple[StepPlan, InProcStep]] = deque()
         self._awaits_masks = False  # of the newest one, which has no result before
 
@@ -112,10 +113,12 @@ class Rank:
     def _start(self) -> InProcExecutor:
         order = self._order
         platform = get_platform(order.config.device.device)
-        collectives = connect(platform, self._memory, order.rank, order.size, order.meeting)
-        group = ParallelGroup(order.rank, order.size, collectives, order.config.parallel.tp_exact)
+        parallel = order.config.parallel
+        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        kind = {"exact": parallel.tp_exact, "splits_experts": parallel.enable_expert_parallel}
+        place = connect(platform, self._memory, order.rank, *sizes, order.meeting, **kind)
         with paused_collector():
-            worker = Worker(self._with_threads(order.config), self._report, group)
+            worker = Worker(self._with_threads(order.config), self._report, *place)
         return InProcExecutor(worker)
 
     def _with_threads(self, config: EngineConfig) -> EngineConfig:
@@ -149,7 +152,9 @@ class Rank:
 
     def _obey(self, executor: InProcExecutor, message: ToRank, payload: NDArray[np.uint8]) -> None:
         match message:
-            case Execute(plan):
+            case Execute(plan, returned):
+                if returned:
+                    executor.learn(returned)
                 step = executor.execute(plan)
                 self._running.append((plan, step))
                 self._awaits_masks = bool(plan.mask_slots)
@@ -178,7 +183,7 @@ class Rank:
             self._answer(executor)
 
     def _answer(self, executor: InProcExecutor) -> None:
-        """Tell how the oldest step went: the first rank always, the others if it failed."""
+        """Tell how the oldest step went: the first rank that samples always, the others if it failed."""
         plan, step = self._running.popleft()
         error = step.exception()
         if isinstance(error, Exception):
@@ -188,7 +193,7 @@ class Rank:
             self._send(Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
         elif self._failure.is_told:
             self._send(Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
-        elif self._order.rank == 0:
+        elif self._order.rank == self._order.config.parallel.answering_rank:
             self._send(Done(step.result()))
 
     def _tell_adapter(self, digest: str, reading: Future[int]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.types.request import AdapterRef
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Returned, StepPlan, StepResult
 from quire.worker.description import WorkerDescription
 
 
@@ -19,7 +19,7 @@ class RankOrder(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     rank: int
-    size: int
+    size: int  # of all: the ranks that share every layer, times the stages
     socket_fd: int
     ring_fd: int
     collectives_fd: int
@@ -28,6 +28,7 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 class Execute(msgspec.Struct, tag=True, frozen=True):
     plan: StepPlan
+    returned: list[Returned] = []  # of earlier steps, for stages that do not sample
 
 
 class Sample(msgspec.Struct, tag=True, frozen=True):

@@ -31,4 +31,4 @@ def executor_of(config: EngineConfig) -> str:
     name = config.parallel.executor
     if name != "auto":
         return name
-    return "multiproc" if config.parallel.tensor_parallel_size > 1 else DEFAULT_EXECUTOR
+    return "multiproc" if config.parallel.num_ranks > 1 else DEFAULT_EXECUTOR

@@ -24,6 +24,7 @@ from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.parallel.groups import ParallelGroup
+from quire.parallel.pipeline import Pipeline
 from quire.platform.allocator import return_free_memory
 from quire.runner.adapters import RowAdapters, make_room
 from quire.runner.block_tables import BlockTables
@@ -40,10 +41,11 @@ from quire.runner.runner import Runner, RunningStep
 from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.stages import NoPromptLogprobs, NoSampler, Stage, StageInputs
 from quire.runner.ways import make_ways
 from quire.types.errors import EngineDeadError
 from quire.types.masks import Masks
-from quire.types.step import StepPlan
+from quire.types.step import Returned, StepPlan
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
@@ -59,7 +61,11 @@ logger = get_logger(__name__)
 
 class Worker:
     def __init__(
-        self, config: EngineConfig, report: ReportPhase = ignore_phase, group: ParallelGroup | None = None
+        self,
+        config: EngineConfig,
+        report: ReportPhase = ignore_phase,
+        group: ParallelGroup | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Takes all that the engine will need; `report` is called as each part of the work begins."""
         started = time.perf_counter()
@@ -70,7 +76,7 @@ class Worker:
         self._put_back: Callable[[], None] | None = None  # weights from host memory
         report("plan")
         features = sampling_features(load_processors(config.model.logits_processors))
-        plan = plan_engine(config, group=group)
+        plan = plan_engine(config, group=group, pipeline=pipeline)
         self.platform = plan.platform
         logger.info("settings: %s", "; ".join(plan.settings.explain()))
         for entry in plan.ledger.entries:
@@ -117,7 +123,7 @@ class Worker:
             step_times=self.platform.step_times,
             pooler=plan.pooler,
             is_bidirectional=model.is_bidirectional,
-            routes=self.runner.routed_experts.can_record,
+            routes=self.runner.routed_experts.can_record and plan.pipeline.size == 1,
             kernel_path=plan.kernel_path,
             step_sizes=self.runner.step_sizes,
         )
@@ -136,6 +142,10 @@ class Worker:
     def runner(self) -> Runner:
         assert self._runner is not None, "the worker sleeps"
         return self._runner
+
+    def learn(self, returned: Sequence[Returned]) -> None:
+        """What the last stage of a pipeline sampled, before the next step."""
+        self.runner.stage.learn(returned)
 
     def execute(self, plan: StepPlan) -> RunningStep:
         return self.runner.execute(plan)
@@ -258,11 +268,17 @@ def build_runner(
     tables = BlockTables(
         len(ledger.layout.groups), settings.max_num_seqs, ledger.max_model_len, block_size, platform.device
     )
-    max_samples = plan.sizes.max_num_samples
-    sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features, max_samples)
+    max_samples, pipeline = plan.sizes.max_num_samples, plan.pipeline
+    sampler: Sampler = NoSampler()
+    if pipeline.is_last:
+        sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features, max_samples)
     with platform.device:
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
-    if isinstance(model, CausalLM):
+    received = None
+    if not pipeline.is_first:
+        size = StageInputs.num_rows(plan.sizes), plan.description.hidden_size
+        inputs = received = StageInputs(inputs, platform.zeros(size, plan.context.dtype))
+    elif isinstance(model, CausalLM):
         inputs = PromptEmbedInputs(inputs, model.embed, plan.context.dtype, platform.device)
     tokens = None
     if plan.adapters is not None:
@@ -271,7 +287,8 @@ def build_runner(
     program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples)
     adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
     head = LogitsHead(model, sample_ladder)
-    prompt_logprobs = PromptLogprobs(rows, head)
+    prompt_logprobs = PromptLogprobs(rows, head) if pipeline.is_last else NoPromptLogprobs()
+    containment = Containment(model.cached_layers(), tables)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.
     samples = token_ladder if platform.batch_invariant else coarse_ladder(max_samples)
     eager = Eager(program, head, prompt_logprobs, Padding(token_ladder, samples, platform.narrow_above))
@@ -282,11 +299,12 @@ def build_runner(
         sampler=sampler,
         prompt_logprobs=prompt_logprobs,
         routed_experts=RoutedExpertsRecorder(model),
-        containment=Containment(model.cached_layers(), tables),
+        containment=containment,
         ways=list(make_ways(plan.way_context(model), program, eager, room)),
         inputs=inputs,
         pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.context.target)),
         adapters=adapters,
+        stage=None if pipeline.size == 1 else Stage(pipeline, rows, containment.heal, received),
     )
     runner.proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)
     return runner

@@ -72,8 +72,8 @@ def as_flags(setting: Setting, value: Any) -> list[str]:
 # Numbers that not every machine or model takes, and those that others must fit.
 FIXED = {
     **dict.fromkeys(("block_size", "num_threads"), st.just(32)),
-    **dict.fromkeys(("tensor_parallel_size", "data_parallel_size"), st.just(1)),
-    "tp_exact": st.just(False),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), st.just(1)),
+    **dict.fromkeys(("tp_exact", "enable_expert_parallel"), st.just(False)),
 }
 
 

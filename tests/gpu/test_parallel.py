@@ -21,9 +21,9 @@ pytestmark = needs_gpu
 
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from quire.parallel.nccl import NcclCollectives
+    from quire.parallel.nccl import start_nccl
 
-    return NcclCollectives(torch.device("cuda"), 0, 1, str(tmp_path_factory.mktemp("nccl") / "store"))
+    return start_nccl(torch.device("cuda"), 0, 1, str(tmp_path_factory.mktemp("nccl") / "store"))
 
 
 def test_a_group_of_one_exchanges_with_itself(collectives: Any) -> None:

@@ -49,12 +49,12 @@ class ThreadCollectives(Collectives):
         raise AssertionError("nothing is planned here")
 
 
-def logits_of_ranks(folder: Path, size: int) -> list[Tensor]:
+def logits_of_ranks(folder: Path, size: int, *, splits_experts: bool = False) -> list[Tensor]:
     barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
 
     def run(rank: int) -> Tensor:
         checkpoint = FolderCheckpoint(folder)
-        group = ParallelGroup(rank, size, ThreadCollectives(rank, barrier, shared))
+        group = ParallelGroup(rank, size, ThreadCollectives(rank, barrier, shared), splits_experts=splits_experts)
         ctx = BuildContext(dtype=torch.float32, max_model_len=64, group=group)
         model = model_class(checkpoint.config).from_config(checkpoint.config, ctx)
         load_weights(model, checkpoint)
@@ -103,6 +103,14 @@ def test_split_models_give_the_same_logits(name: str, size: int, tmp_path: Path)
     next(tiny for tiny in (*ARCHITECTURES, *MIXTURES, *LATENTS, *RECURRENT) if tiny.name == name).make(tmp_path)
     expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
     for logits in logits_of_ranks(tmp_path, size):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("gpt-oss", 2), ("deepseek-v3", 4)])
+def test_ranks_with_whole_experts_give_the_same_logits(name: str, size: int, tmp_path: Path) -> None:
+    next(tiny for tiny in (*MIXTURES, *LATENTS) if tiny.name == name).make(tmp_path)
+    expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
+    for logits in logits_of_ranks(tmp_path, size, splits_experts=True):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 

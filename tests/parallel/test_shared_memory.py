@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.base import Target
+from quire.ops.grouped import LOCAL_EXPERTS
 from quire.parallel.shared_memory import (
+    LINK_BYTES,
+    LINK_SLOTS,
     SLOT_BYTES,
     CollectiveFailure,
     SharedMemory,
     SharedMemoryCollectives,
+    SharedMemoryLink,
     collective_bytes,
 )
 
@@ -78,9 +83,37 @@ def test_the_least_of_large_numbers_is_exact() -> None:
     assert on_ranks(3, lambda group, rank: group.minimum(values[rank])) == [[5, 1 << 60]] * 3
 
 
+def test_a_link_hands_on_messages_of_any_size_in_their_order() -> None:
+    """More than its slots hold, so that the sender waits, and the bits of what is not finite too."""
+    memory = SharedMemory(LINK_BYTES)
+    part = memory.part(0, LINK_BYTES)
+    sent = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 37, SLOT_BYTES // 4 + 1)]
+    sent += [torch.full((40,), torch.nan), *[torch.ones(SLOT_BYTES // 4)] * (LINK_SLOTS + 3)]
+    found = [torch.empty_like(x) for x in sent]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: [SharedMemoryLink(None, part).send(x) for x in sent])
+        for x in found:
+            SharedMemoryLink(part, None).receive(x)
+        sending.result(10)
+    assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(found, sent, strict=True))
+    memory.close()
+
+
+def test_local_experts_are_numbered_and_others_weigh_nothing() -> None:
+    """A row by itself, an extreme one too, as among others."""
+    places = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 1.5], [2.0, torch.inf], [-0.0, 1e38], [3.0, 4.0]])
+    native = LOCAL_EXPERTS.bind(Target())
+    assert native is not LOCAL_EXPERTS.reference
+    for rows in (slice(0, 4), slice(1, 2), slice(3, 4)):
+        found, expected = (op(ids[rows], weights[rows], places, 2) for op in (native, LOCAL_EXPERTS.reference))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 def test_nobody_waits_for_a_rank_that_failed() -> None:
     memory = SharedMemory(collective_bytes(2))
-    group, failure = SharedMemoryCollectives(memory, 0, 2), CollectiveFailure(memory)
+    group, failure = SharedMemoryCollectives(memory, 0, 2), CollectiveFailure([memory])
     waiting = threading.Thread(target=group.all_reduce, args=(torch.ones(2, 2),))
     waiting.start()
     failure.tell()

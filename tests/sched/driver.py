@@ -60,6 +60,7 @@ class Driver:
         drafter: Drafter | None = None,
         adapter_slots: int = 1,
         drafting: Drafting | None = None,
+        num_stages: int = 1,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
         layout = plan_layout(layers, block_size)
@@ -74,6 +75,7 @@ class Driver:
             shares=make_shares(step_time, "balanced", StepTimes()),
             adapters=AdapterSlots(adapter_slots),
             drafting=drafting if drafter is None else Drafts(drafter),
+            num_stages=num_stages,
         )
         self.executor = FakeExecutor(layout, num_blocks, max_num_seqs)
         self.budget = budget
@@ -108,6 +110,10 @@ class Driver:
         if plan is None:
             return None
         assert schedulable, "a step was planned though nothing was schedulable"
+        if self.scheduler.awaits_tokens:
+            steps = self.scheduler.state.in_flight
+            sampling = [r for step in steps for index, r in enumerate(step.requests) if index not in step.chunks]
+            assert len(set(sampling)) == len(sampling), "a request was planned before its token came back"
         assert sum(plan.num_tokens) <= self.budget
         self.in_flight.append(plan)
         self.plans.append(plan)

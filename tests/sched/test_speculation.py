@@ -52,6 +52,7 @@ def drafting_of(method: str, *, every: bool = True) -> Drafting:
 FACTORS = {
     "speculation": METHODS,
     "depth": (1, 2, 3),
+    "stages": (1, 3),
     "window": (False, True),
     "memory": ("plenty", "short"),
     "prefix_caching": (False, True),
@@ -102,6 +103,7 @@ def run(row: dict[str, object], seed: int) -> Driver:
         budget=24,
         max_model_len=MAX_LEN,
         depth=int(str(row["depth"])),
+        num_stages=int(str(row["stages"])),
         prefix_caching=bool(row["prefix_caching"]),
         drafting=drafting_of(str(row["speculation"]), every=row["lengths"] == "every"),
     )

@@ -36,7 +36,6 @@ struct Group {
     float* slot(int64_t r, uint32_t sequence) const {
         return reinterpret_cast<float*>(memory + HEADER + (2 * r + (sequence & 1)) * slot_bytes);
     }
-    bool has_ended() const { return __atomic_load_n(ended(), __ATOMIC_ACQUIRE) != 0; }
 };
 
 void sleep_on(uint32_t* word, uint32_t seen) {
@@ -55,28 +54,34 @@ void wake(uint32_t* word) {
 #endif
 }
 
+void publish(Line* line, uint32_t sequence) {
+    __atomic_store_n(&line->sequence, sequence, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&line->sleepers, __ATOMIC_SEQ_CST)) wake(&line->sequence);
+}
+
+// Until a line has come to `sequence`; false if waiting was ended.
+bool wait_for(Line* line, uint32_t sequence, const uint32_t* ended) {
+    for (int spin = 0;; ++spin) {
+        const uint32_t seen = __atomic_load_n(&line->sequence, __ATOMIC_SEQ_CST);
+        if ((int32_t)(seen - sequence) >= 0) return true;
+        if (spin < SPINS) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+            continue;
+        }
+        if (__atomic_load_n(ended, __ATOMIC_ACQUIRE) != 0) return false;
+        __atomic_fetch_add(&line->sleepers, 1, __ATOMIC_SEQ_CST);
+        sleep_on(&line->sequence, seen);
+        __atomic_fetch_sub(&line->sleepers, 1, __ATOMIC_SEQ_CST);
+    }
+}
+
 // The next piece: what this rank wrote to its slot is there for all. False if waiting was ended.
 bool exchange(const Group& group, uint32_t sequence) {
-    Line* mine = group.line(group.rank);
-    __atomic_store_n(&mine->sequence, sequence, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&mine->sleepers, __ATOMIC_SEQ_CST)) wake(&mine->sequence);
-    for (int64_t r = 0; r < group.size; ++r) {
-        Line* other = group.line(r);
-        for (int spin = 0;; ++spin) {
-            const uint32_t seen = __atomic_load_n(&other->sequence, __ATOMIC_SEQ_CST);
-            if ((int32_t)(seen - sequence) >= 0) break;
-            if (spin < SPINS) {
-#if defined(__x86_64__)
-                __builtin_ia32_pause();
-#endif
-                continue;
-            }
-            if (group.has_ended()) return false;
-            __atomic_fetch_add(&other->sleepers, 1, __ATOMIC_SEQ_CST);
-            sleep_on(&other->sequence, seen);
-            __atomic_fetch_sub(&other->sleepers, 1, __ATOMIC_SEQ_CST);
-        }
-    }
+    publish(group.line(group.rank), sequence);
+    for (int64_t r = 0; r < group.size; ++r)
+        if (!wait_for(group.line(r), sequence, group.ended())) return false;
     return true;
 }
 
@@ -101,10 +106,12 @@ void sum_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes
         const uint32_t sequence = next_sequence(group);
         std::memcpy(group.slot(rank, sequence), x + start, count * sizeof(float));
         if (!exchange(group, sequence)) return;
+        const float* other = size == 2 ? group.slot(1 - rank, sequence) : nullptr;  // what is ours need not be read there
         parallel((count + LANES - 1) / LANES, GRAIN / LANES, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin * LANES; i < end * LANES && i < count; i += LANES) {
                 const int n = (int)(count - i < LANES ? count - i : LANES);
-                put(out + start + i, tree(group, sequence, 0, size, i, n), n);
+                const Vec sum = other ? add(get(x + start + i, n), get(other + i, n)) : tree(group, sequence, 0, size, i, n);
+                put(out + start + i, sum, n);
             }
         });
     }
@@ -130,6 +137,56 @@ void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_by
                 i += run;
             }
         }
+    }
+}
+
+// A link from one process to the next: after the word that ends waiting come a line that counts pieces sent and one that
+// counts pieces received, then `slots` slots. Whoever is ahead waits: the sender for a free slot, the receiver for a full one.
+namespace {
+
+struct Link {
+    char* memory;
+    int64_t slots, slot_bytes;
+
+    Line* sent() const { return reinterpret_cast<Line*>(memory + LINE); }
+    Line* received() const { return reinterpret_cast<Line*>(memory + 2 * LINE); }
+    char* slot(uint32_t piece) const { return memory + HEADER + (int64_t)(piece % (uint32_t)slots) * slot_bytes; }
+    // Until `line` has counted `count` pieces; false if waiting was ended.
+    bool wait_for(Line* line, uint32_t count) const {
+        return QUIRE_NS::wait_for(line, count, reinterpret_cast<const uint32_t*>(memory));
+    }
+};
+
+}  // namespace
+
+void send_to_stage(void* memory, int64_t slots, int64_t slot_bytes, const void* x, int64_t num_bytes) {
+    const Link link{static_cast<char*>(memory), slots, slot_bytes};
+    for (int64_t start = 0; start < num_bytes; start += slot_bytes) {
+        const uint32_t piece = link.sent()->sequence;
+        if (!link.wait_for(link.received(), piece + 1 - (uint32_t)slots)) return;
+        const int64_t count = num_bytes - start < slot_bytes ? num_bytes - start : slot_bytes;
+        std::memcpy(link.slot(piece), static_cast<const char*>(x) + start, count);
+        publish(link.sent(), piece + 1);
+    }
+}
+
+void receive_from_stage(void* memory, int64_t slots, int64_t slot_bytes, void* out, int64_t num_bytes) {
+    const Link link{static_cast<char*>(memory), slots, slot_bytes};
+    for (int64_t start = 0; start < num_bytes; start += slot_bytes) {
+        const uint32_t piece = link.received()->sequence;
+        if (!link.wait_for(link.sent(), piece + 1)) return;
+        const int64_t count = num_bytes - start < slot_bytes ? num_bytes - start : slot_bytes;
+        std::memcpy(static_cast<char*>(out) + start, link.slot(piece), count);
+        publish(link.received(), piece + 1);
+    }
+}
+
+void local_experts(const int32_t* ids, const float* weights, const int32_t* places, int32_t* local, float* kept,
+                   int64_t rows, int64_t k, int elsewhere) {
+    for (int64_t i = 0; i < rows * k; ++i) {
+        const int32_t place = places[ids[i]];
+        local[i] = place < 0 ? elsewhere : place;
+        kept[i] = place < 0 ? 0.0f : weights[i];
     }
 }
 

@@ -18,7 +18,7 @@ struct Bucket {
 };
 
 // Rows in the order of their experts, and of one expert in their own order: row i of the sorted ones is order[i], and row r
-// comes at place[r].
+// comes at place[r]. Rows of experts beyond the last, which other processes hold, are left out: their place is -1.
 struct Grouping {
     int64_t rows, num_buckets, *order, *place, *taken;
     Bucket* buckets;
@@ -29,7 +29,8 @@ struct Grouping {
         int64_t* next = taken + experts;
         buckets = (Bucket*)(next + experts);
         for (int64_t e = 0; e < experts; ++e) next[e] = 0;
-        for (int64_t r = 0; r < rows; ++r) ++next[ids[r]];
+        for (int64_t r = 0; r < rows; ++r)
+            if (ids[r] < experts) ++next[ids[r]];
         int64_t start = 0;
         for (int64_t e = 0; e < experts; ++e) {
             const int64_t count = next[e];
@@ -38,9 +39,10 @@ struct Grouping {
             start += count;
         }
         for (int64_t r = 0; r < rows; ++r) {
-            place[r] = next[ids[r]]++;
-            order[place[r]] = r;
+            place[r] = ids[r] < experts ? next[ids[r]]++ : -1;
+            if (place[r] >= 0) order[place[r]] = r;
         }
+        this->rows = start;
     }
 };
 
@@ -93,7 +95,7 @@ static inline void run_grouped(const void* plans, const float* x, const int32_t*
                 copy_in_order(*all[ids[first * k + rows.order[i]]], from + row * inner, sorted + i * inner);
             }
         });
-        multiply(rows, sorted, results);
+        if (rows.rows) multiply(rows, sorted, results);
         finish(first, count, rows.place, results);
     }
 }
@@ -107,7 +109,7 @@ static inline void run_gate_up(const void* plans, const float* x, const int32_t*
                 [&](int64_t first, int64_t count, const int64_t* place, const float* results) {
                     parallel(count * k, 1 + LEAST_COPIED / outputs, [&](int64_t begin, int64_t end) {
                         for (int64_t r = begin; r < end; ++r)
-                            gate_row(results + place[r] * outputs, out + (first * k + r) * width, width, activation);
+                            if (place[r] >= 0) gate_row(results + place[r] * outputs, out + (first * k + r) * width, width, activation);
                     });
                 });
 }
@@ -122,10 +124,15 @@ static inline void run_down(const void* plans, const float* a, const int32_t* id
                     parallel(count, 1 + LEAST_COPIED / (k * width), [&](int64_t begin, int64_t end) {
                         for (int64_t t = begin; t < end; ++t) {
                             const float* weight = weights + (first + t) * k;
+                            const int64_t* mine = place + t * k;
+                            int64_t head = 0;
+                            while (head < k && mine[head] < 0) ++head;
                             map(width, [&](int64_t i, int n) {
-                                Vec total = mul(get(results + place[t * k] * width + i, n), set(weight[0]));
-                                for (int64_t j = 1; j < k; ++j)
-                                    total = add(total, mul(get(results + place[t * k + j] * width + i, n), set(weight[j])));
+                                Vec total = head < k ? mul(get(results + mine[head] * width + i, n), set(weight[head]))
+                                                     : set(0.0f);
+                                for (int64_t j = head + 1; j < k; ++j)
+                                    if (mine[j] >= 0)
+                                        total = add(total, mul(get(results + mine[j] * width + i, n), set(weight[j])));
                                 put(out + (first + t) * width + i, total, n);
                             });
                         }

@@ -116,6 +116,16 @@ def route(logits: Tensor, bias: Tensor | None, routing: Any) -> tuple[Tensor, Te
     return ids, weights
 
 
+def local_experts(expert_ids: Tensor, weights: Tensor, places: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
+    """See quire/ops/grouped.py."""
+    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
+    rows, k = expert_ids.shape
+    local, kept = empty(rows, k, dtype=torch.int32), empty(rows, k)
+    given = (expert_ids.data_ptr(), weights.data_ptr(), places.data_ptr())
+    bound().local_experts(*given, local.data_ptr(), kept.data_ptr(), rows, k, elsewhere)
+    return local, kept
+
+
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
     """See quire/ops/grouped.py."""
     routed, shared = routed.contiguous(), shared.contiguous()

@@ -17,7 +17,7 @@ from quire.server.access import ROUTES, route_path
 from quire.server.errors import UnknownModelError, error_response, failure_of, http_failure
 from quire.server.fleet.fleet import Fleet
 from quire.server.fleet.member import ServedModel
-from quire.server.ollama.convert import LATEST
+from quire.server.context import LATEST
 from quire.server.sse import while_connected
 from quire.types.errors import QuireError
 
@@ -93,7 +93,7 @@ class Dispatcher:
         """The model that a name stands for. UnknownModelError with all names if there is none."""
         if name is None:
             return self._first
-        wanted = [name, name.removesuffix(LATEST)] if path.startswith("/api/") else [name]
+        wanted = [name, name.removesuffix(LATEST)]
         for each in wanted:
             for model in self._models.values():
                 if each in model.context.served_names:

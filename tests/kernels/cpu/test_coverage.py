@@ -99,6 +99,11 @@ COVERED = {
     "copy_columns": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "clear_outside_range": Held(*["test_rows_of_a_range_of_tokens"] * 3),
     "sum_over_ranks": Held(*["test_sums_are_a_tree_over_the_ranks"] * 3),
+    **dict.fromkeys(
+        ("send_to_stage", "receive_from_stage"),
+        Held(*["test_a_link_hands_on_messages_of_any_size_in_their_order"] * 3),
+    ),
+    "local_experts": Held(*["test_local_experts_are_numbered_and_others_weigh_nothing"] * 3),
     "gather_over_ranks": Held(*["test_columns_are_gathered_in_rank_order"] * 3),
     "note_finite": Held(*["test_what_is_not_finite_is_found_in_its_row"] * 3),
     "prepare_qkv": Held(
