@@ -19,7 +19,13 @@ def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
     return table, torch.randint(table.shape[0], (seed % 9,), generator=generator)
 
 
-EMBED = Op("embed", embed, generate_inputs, 0.0, (Implementation("triton", "triton.gather:gather_rows", ("cuda",)),))
+EMBED = Op(
+    "embed",
+    embed,
+    generate_inputs,
+    0.0,
+    (Implementation("triton", "triton.gather:gather_rows", ("cuda",)), native("embed")),
+)
 
 
 def embed_from(embeds: Tensor, encoded: Tensor, sources: Tensor) -> Tensor:

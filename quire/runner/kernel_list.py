@@ -137,7 +137,13 @@ class KernelList:
     def _record_forward(self, adapted: bool, every_token: bool) -> SizedRecording:
         run = partial(self._run_forward, adapted, not every_token)
         with self._scratch_sequence():
-            recording = self._recorder.record(run, _TRIALS, self._limits)
+            try:
+                recording = self._recorder.record(run, _TRIALS, self._limits)
+            except NotRecordableError:
+                self._load_trial(*_CHECK)
+                run(*_CHECK)  # twice: another rank, which may have a recording, exchanges sums with this one
+                run(*_CHECK)
+                raise
             self._load_trial(*_CHECK)
             (expected,) = run(*_CHECK)
             recording(*_CHECK)

@@ -148,9 +148,7 @@ def plan_engine(
     pooler = _pooler(config, source, architecture, model_config, description)
     if checkpoint is not None:
         checkpoint = with_modules(checkpoint, module_files(source, pooler))
-    if pooler is not None and pooler.max_tokens is not None:
-        most = min(pooler.max_tokens, description.max_position_embeddings)
-        description = replace(description, max_position_embeddings=most)
+    description = _within(description, None if pooler is None else pooler.max_tokens)
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
     default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
     length = config.model.max_model_len or description.max_position_embeddings
@@ -222,6 +220,14 @@ def plan_engine(
         pipeline=pipeline,
         draft=draft,
     )
+
+
+def _within(description: ModelDescription, max_tokens: int | None) -> ModelDescription:
+    """The same for prompts of at most `max_tokens`."""
+    if max_tokens is None:
+        return description
+    most = min(max_tokens, description.max_position_embeddings)
+    return replace(description, max_position_embeddings=most)
 
 
 def _pooler(

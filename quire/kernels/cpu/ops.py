@@ -144,6 +144,10 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     return out
 
 
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    return gather_rows(table, token_ids.long())
+
+
 def tokens_in_range(token_ids: Tensor, first: int, size: int) -> Tensor:
     token_ids = token_ids.long().contiguous()
     out = empty(token_ids.shape[0], dtype=torch.int64)

@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.access import ROUTES, route_path
+from quire.server.context import LATEST
 from quire.server.errors import UnknownModelError, error_response, failure_of, http_failure
 from quire.server.fleet.fleet import Fleet
 from quire.server.fleet.member import ServedModel
-from quire.server.context import LATEST
 from quire.server.sse import while_connected
 from quire.types.errors import QuireError
 
