@@ -146,8 +146,7 @@ def plan_engine(
     architecture = model_class(model_config)
     description = describe(model_config)
     pooler = _pooler(config, source, architecture, model_config, description)
-    if checkpoint is not None:
-        checkpoint = with_modules(checkpoint, module_files(source, pooler))
+    checkpoint = checkpoint and with_modules(checkpoint, module_files(source, pooler))
     description = _within(description, None if pooler is None else pooler.max_tokens)
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
     default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
