@@ -23,7 +23,7 @@ from quire.ops.embedding import CLEAR_OUTSIDE_RANGE, EMBED, EMBED_FROM, TOKENS_I
 from quire.ops.fp8 import LINEAR_FP8, PREQUANTIZED_LINEAR_FP8
 from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.gather import GATHER_DECODE, GATHER_MIXED, GATHER_SAMPLING
-from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
+from quire.ops.grouped import ADD_SHARED, GROUPED_DOWN, GROUPED_GATE_UP, LOCAL_EXPERTS, SPARSE_MLP
 from quire.ops.index import SELECT_KEYS
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
@@ -73,6 +73,7 @@ OPS: tuple[Op[Any], ...] = (
     ROUTER_LOGITS,
     ROUTE,
     GROUPED_GATE_UP,
+    LOCAL_EXPERTS,
     GROUPED_DOWN,
     SPARSE_MLP,
     PACKED_LINEAR,

@@ -27,7 +27,7 @@ def test_prints_the_ledger(
     model.touch()
     asked: list[EngineConfig] = []
 
-    def plan_memory(config: EngineConfig, others: list[LedgerLine]) -> SimpleNamespace:
+    def plan_memory(config: EngineConfig, others: list[LedgerLine], stage: int) -> SimpleNamespace:
         asked.append(config)
         return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB")
 
