@@ -29,7 +29,7 @@ def test_prints_the_ledger(
 
     def plan_memory(config: EngineConfig, others: list[LedgerLine], stage: int) -> SimpleNamespace:
         asked.append(config)
-        return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB")
+        return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB", num_kv_blocks=1)
 
     planning = ModuleType("quire.worker.planning")
     monkeypatch.setattr(planning, "plan_memory", plan_memory, raising=False)

@@ -96,3 +96,4 @@ class KeepAlive:
             except EngineError as error:
                 logger.error("the engine cannot be woken: %s", error)
             self._has_slept = False
+            self._look()  # the request that woke it may be over already
