@@ -1,0 +1,44 @@
+"""KeepAlive: an idle engine sleeps after its time, also one whose waking request was over before it was awake."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from quire.server.admission import Admission
+from quire.server.control.keep_alive import KeepAlive
+from quire.server.control.operator import SleepWanted
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self.may_wake = asyncio.Event()
+        self.slept = asyncio.Event()
+
+    async def sleep(self, wanted: SleepWanted) -> Any:
+        self.is_asleep = True
+        self.slept.set()
+
+    async def wake(self) -> Any:
+        await self.may_wake.wait()
+        self.is_asleep = False
+
+
+async def test_sleeps_again_when_the_waking_request_is_over_first() -> None:
+    admission, engine = SimpleNamespace(num_open=0, watchers=[]), Engine()
+    keep_alive = KeepAlive(cast(Admission, admission), engine)
+    (look,) = admission.watchers
+    async with asyncio.timeout(20):
+        keep_alive.want(0.001, from_now=True)
+        await engine.slept.wait()
+        engine.slept.clear()
+        admission.num_open = 1
+        look()
+        await asyncio.sleep(0)
+        admission.num_open = 0
+        look()
+        engine.may_wake.set()
+        await engine.slept.wait()
+    assert keep_alive.is_asleep
