@@ -6,6 +6,8 @@ alone (`_fixed`), a token's bits do not depend on the others.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -67,20 +69,10 @@ def splits_of(n: int, k: int, programs: int) -> int:
     return int(1 << min(wanted, _MOST_SPLITS, max(1, k // _PIECE)).bit_length() - 1)
 
 
-def packed_sparse_mlp(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down: PackedWeight,
-    down_bias: Tensor | None,
-    activation: str,
-    in_parts: bool,
-) -> Tensor:
+def packed_sparse_mlp(x: Tensor, expert_ids: Tensor, *others: Any) -> Tensor:
     """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
     splits = (2, 4) if expert_ids.numel() <= _MAX_FEW_SLOTS else (1, 1)
-    return _sparse_mlp(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts, splits)
+    return packed_sparse_mlp_fixed(x, expert_ids, *others, splits=splits)
 
 
 def packed_sparse_mlp_fixed(
@@ -93,23 +85,9 @@ def packed_sparse_mlp_fixed(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
+    splits: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """The same, every inner sum in one order for any number of tokens."""
-    return _sparse_mlp(x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts, (1, 1))
-
-
-def _sparse_mlp(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down: PackedWeight,
-    down_bias: Tensor | None,
-    activation: str,
-    in_parts: bool,
-    splits: tuple[int, int],
-) -> Tensor:
+    """The same, every inner sum in one order for any number of tokens that has the same splits."""
     n, k = expert_ids.shape
     num_experts, hidden, _ = down.sizes
     if n == 0:

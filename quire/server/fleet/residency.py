@@ -1,4 +1,4 @@
-"""Residency: which models of a server are in memory. A pure policy: it is told events and times, and gives orders.
+"""Residency: which models of a server are in memory. A pure policy: events and times in, loads and sleeps out.
 
 A model with open requests is wanted. Wanted models get memory in the order in which they began to wait; what is
 resident makes room when it is idle, or when it has been resident for the minimum time.

@@ -42,7 +42,7 @@ def fleet_health(fleet: Fleet) -> FleetHealth:
 
 
 class FleetMetrics(Collector):
-    """The metrics of all models, told apart by their label model_name, and what is resident."""
+    """The metrics of all models, with the label model_name, and which models are resident."""
 
     def __init__(self, fleet: Fleet, models: Mapping[str, ServedModel]) -> None:
         self._fleet, self._models = fleet, models

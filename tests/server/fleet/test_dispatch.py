@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -22,6 +22,7 @@ from quire.server.fleet.fleet import Fleet
 from quire.server.fleet.launch import build_fleet_app
 from quire.server.fleet.member import ServedModel
 from quire.server.fleet.residency import Footprint, Residency
+from quire.server.supervisor import EngineSupervisor
 from quire.types.errors import EngineError
 from quire.types.request import AdapterRef, EngineRequest
 from tests.frontend.fake_client import EOS, FakeClient
@@ -87,7 +88,8 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fle
             adapters=adapters,
             taken_names=NamesOfOthers(served, name),
         )
-        model = Model(name, app, supervisor, telemetry.observer, telemetry.prometheus)  # type: ignore[arg-type]
+        supervised = cast(EngineSupervisor, supervisor)
+        model = Model(name, app, supervised, telemetry.observer, telemetry.prometheus)
         served[name] = model
         fleet.residency.add(name, Footprint({"device": 6}, {}, {}))
         fleet.add(name, model)

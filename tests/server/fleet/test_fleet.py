@@ -26,6 +26,7 @@ class FakeMember:
     num_open: int = 0
     max_waiting: int = 100
     refuses: bool = False
+    is_dead: bool = False
     places: list[str] = field(default_factory=list)
     has_failed: bool = False
 
@@ -41,6 +42,8 @@ class FakeMember:
         self.places.append("awake")
 
     async def sleep(self, level: int) -> None:
+        if self.is_dead:
+            await asyncio.Event().wait()  # a message to a dead engine waits for the next one
         await asyncio.sleep(TURN)
         self.places.append(f"asleep {level}")
 
@@ -172,12 +175,7 @@ async def test_a_process_that_dies_on_its_way_to_sleep_does_not_block_the_others
     async with fleet_of(10, a=6, b=6) as (fleet, members):
         async with fleet.using("a"):
             pass
-        never = asyncio.Event()
-
-        async def sleep(level: int) -> None:
-            await never.wait()  # what is asked of a dead engine waits for the next one
-
-        members["a"].sleep = sleep  # type: ignore[method-assign]
+        members["a"].is_dead = True
         task = asyncio.create_task(_use(fleet, "b"))
         await asyncio.sleep(5 * TURN)
         relaunch = asyncio.create_task(fleet.may_launch("a"))
