@@ -85,6 +85,7 @@ def packed_sparse_mlp_fixed(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
+    *,
     splits: tuple[int, int] = (1, 1),
 ) -> Tensor:
     """The same, every inner sum in one order for any number of tokens that has the same splits."""
