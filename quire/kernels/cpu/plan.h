@@ -61,12 +61,13 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Blocks of rows are even: if there are more than MOST_DIRECT_ROWS, none is smaller than this.
 constexpr int LEAST_ROWS = MOST_DIRECT_ROWS < (TILE_ROWS - 1) / 2 ? MOST_DIRECT_ROWS + 1 : (TILE_ROWS + 1) / 2;
 
-// T<FIRST>::run, ..., T<TILE_ROWS>::run, by the number of rows.
-template <template <int> class T, int FIRST = LEAST_ROWS, class = std::make_integer_sequence<int, TILE_ROWS - FIRST + 1>>
+// T<FIRST>::run, ..., T<LAST>::run, by the number of rows.
+template <template <int> class T, int FIRST = LEAST_ROWS, int LAST = TILE_ROWS,
+          class = std::make_integer_sequence<int, LAST - FIRST + 1>>
 struct Table;
-template <template <int> class T, int FIRST, int... I>
-struct Table<T, FIRST, std::integer_sequence<int, I...>> {
-    static constexpr decltype(T<FIRST>::run) run[] = {T<FIRST + I>::run...};
+template <template <int> class T, int FIRST, int LAST, int... I>
+struct Table<T, FIRST, LAST, std::integer_sequence<int, I...>> {
+    static constexpr decltype(&*T<FIRST>::run) run[] = {T<FIRST + I>::run...};
     static auto of(int64_t rows) { return run[rows - FIRST]; }
 };
 
@@ -153,12 +154,12 @@ static inline void share_panels(const Plan& plan, int64_t rows, const F& f) {
 }
 
 // ---- many rows
-// Rows of x in blocks of at most TILE_ROWS, as even as can be, and elements along k in tiles `depth` deep.
+// Rows of x in blocks of at most `most_rows`, as even as can be, and elements along k in tiles `depth` deep.
 struct Blocks {
     int64_t rows, inner, count, depth;
 
-    Blocks(int64_t rows, int64_t inner, int64_t most_depth)
-        : rows(rows), inner(inner), count(ceil_div(rows, TILE_ROWS)),
+    Blocks(int64_t rows, int64_t inner, int64_t most_depth, int64_t most_rows = TILE_ROWS)
+        : rows(rows), inner(inner), count(ceil_div(rows, most_rows)),
           depth(ceil_div(ceil_div(inner, ceil_div(inner, most_depth)), BLOCK) * BLOCK) {}
     int64_t start(int64_t block) const { return rows * block / count; }
     int64_t size(int64_t block) const { return start(block + 1) - start(block); }
@@ -175,19 +176,20 @@ static inline void share_blocks(const Blocks& x, const F& f) {
     });
 }
 
-// f(segment, first panel of a tile, first block of rows, end, column) on all threads.
-template <class F>
+// f(segment, first panel of a tile of PANELS, first block of rows, end, column) on all threads.
+template <int PANELS = TILE_PANELS, class F>
 static inline void share_tiles(const Plan& plan, const Blocks& x, const F& f) {
-    const int64_t tiles = units(plan, TILE_WIDTH), chunks = ceil_div(x.rows, CHUNK_ROWS);
-    int64_t grain = 1 + LEAST_WORK / (plan.inner * TILE_WIDTH * x.rows);
+    constexpr int64_t UNIT = PANELS * PANEL;
+    const int64_t tiles = units(plan, UNIT), chunks = ceil_div(x.rows, CHUNK_ROWS);
+    int64_t grain = 1 + LEAST_WORK / (plan.inner * UNIT * x.rows);
     // Fine enough that a thread which the system holds up does not hold up the others.
     if (x.rows <= NEIGHBOURS && tiles / (8 * num_threads()) > grain) grain = tiles / (8 * num_threads());
     parallel(tiles * chunks, grain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t chunk = i / tiles, tile = i % tiles;
             const int64_t first = x.count * chunk / chunks, last = x.count * (chunk + 1) / chunks;
-            split(plan, TILE_WIDTH, tile, tile + 1, [&](const Segment& segment, int64_t at, int64_t, int64_t column) {
-                f(segment, at * TILE_PANELS, first, last, column);
+            split(plan, UNIT, tile, tile + 1, [&](const Segment& segment, int64_t at, int64_t, int64_t column) {
+                f(segment, at * PANELS, first, last, column);
             });
         }
     });

@@ -1,6 +1,7 @@
 // Products of float32 rows with packed weights: out = x @ w^T + bias. Every output element is summed over k from the
 // first to the last, whatever the number of rows and wherever a row stands in them, so results never depend on the
 // batch.
+#include "float_products.h"
 #include "grouped.h"
 
 namespace quire {
@@ -280,9 +281,10 @@ void many_rows(const Plan& plan, const float* from, float* out, int64_t num_rows
 }
 
 void multiply_all(const Plan& plan, const float* x, float* out, int64_t rows) {
+    const bool floats = is_float(plan);
     multiply_rows(
         plan, x, out, rows, MOST_DIRECT_ROWS, MOST_PACKED, [&](auto... part) { few_rows(plan, part...); },
-        [&](auto... part) { many_rows(plan, part...); });
+        [&](auto... part) { floats ? float_rows(plan, part...) : many_rows(plan, part...); });
 }
 
 // Rows of several experts, sorted: x [rows, inner] -> out [rows, outputs].
