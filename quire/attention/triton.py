@@ -251,6 +251,10 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> Written:
         assert isinstance(metadata, TritonMetadata)
+        if not spec.causal and rotation is None and head_norm is None and isinstance(qkv, Tensor):
+            # Nothing is to be done, and no later step reads the cache.
+            heads = qkv.unflatten(-1, (-1, spec.head_dim))
+            return Written(*heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1))
         norm: tuple[Tensor | None, Tensor | None, float, float] = head_norm or NO_HEAD_NORM
         keys = values = None
         takes_whole = metadata.whole and isinstance(qkv, Tensor) and self.takes_whole(spec, qkv, cache)
@@ -378,8 +382,8 @@ def both_directions(spec: AttentionSpec, written: Written, batch: AttentionBatch
     side = -1 if spec.sliding_window is None else spec.sliding_window - 1
     if query.is_cuda and query.element_size() == 2:  # the only ones that there is a fused kernel for
         starts, most = batch.query_starts, min(batch.max_context, query.shape[0])
-        # One head of keys for each of queries: PyTorch 2.11 cannot be told that several share one.
-        keys, values = (x.repeat_interleave(spec.group_size, dim=1).contiguous() for x in (keys, values))
+        if spec.group_size > 1:  # PyTorch 2.11 cannot be told that several heads share one of keys
+            keys, values = (x.repeat_interleave(spec.group_size, dim=1) for x in (keys, values))
         given = (query, keys, values, starts, starts, most, most)
         fused = varlen_attn(*given, scale=spec.scale, window_size=(side, side))
         assert isinstance(fused, Tensor)

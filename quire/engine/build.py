@@ -71,6 +71,7 @@ def build_engine(
         routes=worker.routes,
         takes_adapters=config.lora.enable_lora,
         prompt_embeds_size=worker.hidden_size if config.model.enable_prompt_embeds else 0,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return core, info, debug_checks()
 

@@ -79,7 +79,7 @@ def child_id(request_id: str, index: int, n: int) -> str:
 
 
 class InputProcessor:
-    """Builds EngineRequests. One per frontend; keeps no state between requests, except for the generator of seeds."""
+    """Builds EngineRequests, one per frontend. Keeps the generator of seeds and the last pooling parameters."""
 
     def __init__(
         self,
@@ -102,10 +102,13 @@ class InputProcessor:
         eos = dict.fromkeys((*(tokenizer.eos_token_ids if tokenizer else ()), *extra_eos_token_ids))
         self._draw_bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._eos_token_ids = tuple(token for token in eos if 0 <= token < info.vocab_size)
+        self._pooling: tuple[PoolingParams | None, PoolingParams, SamplingParams]
+        self._pooling = None, PoolingParams(), self.default_params
 
     def set_info(self, info: EngineInfo) -> None:
         """Another engine of the same model serves from now on; its limits may differ."""
         self._info = info
+        self._pooling = None, *self._pooling[1:]
 
     @property
     def _longest_prompt(self) -> int:
@@ -204,15 +207,11 @@ class InputProcessor:
             raise RequestError(f"pooling_params is {_short(params)} but must be PoolingParams(...)", "pooling_params")
         if pooler is None:
             raise WrongTaskError(params.task or "embed", ("generate",))
-        told = filled(params, pooler, self._tokenizer)
+        given, told, shown = self._pooling  # of the last request: those of a batch are alike
+        if given is not params:
+            told, shown = filled(params, pooler, self._tokenizer), _as_shown(params)
+            self._pooling = params, told, shown
         request_id = secrets.token_hex(8) if request_id is None else request_id
-        # Towards the caller it is a request whose only output is its last.
-        shown = SamplingParams(
-            detokenize=False,
-            output_kind="final_only",
-            truncate_prompt_tokens=params.truncate_prompt_tokens,
-            truncation_side="right",
-        )
         text: str | None = None
         cache_salt: str | None = None
         if isinstance(prompt, TextPair):
@@ -541,6 +540,16 @@ def _with_prefix(prompt: Prompt, pooler: PoolerConfig, name: str | None) -> Prom
     if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         return {**prompt, "prompt": prefix + prompt["prompt"]}
     return prompt
+
+
+def _as_shown(params: PoolingParams) -> SamplingParams:
+    """What pools is, towards the caller, a request whose only output is its last."""
+    return SamplingParams(
+        detokenize=False,
+        output_kind="final_only",
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        truncation_side="right",
+    )
 
 
 def _short(value: object) -> str:

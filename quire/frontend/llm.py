@@ -31,7 +31,7 @@ from quire.frontend.pooled import (
     values_of,
     with_task,
 )
-from quire.frontend.progress import make_progress
+from quire.frontend.progress import NullProgress, make_progress
 from quire.frontend.restarting import make_process_client
 from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
@@ -56,7 +56,7 @@ from quire.types.outputs import (
     ScoringOutput,
 )
 from quire.types.sampling import OutputKind, PoolingParams, PoolingTask, SamplingParams
-from quire.utils.collector import paused_collector
+from quire.utils.collector import paused_collector, spared_heap
 from quire.utils.phases import ReportPhase, ignore_phase
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 Params = SamplingParams | Sequence[SamplingParams] | None
 Lora = LoRARequest | Sequence[LoRARequest | None] | None
 T = TypeVar("T")
+R = TypeVar("R")
+_STEPS_AHEAD = 4  # whose tokens wait in the engine before it runs beside the preparation of more prompts
 
 
 class LLM(Controls):
@@ -196,7 +198,8 @@ class LLM(Controls):
         `prompt_name` chooses one of the texts that the model's folder has for what goes before a prompt.
         """
         batch = as_batch(prompts)
-        params = [for_task(p, "embed", "embed") for p in spread(pooling_params, len(batch), "pooling_params", None)]
+        given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
+        params = of_each(given, lambda p: for_task(p, "embed", "embed"))
         return [as_embedding(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
 
     def encode(
@@ -211,7 +214,7 @@ class LLM(Controls):
         """What the task reads of each prompt, as an array: `outputs.data` of each result."""
         batch = as_batch(prompts)
         given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
-        params = [with_task(p, pooling_task) for p in given]
+        params = of_each(given, lambda p: with_task(p, pooling_task))
         return [as_pooling(output) for output in self._pool(batch, params, use_tqdm, prompt_name)]
 
     def classify(
@@ -223,9 +226,8 @@ class LLM(Controls):
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """A value for each class, in the order of the prompts: `outputs.probs` of each result."""
         batch = as_batch(prompts)
-        params = [
-            for_task(p, "classify", "classify") for p in spread(pooling_params, len(batch), "pooling_params", None)
-        ]
+        given: list[PoolingParams | None] = spread(pooling_params, len(batch), "pooling_params", None)
+        params = of_each(given, lambda p: for_task(p, "classify", "classify"))
         return [as_classification(output) for output in self._pool(batch, params, use_tqdm, None)]
 
     def reward(
@@ -279,7 +281,8 @@ class LLM(Controls):
                 batch[index], params[index], prompt_name=prompt_name, request_id=next(self._ids)
             )
 
-        return self._run(len(batch), prepare, use_tqdm)
+        # The device computes what it has got while more prompts are prepared.
+        return self._run(len(batch), prepare, use_tqdm, _STEPS_AHEAD * self._client.info.max_num_batched_tokens)
 
     def beam_search(
         self,
@@ -370,30 +373,49 @@ class LLM(Controls):
             adapter=find_adapter(lora),
         )
 
-    def _run(self, count: int, prepare: Callable[[int], PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Submit `count` requests, wait for all, and report the failed ones together at the end."""
+    def _run(
+        self, count: int, prepare: Callable[[int], PreparedRequest], use_tqdm: bool, most_ahead: int = 0
+    ) -> list[RequestOutput]:
+        """Submit `count` requests, wait for all, and report the failed ones together at the end.
+
+        `most_ahead`: a step is taken before another request is prepared, when those submitted have as many tokens; 0:
+        all are prepared first.
+        """
         outputs: list[RequestOutput | None] = [None] * count
         errors: dict[int, QuireError] = {}
-        waiting: dict[str, int] = {}
-        try:
-            for index in range(count):
+        waiting: dict[str, tuple[int, int]] = {}  # which one it is, and its prompt's tokens
+        ahead = 0
+
+        def take_step(progress: NullProgress) -> None:
+            nonlocal ahead
+            heard, num_tokens = self._pump()
+            done = [request_id for request_id in heard if request_id in waiting]
+            for request_id in done:
+                index, length = waiting.pop(request_id)
+                ahead -= length
                 try:
-                    waiting[self._submit(prepare(index))] = index
-                except RequestError as error:
+                    outputs[index] = self._mailboxes.pop(request_id).take()
+                except (GenerationError, RefusedRequestError) as error:
                     errors[index] = error.with_traceback(None)
-            with make_progress(count, use_tqdm) as progress, interrupt_afterwards() as raise_interrupt:
-                progress.advance(len(errors), 0)
-                while waiting:
-                    heard, num_tokens = self._pump()
-                    done = [request_id for request_id in heard if request_id in waiting]
-                    for request_id in done:
-                        index = waiting.pop(request_id)
-                        try:
-                            outputs[index] = self._mailboxes.pop(request_id).take()
-                        except (GenerationError, RefusedRequestError) as error:
-                            errors[index] = error.with_traceback(None)
-                    progress.advance(len(done), num_tokens)
-                    raise_interrupt()
+            progress.advance(len(done), num_tokens)
+
+        try:
+            with spared_heap(), make_progress(count, use_tqdm) as progress:
+                for index in range(count):
+                    try:
+                        request = prepare(index)
+                        waiting[self._submit(request)] = index, len(request.children[0].token_ids)
+                    except RequestError as error:
+                        errors[index] = error.with_traceback(None)
+                        progress.advance(1, 0)
+                        continue
+                    ahead += len(request.children[0].token_ids)
+                    while 0 < most_ahead <= ahead:
+                        take_step(progress)
+                with interrupt_afterwards() as raise_interrupt:
+                    while waiting:
+                        take_step(progress)
+                        raise_interrupt()
         finally:
             self._abort(list(waiting))
         if errors:
@@ -495,6 +517,14 @@ def spread(value: T | Sequence[T] | None, count: int, field: str, default: T) ->
     if len(value) != count:
         raise RequestError(f"{field} has {len(value)} entries for {count} requests; give one, or one each", field)
     return list(value)
+
+
+def of_each(values: Sequence[T], function: Callable[[T], R]) -> list[R]:
+    """What the function gives for each value; for neighbours that are one object it is called once."""
+    found: list[R] = []
+    for index, value in enumerate(values):
+        found.append(found[-1] if index and value is values[index - 1] else function(value))
+    return found
 
 
 def batch_error(outputs: list[RequestOutput | None], errors: dict[int, QuireError]) -> QuireError:

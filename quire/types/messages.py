@@ -44,6 +44,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     takes_adapters: bool = False  # requests may name LoRA adapters
     routes: bool = False  # its layers have experts
     prompt_embeds_size: int = 0  # values of each embedding of a prompt; 0: prompts of embeddings are not taken
+    max_num_batched_tokens: int = 0  # of a step
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):

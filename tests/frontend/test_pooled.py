@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.llm import LLM
 from quire.types.errors import BatchError, RequestError
+from quire.types.outputs import EngineOutputs
 from quire.types.sampling import PoolingParams
 from tests.frontend.fake_client import MAX_MODEL_LEN, ClassifyingClient, FakeClient, PoolingClient, text_model
 
@@ -52,6 +54,24 @@ def test_a_bad_prompt_fails_alone() -> None:
     with pytest.raises(BatchError) as caught:
         llm().embed(["a", "x" * (MAX_MODEL_LEN + 1), "c"])
     assert list(caught.value.errors) == [1]
+
+
+def test_steps_begin_before_all_prompts_are_prepared() -> None:
+    client = PoolingClient()
+    client.info = msgspec.structs.replace(client.info, max_num_batched_tokens=10)
+    waiting: list[int] = []
+    step = client.get_outputs
+
+    def get_outputs() -> EngineOutputs:
+        waiting.append(sum(len(request.token_ids) for request in client.added) - sum(waiting))
+        return step()
+
+    client.get_outputs = get_outputs  # type: ignore[method-assign]
+    lengths = [1 + index % 7 for index in range(100)]
+    outputs = llm(client).embed([{"prompt_token_ids": [3] * length} for length in lengths])
+    assert [output.outputs.embedding[0] for output in outputs] == lengths
+    assert len(waiting) > 5
+    assert all(40 <= count < 47 for count in waiting[:-1]), "tokens of four steps"
 
 
 def test_what_is_not_for_this_call_is_refused() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.utils.collector import paused_collector
+from quire.utils.collector import paused_collector, spared_heap
 
 
 class Knot:
@@ -62,3 +62,18 @@ def test_who_turned_it_off_or_froze_objects_finds_that_unchanged() -> None:
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == pytest.approx(frozen, abs=100)
+
+
+def test_only_what_is_made_in_a_batch_is_walked_over() -> None:
+    old, young = weakref.ref(Knot()), None
+    with spared_heap():
+        young = weakref.ref(Knot())
+        gc.collect()
+        assert old() is not None
+        assert young() is None
+        with spared_heap():
+            pass
+        assert gc.get_freeze_count(), "the inner one let go of what the outer one spares"
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert old() is None
