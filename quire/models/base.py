@@ -72,6 +72,8 @@ class Model(MappedModule):
     """Whether activations of the architecture's published models are known to stay below float16's largest, 65504."""
     heads: nn.ModuleDict
     hidden_size: int
+    num_hidden_read: int = 0
+    """Of a drafter: how many hidden states of each token of its target it reads, side by side."""
     drafter: Model | None
     """What drafts tokens for this model, set once both are built: a part of its caches and of its memory."""
 

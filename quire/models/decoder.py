@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch
 from quire.layers.embedding import HeadProjection, LMHead, TiedProjection, VocabParallelEmbedding
 from quire.layers.fusion import Passed, Stage, whole
-from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import QueryTemperature, RopeParameters
 from quire.layers.weights import WeightMap
@@ -117,13 +115,17 @@ class Decoder(Stage):
         captured: dict[int, Tensor] = {}
         for index in range(first, last):
             if index in capture:
-                captured[index] = merge_residual(hidden, residual)
+                captured[index] = self._stream(hidden, residual)
             rotation = rotations[self._rotary_of_layer[index]]
             wanted = batch.wanted if index == len(self.layers) - 1 else None
             hidden, residual = self.layers[index](hidden, residual, rotation, batch, wanted)
         if last in capture:
-            captured[last] = merge_residual(hidden, residual)
+            captured[last] = self._stream(hidden, residual)
         return hidden, residual, captured
+
+    def _stream(self, hidden: Passed, residual: Tensor | None) -> Tensor:
+        """The residual stream, by an op that steps can be recorded with."""
+        return whole(hidden) if residual is None else self._add(residual, whole(hidden), None)
 
     def cut(self, *, tied: bool) -> Iterator[str]:
         """Drop what other stages of a pipeline hold, and return its paths in here."""
@@ -140,7 +142,7 @@ class Decoder(Stage):
         """The final norm of the residual stream; before the last stage of a pipeline, the stream itself."""
         if not self._pipeline.is_last:
             assert residual is not None, "a stage has at least one layer"
-            return self._add(residual, whole(hidden), None)
+            return self._stream(hidden, residual)
         normed, _ = self.norm.merge(hidden, residual)
         return whole(normed)
 
@@ -152,7 +154,7 @@ class DecoderLM(CausalLM):
     layer_type: ClassVar[type[Stage]] = DecoderLayer
     taps: tuple[int, ...] = ()
     """Layers whose inputs a draft head reads; they are kept in `tapped`."""
-    tapped: Tensor  # [n, len(taps) * hidden] of the last forward
+    tapped: tuple[Tensor, ...]  # [n, hidden] of each tap, in the last forward
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ class DecoderLM(CausalLM):
         embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
         hidden, residual, captured = self.model.run_layers(embeds, None, positions, batch, capture=self.taps)
         if self.taps:
-            self.tapped = torch.cat([captured[layer] for layer in self.taps], dim=-1)
+            self.tapped = tuple(captured[layer] for layer in self.taps)
         return self.model.finish(hidden, residual)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class CaptureSizes:
     drafted: tuple[int, ...] = ()  # numbers of samples of steps with drafts
     speculates: bool = False  # whether such steps are usual
     pools: bool = False  # nothing is sampled: hidden states of all tokens are left
+    keeps: bool = False  # what a drafter reads of all tokens is left too
     passes_on: bool = False  # nothing is sampled: hidden states go to the next stage; decode steps alone are captured
 
     @property
@@ -79,9 +80,8 @@ def capture_sizes(context: WayContext) -> CaptureSizes | None:
     most = -(-(decode[-1] + sizes.max_num_drafts) // 32) * 32
     drafted = (*(size for size in context.platform.graph_sizes if size < most), most)
     full_size = full if is_bound and not context.passes_on else None
-    return CaptureSizes(
-        decode, mixed, full_size, drafted, sizes.speculates, pools=context.pools, passes_on=context.passes_on
-    )
+    kinds = {"pools": context.pools, "keeps": context.kept_width > 0, "passes_on": context.passes_on}
+    return CaptureSizes(decode, mixed, full_size, drafted, sizes.speculates, **kinds)
 
 
 class GraphBytes(NamedTuple):
@@ -124,9 +124,10 @@ class CudaGraphs:
     ) -> None:
         """hidden [max_samples, hidden_size]: what one graph leaves for the other.
 
-        `every_hidden` [max_tokens, hidden_size]: where those of all tokens are left, if the engine pools.
+        `every_hidden` [max_tokens, kept_width]: where what is read of all tokens is left, if anything is.
         """
         self._every_hidden = every_hidden
+        self._leaves_last = every_hidden is not None and not program.taps  # so every layer computes all tokens
         self._program, self._sizes, self._hidden = program, sizes, hidden
         self._forward_pool, self._sample_pool = forward, sample
         self._sample_rows = torch.full_like(hidden[:, 0], program.rows.scratch_row, dtype=torch.int64)
@@ -148,8 +149,8 @@ class CudaGraphs:
             yield LedgerLine("CUDA graphs", taken.forward, f"forward passes of up to {captured.max_tokens} tokens")
             if not context.passes_on:
                 yield LedgerLine("CUDA graphs, sampling", taken.sample, f"of {context.sizes.max_num_samples} rows")
-            if context.pools:
-                num_bytes = captured.max_tokens * context.sizes.hidden_size * context.dtype.itemsize
+            if captured.keeps:
+                num_bytes = captured.max_tokens * context.kept_width * context.dtype.itemsize
                 yield LedgerLine("CUDA graphs, hidden states", num_bytes, f"of {captured.max_tokens} tokens")
 
     @classmethod
@@ -161,8 +162,8 @@ class CudaGraphs:
         pools = (platform.graph_pool(taken.forward), platform.graph_pool(taken.sample))
         width, every_hidden = context.sizes.hidden_size, None
         hidden = platform.zeros((captured.max_samples, width), context.dtype)
-        if context.pools:
-            every_hidden = platform.zeros((captured.max_tokens, width), context.dtype)
+        if captured.keeps:
+            every_hidden = platform.zeros((captured.max_tokens, context.kept_width), context.dtype)
         return cls(program, captured, *pools, hidden, every_hidden)
 
     @property
@@ -175,7 +176,7 @@ class CudaGraphs:
         if self._sizes.passes_on:
             return self._forward_handed_on(step)
         pools = self._sizes.pools
-        if shape.eager or shape.sampling.eager or (shape.every_token and not pools):
+        if shape.eager or shape.sampling.eager or (shape.every_token and not self._leaves_last):
             return False
         if shape.is_decode and not pools:
             return shape.num_rows <= self._sizes.decode[-1] and self._forward_decode(step)
@@ -201,7 +202,6 @@ class CudaGraphs:
         shape = step.shape
         if shape.eager or not shape.is_decode or shape.num_rows > self._sizes.decode[-1]:
             return False
-        step.every_hidden = self._hidden
         return self._forward_decode(step)
 
     def _forward_decode(self, step: Step) -> bool:
@@ -221,6 +221,7 @@ class CudaGraphs:
             self._decode = None
             return self._forward_decode(step)
         self._decode[0]()
+        step.hidden, step.every_hidden = self._hidden, self._every_hidden if self._sizes.keeps else self._hidden
         return True
 
     def _forward_mixed(self, step: Step) -> bool:
@@ -237,11 +238,11 @@ class CudaGraphs:
         ):
             return False
         self._decode = None
-        every_token = self._sizes.pools and (step.shape.every_token or size != self._sizes.full)
+        every_token = self._leaves_last and (step.shape.every_token or size != self._sizes.full)
         replay, finite = self._captured(_Forward(size, False, work.kind, step.shape.adapted, every_token))
-        if self._sizes.pools:
-            step.hidden, step.every_hidden = self._hidden, self._every_hidden if every_token else None
-        elif len(tokens.samples):
+        step.hidden = self._hidden
+        step.every_hidden = self._every_hidden if every_token or self._program.taps else None
+        if len(tokens.samples) and not self._sizes.pools:
             sizes = self._sizes.drafted if step.shape.sampling.drafted else self._sizes.powers
             self._sample_size = sizes[bisect_left(sizes, len(tokens.samples))]
             self._sampling(self._sample_size, step.shape.sampling)
@@ -293,6 +294,7 @@ class CudaGraphs:
 
     def _run_decode(self, key: _Forward) -> Tensor:
         hidden = self._program.decode(self._sample_rows[: key.size], key.kind, adapted=key.adapted)
+        self._keep(hidden)
         return self._hidden[: key.size].copy_(hidden)
 
     def _run_mixed(self, key: _Forward, inputs: StepInputs) -> Tensor:
@@ -305,10 +307,16 @@ class CudaGraphs:
         )
         self._hidden.copy_(hidden if narrow else self._program.select(hidden, lists.sample_tokens))
         self._sample_rows.copy_(lists.sample_rows)
-        if key.every_token:
-            assert self._every_hidden is not None
-            self._every_hidden[: key.size].copy_(hidden)
+        if key.every_token or self._program.taps:
+            self._keep(hidden)
         return finite
+
+    def _keep(self, hidden: Tensor) -> None:
+        if self._every_hidden is not None:
+            first = 0
+            for part in self._program.kept(hidden):
+                self._every_hidden[: len(part), first : first + part.shape[1]].copy_(part)
+                first += part.shape[1]
 
     def _usual_captures(self) -> Iterator[bool]:
         """Captures the kinds of steps that nearly every engine comes to, the smallest first, one at a time."""
@@ -329,7 +337,7 @@ class CudaGraphs:
         full = [] if sizes.full is None else [sizes.full]
         for size in () if sizes.passes_on else chain(sizes.mixed, full):
             for kind in program.backend.usual_kinds(size, program.max_model_len, size == sizes.full):
-                for every_token in (False, True) if sizes.pools and size == sizes.full else (sizes.pools,):
+                for every_token in (False, True) if sizes.pools and size == sizes.full else (self._leaves_last,):
                     if (key := _Forward(size, False, kind, every_token=every_token)) not in self._forwards:
                         self._captured(key)
                         yield True

@@ -69,8 +69,9 @@ class Eager:
             max_context=max(tokens.contexts),
         )
         step.prompt_logprobs = self._prompt_logprobs.compute(plan, tokens.starts, hidden)
-        if shape.every_token:
-            step.every_hidden = hidden
+        if shape.every_token or program.taps:
+            kept = program.kept(hidden)
+            step.every_hidden = kept[0] if len(kept) == 1 else torch.cat(kept, dim=-1)
         if narrow:
             step.hidden = hidden
         elif shape.num_samples:

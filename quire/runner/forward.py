@@ -16,6 +16,7 @@ from quire.attention.groups import GroupBackends
 from quire.layers.adapters import AdapterTokens
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.models.base import Model
+from quire.models.decoder import DecoderLM
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.base import Target
 from quire.ops.drafts import PLACE_DRAFTS
@@ -131,6 +132,16 @@ class StepProgram:
         with batch.adapters.of_tokens(rows, starts, input_ids.shape[0]):
             hidden = self.model(input_ids, positions, batch, embeds)
         return hidden
+
+    def kept(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What a drafter reads of all tokens of the last forward pass, [n, hidden] each; else their hidden states."""
+        model = self.model
+        return model.tapped if isinstance(model, DecoderLM) and model.taps else (hidden,)
+
+    @property
+    def taps(self) -> bool:
+        """Whether that is of layers before the last."""
+        return isinstance(self.model, DecoderLM) and bool(self.model.taps)
 
     def select(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """hidden[tokens]"""

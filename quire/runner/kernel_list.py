@@ -52,6 +52,7 @@ class KernelList:
         max_samples: int,
         pools: bool = False,
         passes_on: bool = False,
+        keeps: bool = False,
     ) -> None:
         """No row is in use yet, and the cache has room for MOST_TOKENS."""
         self._program, self._recorder, self._eager = program, recorder, eager
@@ -61,10 +62,12 @@ class KernelList:
         self._finite = torch.zeros(tokens, dtype=torch.bool)
         # By the kind and whether the forward pass is adapted, whose hidden states lie elsewhere; None: cannot be.
         self._samples: dict[tuple[SamplingKind, bool], tuple[SizedRecording, Arrived] | None] = {}
-        # By whether it is adapted, and whether it has the hidden states of all tokens.
+        # By whether it is adapted, and whether it has the hidden states of all tokens: what samples is read first,
+        # and behind it what is kept of all tokens.
         self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
-        self._pools = pools
-        every = (True, False) if pools else (passes_on,)
+        self._pools, self._keeps = pools, keeps
+        self._leaves_last = keeps and not program.taps and not pools
+        every = (True, False) if pools else (passes_on or self._leaves_last,)
         kinds = itertools.product((False,) if program.adapters is None else (False, True), every)
         try:
             for adapted, every_token in kinds:
@@ -83,7 +86,7 @@ class KernelList:
             return None
         sizes = context.sizes
         limits = (sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_num_samples)
-        return cls(program, recorder, eager, *limits, context.pools, context.passes_on)
+        return cls(program, recorder, eager, *limits, context.pools, context.passes_on, context.kept_width > 0)
 
     @property
     def is_recorded(self) -> bool:
@@ -114,9 +117,9 @@ class KernelList:
             self._program.place_drafts(self._part(shape.num_rows, len(tokens.samples)))
         forward(shape.num_tokens, shape.num_rows, len(tokens.samples))
         step.hidden = forward.results[0]
-        if shape.every_token:
-            step.every_hidden = step.hidden
-            step.hidden = self._program.select(step.hidden, self._inputs.lists.sample_tokens[: len(tokens.samples)])
+        kept = forward.results[1:]
+        if kept:
+            step.every_hidden = kept[0] if len(kept) == 1 else torch.cat([part[: shape.num_tokens] for part in kept], 1)
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(self._finite[: shape.num_tokens])
         return True
@@ -145,19 +148,22 @@ class KernelList:
                 run(*_CHECK)
                 raise
             self._load_trial(*_CHECK)
-            (expected,) = run(*_CHECK)
+            expected = run(*_CHECK)
             recording(*_CHECK)
-            if not torch.equal(recording.results[0][: len(expected)], expected):
-                raise NotRecordableError("does more than call kernels")
+            for mine, other in zip(recording.results, expected, strict=True):
+                if not torch.equal(mine[: len(other)], other):
+                    raise NotRecordableError("does more than call kernels")
         return recording
 
     def _run_forward(
         self, adapted: bool, narrow: bool, num_tokens: int, num_rows: int, num_samples: int
     ) -> list[Tensor]:
-        """The forward pass of what the buffers hold."""
+        """The forward pass of what the buffers hold: what samples is read, and what is kept of all tokens."""
         part, finite, program = self._part(num_rows, num_samples), self._finite[:num_tokens], self._program
         sizes = (part, num_tokens, None, finite)
-        return [program.mixed(*sizes, num_tokens=num_tokens, narrow=narrow, adapted=adapted)]
+        hidden = program.mixed(*sizes, num_tokens=num_tokens, narrow=narrow, adapted=adapted)
+        kept = program.kept(hidden) if program.taps or not narrow else ()
+        return [hidden if narrow else program.select(hidden, part.sample_tokens), *kept]
 
     def _part(self, num_rows: int, num_samples: int) -> InputLists[Tensor]:
         lists = self._inputs.lists
@@ -186,7 +192,8 @@ class KernelList:
             self._samples[kind, adapted] = (recording, Arrived(recording.results[0]))
 
     def _record_sampling(self, kind: SamplingKind, *, adapted: bool) -> SizedRecording:
-        program, lists, hidden = self._program, self._inputs.lists, self._forwards[adapted, False].results[0]
+        program, lists = self._program, self._inputs.lists
+        hidden = self._forwards[adapted, self._leaves_last].results[0]
         kept = hidden[: _SAMPLE_CHECK[0]].clone(), lists.sample_rows[:_MOST_ROWS].clone()
 
         def run(count: int) -> list[Tensor]:

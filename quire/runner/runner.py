@@ -120,7 +120,7 @@ class Runner:
 
     def capture_next(self) -> bool:
         """Capture one more kind of step that may come; False if there is none."""
-        return any(way.capture_next() for way in self.ways)
+        return any(way.capture_next() for way in self.ways) or self.proposer.capture_next()
 
     def finish(self, step: Step) -> StepResult:
         self._newest = None
@@ -148,7 +148,6 @@ class Runner:
         sampling = self.sampling_kind(rows, bool(plan.mask_slots))
         needs_eager = (
             self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
-            or self.proposer.wants_hidden
             or self.prompt_logprobs.wants(plan.rows)
             or self.routed_experts.wants(plan.rows)
         )
@@ -157,7 +156,10 @@ class Runner:
             num_rows=num_rows,
             num_samples=len(rows),
             is_decode=is_decode,
-            every_token=needs_eager or not self.stage.samples or self.pooler.wants_every_token(plan.rows),
+            every_token=needs_eager
+            or not self.stage.samples
+            or self.proposer.wants_hidden
+            or self.pooler.wants_every_token(plan.rows),
             sampling=sampling._replace(drafted=True) if drafts else sampling,
             adapted=self.adapters.are_in(plan.rows),
             eager=needs_eager,

@@ -158,7 +158,7 @@ class Step:
     shape: StepShape
     state: RequestRows
     hidden: Tensor | None = None  # where a way leaves what it samples from
-    every_hidden: Tensor | None = None  # [num_tokens or more, hidden], where shape.every_token
+    every_hidden: Tensor | None = None  # [num_tokens or more, kept width]: what a way leaves of all tokens
     finite: Download | None = None  # [num_tokens] bool: whether each token's values are finite; None: all that matter
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     routed: RoutedRows | None = None  # of rows that ask for their experts

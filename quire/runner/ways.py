@@ -57,6 +57,13 @@ class WayContext:
     passes_on: bool = False  # nor here: the hidden states of all tokens go to the next stage of a pipeline
     receives: bool = False  # and those of its own tokens come from the stage before
 
+    @property
+    def kept_width(self) -> int:
+        """Of what steps leave of every token for who pools or drafts; 0: nothing."""
+        drafter = self.model.drafter
+        read = 1 if self.pools else 0 if drafter is None else drafter.num_hidden_read
+        return read * self.sizes.hidden_size
+
 
 class WayKind(Protocol):
     """How a way is planned and made: asked of its class."""

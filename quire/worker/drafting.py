@@ -31,11 +31,12 @@ from quire.runner.logits import LogitsHead
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.proposers.base import NoProposer
 from quire.runner.proposers.draft_model import DraftModel
-from quire.runner.proposers.heads import HeadProposer, HiddenInputs
+from quire.runner.proposers.heads import HeadProposer
 from quire.runner.proposers.medusa import MedusaProposer
 from quire.runner.request_rows import RequestRows
 from quire.runner.routed_experts import RoutedExpertsRecorder
 from quire.runner.runner import Runner
+from quire.runner.stages import StageInputs
 from quire.runner.ways import WayContext, make_ways
 from quire.types.errors import ConfigError
 
@@ -169,7 +170,7 @@ def drafter_context(context: WayContext) -> WayContext | None:
     width = drafter.hidden_size
     token_bytes = drafter.token_bytes(width, context.dtype.itemsize)
     sizes = replace(context.sizes, hidden_size=width, token_bytes=token_bytes, max_num_drafts=0, speculates=False)
-    return replace(context, model=drafter, sizes=sizes)
+    return replace(context, model=drafter, sizes=sizes, receives=isinstance(drafter, DraftHead))
 
 
 def make_proposer(
@@ -183,14 +184,15 @@ def make_proposer(
     rows = RequestRows(sizes.max_num_seqs, program.max_model_len, platform.device)
     if isinstance(model, Medusa):
         return MedusaProposer(model, target.rows, rows, program.sampler)
-    is_head = isinstance(model, DraftHead)
-    hidden = HiddenInputs()
     with platform.device:
-        inputs = hidden if is_head else model.token_inputs(sizes.max_num_seqs, program.max_model_len)
+        inputs = model.token_inputs(sizes.max_num_seqs, program.max_model_len)
+    if own.receives:
+        size = StageInputs.num_rows(sizes), sizes.hidden_size
+        inputs = received = StageInputs(inputs, platform.zeros(size, own.dtype))
     place = (program.tables, program.backend, program.sampler, program.max_model_len, inputs)
     mine, head = StepProgram(model, rows, *place), LogitsHead(model, ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
-    eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, None if is_head else platform.narrow_above))
+    eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, None if own.receives else platform.narrow_above))
     runner = Runner(
         rows=rows,
         tables=program.tables,
@@ -198,12 +200,10 @@ def make_proposer(
         prompt_logprobs=prompt_logprobs,
         routed_experts=RoutedExpertsRecorder(model),
         containment=Containment(model.cached_layers(), program.tables),
-        ways=[eager] if is_head else list(make_ways(own, mine, eager, room)),
+        ways=list(make_ways(own, mine, eager, room)),
         inputs=inputs,
     )
     runner.sampling_kind = program.sampler.draft_kind
     if isinstance(model, DraftHead):
-        assert isinstance(program.model, DecoderLM)
-        program.model.taps = model.taps
-        return HeadProposer(program.model, target.rows, runner, hidden)
+        return HeadProposer(model, target.rows, runner, received, asynchronous=platform.asynchronous)
     return DraftModel(target.rows, runner, sizes.max_num_batched_tokens, asynchronous=platform.asynchronous)

@@ -342,6 +342,7 @@ def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
         largest(chain(*layers)),
         *(WAYS.get(name).contributes(context) for name in WAYS),
         *(() if of_drafter is None else (WAYS.get(name).contributes(of_drafter) for name in WAYS)),
+        StageInputs.contributes(of_drafter.sizes) if of_drafter is not None and of_drafter.receives else (),
     )
     return tuple(line for line in lines if line.num_bytes)
 

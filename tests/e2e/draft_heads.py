@@ -97,12 +97,13 @@ def drafts_of(
     return draft
 
 
-def one_layer(target: Target) -> Any:
-    return AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 1, "attn_implementation": "eager"})
+def one_layer(sizes: dict[str, Any]) -> Any:
+    return AutoConfig.for_model("llama", **{**sizes, "num_hidden_layers": 1, "attn_implementation": "eager"})
 
 
-def eagle(folder: Path, target: Target) -> tuple[Path, Draft]:
-    config = one_layer(target)
+def eagle(folder: Path, target: Target, **sizes: Any) -> tuple[Path, Draft]:
+    sizes = {**SIZES, **sizes}
+    config = one_layer(sizes)
     layer, fc, rotary = (
         llama.LlamaDecoderLayer(config, 0),
         nn.Linear(2 * HIDDEN, HIDDEN),
@@ -118,7 +119,7 @@ def eagle(folder: Path, target: Target) -> tuple[Path, Draft]:
         "embed_tokens.weight": target.model.model.embed_tokens.weight,
     }
     saved = save_head(
-        folder, tensors, {**SIZES, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "bias": True}
+        folder, tensors, {**sizes, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "bias": True}
     )
     draft = drafts_of(target, lambda e, h: causal(layer, rotary, fc(torch.cat((e, h), -1))), target.logits)
     return saved, draft
@@ -142,8 +143,9 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def eagle3(folder: Path, target: Target) -> tuple[Path, Draft]:
-    config = one_layer(target)
+def eagle3(folder: Path, target: Target, taps: tuple[int, ...] = TAPS, **sizes: Any) -> tuple[Path, Draft]:
+    sizes = {**SIZES, **sizes}
+    config = one_layer(sizes)
     layer, rotary = Eagle3Layer(config), llama.LlamaRotaryEmbedding(config)
     fc, norm = nn.Linear(3 * HIDDEN, HIDDEN, bias=False), llama.LlamaRMSNorm(HIDDEN, config.rms_norm_eps)
     head = nn.Linear(HIDDEN, DRAFT_VOCAB, bias=False)
@@ -153,13 +155,13 @@ def eagle3(folder: Path, target: Target) -> tuple[Path, Draft]:
     tensors: dict[str, Tensor] = {f"midlayer.{name}": weight for name, weight in layer.state_dict().items()}
     tensors |= {"fc.weight": fc.weight, "norm.weight": norm.weight, "lm_head.weight": head.weight}
     tensors |= {"d2t": kept - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), kept)}
-    shape = {"draft_vocab_size": DRAFT_VOCAB, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)}}
+    shape = {"draft_vocab_size": DRAFT_VOCAB, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps)}}
     saved = save_head(
-        folder, tensors, {**SIZES, **shape, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+        folder, tensors, {**sizes, **shape, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
     )
 
     def first(last: Tensor, layers: tuple[Tensor, ...]) -> Tensor:
-        mixed: Tensor = fc(torch.cat([layers[index] for index in TAPS], -1))
+        mixed: Tensor = fc(torch.cat([layers[index] for index in taps], -1))
         return mixed
 
     def logits(hidden: Tensor) -> Tensor:

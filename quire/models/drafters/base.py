@@ -19,14 +19,16 @@ from quire.layers.fusion import whole
 from quire.layers.linear import Linear, Piece
 from quire.layers.norm import merge_residual
 from quire.layers.rope.embedding import rotary_embedding
-from quire.models.base import BuildContext, CausalLM, Model, ModelDescription
+from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.blocks import DecoderLayer
 from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderLM
 from quire.models.kinds import MIXERS
 
 
 class DraftHead(Model):
     capabilities = frozenset()
+    num_hidden_read = 1
     prefix: ClassVar[str] = ""
     """What names of its tensors begin with in the target's checkpoint; "": it has a checkpoint of its own."""
     taps: tuple[int, ...] = ()
@@ -41,9 +43,14 @@ class DraftHead(Model):
         self._embed: Callable[[Tensor], Tensor]
         self._target_logits: Callable[[Tensor], Tensor]
 
-    def use(self, target: CausalLM) -> None:
-        """Take what it shares with the target, which has its weights."""
+    def use(self, target: DecoderLM) -> None:
+        """Take what it shares with the target, which has its weights and keeps from now on what the head reads."""
         self._embed, self._target_logits = target.embed, target.compute_logits
+        target.taps = self.taps
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states [n, num_hidden_read * hidden], as its forward takes them: [n, hidden]."""
+        return hidden
 
     @classmethod
     @abstractmethod

@@ -19,6 +19,7 @@ from quire.models.config import DecoderConfig
 from quire.models.drafters.base import DraftHead, whole_linear
 from quire.models.drafters.eagle import WEIGHTS
 from quire.models.llama import Llama
+from quire.types.errors import ConfigError
 
 _NAMES = (
     ("midlayer", "layer"),
@@ -50,7 +51,7 @@ class Eagle3(DraftHead):
         self, config: DecoderConfig, ctx: BuildContext, draft_vocab_size: int, taps: tuple[int, ...]
     ) -> None:
         super().__init__(config, ctx)
-        self.taps, self._vocab_size = taps, config.vocab_size
+        self.taps, self.num_hidden_read, self._vocab_size = taps, len(taps), config.vocab_size
         attention, width = self.layer.self_attn, config.hidden_size
         assert isinstance(attention, AttentionBlock)
         attention.qkv_proj = QKVParallelLinear(
@@ -77,16 +78,17 @@ class Eagle3(DraftHead):
     def layer_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return Llama.decoder_config({**config, "num_hidden_layers": 1})
 
+    def read(self, hidden: Tensor) -> Tensor:
+        return whole(self.fc(hidden))
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """`inputs_embeds` are what the target's layers read, or its own hidden states at tokens that it drafted."""
+        """`inputs_embeds` are of what the target's layers read, or its own hidden states at tokens that it drafted."""
         hidden = inputs_embeds
         assert hidden is not None
         assert self.layer.self_attn is not None
         assert self.layer.mlp is not None
-        if hidden.shape[-1] != self.hidden_size:
-            hidden = whole(self.fc(hidden))
         rotation = None if self.rotary is None else self.rotary(positions)
         both = torch.cat((self.layer.attn_norm(self._embed(input_ids)), self.hidden_norm(hidden)), dim=-1)
         mixed, residual = self.layer.mlp_norm.merge(self.layer.self_attn(both, rotation, batch), hidden)
@@ -100,4 +102,10 @@ class Eagle3(DraftHead):
 def tapped_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Layers of the target that a head reads the inputs of, as its config says or as published heads have it."""
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(named or (2, num_layers // 2, num_layers - 3))
+    taps = tuple(named or (2, num_layers // 2, num_layers - 3))
+    if not all(0 <= layer < num_layers for layer in taps):
+        raise ConfigError(
+            f"speculative_config: the head reads layers {taps} of its target, which has {num_layers};"
+            " give a head that was trained for this target"
+        )
+    return taps

@@ -18,6 +18,7 @@ from quire.types.errors import EngineError, ModelError
 
 class Medusa(Model):
     capabilities = frozenset()
+    num_hidden_read = 1
 
     def __init__(
         self, num_heads: int, num_layers: int, sizes: tuple[int, int], ctx: BuildContext, bias: bool

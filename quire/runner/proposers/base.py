@@ -15,7 +15,7 @@ class NoProposer:
     """Steps propose nothing."""
 
     wants_hidden = False
-    """Whether `propose` reads hidden states of every token of a step, which then runs eagerly."""
+    """Whether `propose` reads the last hidden states of every token of a step."""
     follows = False
     """Whether it hears of every step, before the next one is started."""
 
@@ -26,9 +26,13 @@ class NoProposer:
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         """Tokens that may follow in the rows of plan.num_proposals, by index, once a step's result is known.
 
-        The rows stand behind what the step gave. hidden [n, width]: of the step's tokens, if it wants them.
+        The rows stand behind what the step gave. hidden [n or more, width]: what is kept of the step's tokens.
         """
         return {}
+
+    def capture_next(self) -> bool:
+        """Capture one more kind of its own steps; False if there is none."""
+        return False
 
 
 def num_valid(plan: StepPlan, result: StepResult, index: int) -> int:

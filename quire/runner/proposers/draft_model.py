@@ -38,6 +38,9 @@ class DraftModel(NoProposer):
         self._rows.host_num_tokens[start.row] = len(start.token_ids)
         self._rows.host_num_computed[start.row] = start.num_computed_tokens
 
+    def capture_next(self) -> bool:
+        return self._runner.capture_next()
+
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         rows = self._rows
         wanted: dict[int, int] = {}  # row -> tokens to compute

@@ -13,35 +13,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.models.decoder import DecoderLM
-from quire.models.token_inputs import TokenInputs
+from quire.models.drafters.base import DraftHead
 from quire.platform.transfer import upload
 from quire.runner.proposers.base import NoProposer, num_valid
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner, RunningStep
+from quire.runner.stages import StageInputs
 from quire.types.step import StepPlan, StepResult
 
 
-class HiddenInputs(TokenInputs):
-    """Hands a head the hidden states of a step where a model takes embeddings."""
-
-    captures = False
-    hidden: Tensor  # [n, width] of the tokens of the next step
-
-    def embeds(self, input_ids: Tensor, index: Tensor, rows: Tensor, query_starts: Tensor) -> Tensor:
-        return torch.nn.functional.pad(self.hidden, (0, 0, 0, len(input_ids) - len(self.hidden)))
-
-
 class HeadProposer(NoProposer):
-    follows = wants_hidden = True
+    follows = True
 
-    def __init__(self, model: DecoderLM, target: RequestRows, runner: Runner, inputs: HiddenInputs) -> None:
-        """`runner` is of the head, over rows of its own, and runs every step eagerly."""
-        self._model, self._target = model, target
+    def __init__(
+        self, head: DraftHead, target: RequestRows, runner: Runner, inputs: StageInputs, *, asynchronous: bool
+    ) -> None:
+        """`runner` is of the head, over rows of its own; `inputs` hand it hidden states instead of embeddings."""
+        self._asynchronous = asynchronous
+        self._head, self._target, self.wants_hidden = head, target, not head.taps
         self._runner, self._rows, self._inputs = runner, runner.rows, inputs
 
+    def capture_next(self) -> bool:
+        return self._runner.capture_next()
+
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
-        hidden = self._model.tapped if self._model.taps else hidden
         assert hidden is not None
         rows, counts, parts, first = self._rows, dict[int, int](), list[Tensor](), 0
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
@@ -57,16 +53,20 @@ class HeadProposer(NoProposer):
             return {}
         self._copy_rows(list(counts))
         found: dict[int, list[int]] = {row: [] for row in plan.num_proposals if row in counts}
-        steps = [self._run(list(counts), list(counts.values()), torch.cat(parts))]
+        read = self._head.read(torch.cat(parts) if len(parts) > 1 else parts[0])
+        steps = [self._run(list(counts), list(counts.values()), read)]
         drafting = [row for row in counts if row in found]
         while more := [row for row in drafting if plan.num_proposals[row] > len(steps)]:
             own = steps[-1][1].hidden
             assert own is not None
-            hidden = own[upload([drafting.index(row) for row in more], own.device, torch.int64)]
-            steps.append(self._run(more, [1] * len(more), hidden))
+            if more != drafting:
+                own = own[upload([drafting.index(row) for row in more], own.device, torch.int64)]
+            steps.append(self._run(more, [1] * len(more), own[: len(more)]))
             drafting = more
         for ran, step in steps:
             given = step.result()
+            if given.errors:  # steps are padded with what lies in the buffer
+                self._inputs.buffer.zero_()
             for index, (row, tokens) in enumerate(zip(ran, given.token_ids, strict=True)):
                 if index in given.errors:
                     found.pop(row, None)
@@ -74,12 +74,13 @@ class HeadProposer(NoProposer):
                     found[row] += tokens
         return {index: found[row] for index, row in enumerate(plan.rows) if found.get(row)}
 
-    @torch.inference_mode()
     def _run(self, rows: list[int], counts: list[int], hidden: Tensor) -> tuple[list[int], RunningStep]:
-        self._inputs.hidden = hidden
-        return rows, self._runner.execute(StepPlan(0, rows, counts))
+        self._inputs.buffer[: len(hidden)] = hidden
+        step = self._runner.execute(StepPlan(0, rows, counts))
+        if not self._asynchronous:  # the next step takes the place of what this one leaves on the host
+            step.result()
+        return rows, step
 
-    @torch.inference_mode()
     def _copy_rows(self, row_list: Sequence[int]) -> None:
         """Make the rows on the device the target's without their first tokens."""
         mine, theirs = self._rows, self._target
