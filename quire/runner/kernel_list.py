@@ -119,7 +119,9 @@ class KernelList:
         step.hidden = forward.results[0]
         kept = forward.results[1:]
         if kept:
-            step.every_hidden = kept[0] if len(kept) == 1 else torch.cat([part[: shape.num_tokens] for part in kept], 1)
+            step.every_hidden = (
+                kept[0] if len(kept) == 1 else torch.cat([part[: shape.num_tokens] for part in kept], 1)
+            )
         if not shape.is_decode:  # there the sampler finds it out from the logits
             step.finite = Download(self._finite[: shape.num_tokens])
         return True

@@ -192,7 +192,9 @@ def make_proposer(
     place = (program.tables, program.backend, program.sampler, program.max_model_len, inputs)
     mine, head = StepProgram(model, rows, *place), LogitsHead(model, ladder)
     prompt_logprobs = PromptLogprobs(rows, head)
-    eager = Eager(mine, head, prompt_logprobs, Padding(ladder, ladder, None if own.receives else platform.narrow_above))
+    eager = Eager(
+        mine, head, prompt_logprobs, Padding(ladder, ladder, None if own.receives else platform.narrow_above)
+    )
     runner = Runner(
         rows=rows,
         tables=program.tables,

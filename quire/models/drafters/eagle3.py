@@ -84,7 +84,7 @@ class Eagle3(DraftHead):
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """`inputs_embeds` are of what the target's layers read, or its own hidden states at tokens that it drafted."""
+        """`inputs_embeds` are what `read` gives, or its own hidden states at tokens that it drafted."""
         hidden = inputs_embeds
         assert hidden is not None
         assert self.layer.self_attn is not None
