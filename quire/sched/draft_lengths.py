@@ -19,12 +19,15 @@ from quire.sched.step_times import StepTimes
 
 _MEMORY = 0.8  # part of what is known about acceptance that the next guess leaves
 _DOUBT = 1.0  # guesses' worth of weight that the other requests' acceptance has for a new one
-_GAIN = 1.03  # what drafts must be predicted to win: the prediction is not exact
+_GAIN = 1.05  # what drafts must be predicted to win: the prediction is not exact
 _CREDIT = 4.0  # tokens that a request's drafts may have cost more than they gave
 _EARNED = 0.005  # tokens of this credit that come with each token
-_PROBED = 0.004  # part of the time in which drafts are verified that would hold but look too expensive
+_PROBED = 0.01  # part of the time in which drafts are verified that would hold but look too expensive
 _LIKELY = 0.7  # acceptance from which that is worth it
-_COMPARED = 128  # one step in this many verifies no drafts, to measure what that takes
+# Below this speed-up, one step in this many verifies no drafts, to measure what that takes: the closer, the more.
+_COMPARED = ((1.2, 6), (1.5, 12), (2.5, 32), (float("inf"), 64))
+_LOSS = 4.0  # steps without drafts that all drafts together may have cost more than they gave
+_REGAINED = 0.006  # of these come back with each step
 _RARELY = 0.05  # acceptance below which guesses are made in some steps only
 _ASKED = 8  # one in this many
 
@@ -122,8 +125,9 @@ class EveryDraft:
 class MeasuredLengths:
     """The number with the most tokens a second, by an acceptance for each request and what drafts cost before.
 
-    A request whose drafts cost more than they gave verifies none until it has earned the difference, which bounds
-    what wrong drafts cost whatever the predictions say.
+    Two accounts bound what drafts cost whatever the predictions say: a request whose drafts cost more than they gave
+    verifies none until it has earned the difference, and nobody does while all drafts together cost more time, as
+    measured, than they gave.
     """
 
     def __init__(self, times: StepTimes, prior: float = 0.6) -> None:
@@ -133,6 +137,9 @@ class MeasuredLengths:
         self._num_steps = 0
         self._last_probe = 0  # the step that last verified drafts although they looked too expensive
         self._last_plain = 0  # the step that last verified none
+        self._compare_after = _COMPARED[0][1]  # steps after it, until one is to be measured again
+        self._account = _LOSS  # steps without drafts that drafts gave, less those that they cost
+        self._accepted_worth = 0.0  # of each accepted draft of the step that is judged, in such steps
 
     def may_ask(self, track: Track, step: StepDraft) -> bool:
         track.num_steps += 1
@@ -152,7 +159,7 @@ class MeasuredLengths:
         if not best:
             self._last_plain = self._num_steps
             return counts
-        cost = self._costs.extra(rows, best) / best / self._costs.plain(rows) * rows
+        cost = self._costs.extra(rows, best) / best * rows
         for _, number in gains[:best]:
             counts[number] += 1
             offers[number].cost = cost
@@ -161,32 +168,36 @@ class MeasuredLengths:
     def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
         track = offer.track
         track.credit = min(_CREDIT, track.credit + num_accepted - num_drafts * offer.cost)
+        self._account = min(_LOSS, self._account + num_accepted * self._accepted_worth)
         if offer.drafter != "forced":
             track.judge(num_drafts, num_accepted)
             self._prior += 0.02 * (min(0.9, max(0.1, num_accepted / num_drafts)) - self._prior)
 
     def measured(self, step: InFlight, seconds: float) -> None:
-        num_drafts = sum(map(len, step.drafts.values()))
+        num_drafts, rows = sum(map(len, step.drafts.values())), len(step.requests)
         # A step that only proposes is neither of what is compared; of the others, drafting is a part of the cost.
         is_plain = num_drafts > 0 or not step.plan.num_proposals
-        if seconds > 0.0 and step.work.prompt_tokens == num_drafts and is_plain:
-            self._costs.measured(len(step.requests), num_drafts, seconds)
+        is_known = seconds > 0.0 and step.work.prompt_tokens == num_drafts and is_plain
+        self._accepted_worth = 1.0 / rows if is_known else 0.0
+        self._account = min(_LOSS, self._account + _REGAINED)
+        if is_known:
+            self._account -= self._costs.measured(rows, num_drafts, seconds)
 
     def _best(self, rows: int, gains: list[float]) -> int:
         """How many of these drafts give the most tokens a second, the most probable first."""
-        if not gains or self._num_steps - self._last_plain >= _COMPARED:
+        if not gains or self._account <= 0.0 or self._num_steps - self._last_plain >= self._compare_after:
             return 0
-        plain = self._costs.plain(rows)
-        best, best_rate, tokens = 0, _GAIN * rows / plain, float(rows)
+        best, best_rate, tokens = 0, _GAIN, float(rows)
         for count, held in enumerate(gains, 1):
             tokens += held
-            rate = tokens / (plain + self._costs.extra(rows, count))
+            rate = tokens / rows / (1.0 + self._costs.extra(rows, count))
             if rate > best_rate:
                 best, best_rate = count, rate
+        self._compare_after = next(steps for rate, steps in _COMPARED if best_rate < rate)
         if best or gains[0] < _LIKELY:
             return best
-        few = min(len(gains), 2)
-        if self._costs.extra(rows, few) <= _PROBED * plain * (self._num_steps - self._last_probe):
+        few = min(len(gains), self._costs.first(rows))
+        if self._costs.extra(rows, few) <= _PROBED * (self._num_steps - self._last_probe):
             self._last_probe = self._num_steps
             return few
         return 0

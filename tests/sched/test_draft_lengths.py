@@ -18,6 +18,7 @@ from quire.types.step import StepPlan, StepResult
 from tests.sched.driver import FULL, make_request
 
 LENGTH = 512
+Cost = Callable[[int, int], float]  # rows, drafts -> seconds
 Right = Callable[[random.Random, int, int], float]  # position, how many drafts -> probability that the next is right
 
 
@@ -45,9 +46,9 @@ class KnowingDrafter(Drafter):
 
 
 class Clock:
-    """A device on which a step takes as long as its tokens say."""
+    """A device on which a step takes as long as its tokens say; what is measured is more by some noise."""
 
-    def __init__(self, cost: Prior, noise: float, seed: int) -> None:
+    def __init__(self, cost: Cost, noise: float, seed: int) -> None:
         self._cost, self._noise = cost, noise
         self._draw = random.Random(seed)
         self.seconds = 0.0
@@ -68,15 +69,30 @@ class Clock:
             self.num_accepted += held
             tokens.append(truth[: held + 1])
             self._rows[row] = name, known + held + 1
-        num_drafts = sum(map(len, plan.draft_token_ids.values()))
-        cost = self._cost
-        seconds = cost.fixed + cost.per_row * len(plan.rows) + cost.per_token * num_drafts
-        measured = seconds * (1.0 + self._noise * self._draw.random())
+        seconds = self._cost(len(plan.rows), sum(map(len, plan.draft_token_ids.values())))
         self.seconds += seconds
-        return StepResult(plan.step_id, tokens), measured
+        return StepResult(plan.step_id, tokens), seconds * self.slowdown()
+
+    def slowdown(self) -> float:
+        return 1.0 + self._noise * self._draw.random()
 
 
-def serve(batch: int, cost: Prior, drafter: Drafter | None, noise: float = 0.1) -> Clock:
+class BusyClock(Clock):
+    """Other work makes the machine up to three times as slow, now more and now less, and some steps much slower."""
+
+    load = 1.0
+
+    def slowdown(self) -> float:
+        draw = self._draw
+        self.load = min(3.0, max(1.0, self.load * draw.uniform(0.93, 1.07)))
+        return self.load * draw.uniform(1.0, 1.2) * (draw.uniform(2.0, 4.0) if draw.random() < 0.05 else 1.0)
+
+
+def linear(cost: Prior) -> Cost:
+    return lambda rows, drafts: cost.fixed + cost.per_row * rows + cost.per_token * drafts
+
+
+def serve(batch: int, cost: Cost, drafter: Drafter | None, noise: float = 0.1, clock: Clock | None = None) -> Clock:
     layout = plan_layout(FULL, 16)
     drafting = None if drafter is None else Drafts(drafter, lengths=MeasuredLengths(StepTimes()))
     scheduler = Scheduler(
@@ -90,7 +106,7 @@ def serve(batch: int, cost: Prior, drafter: Drafter | None, noise: float = 0.1) 
     )
     for number in range(batch):
         scheduler.add_request(make_request(str(number), [1], LENGTH))
-    clock = Clock(cost, noise, 0)
+    clock = clock or Clock(cost, noise, 0)
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
         assert plan is not None
@@ -110,19 +126,21 @@ PATTERNS: dict[str, Right] = {
     "until it is trusted": lambda draw, position, offset: float(position < 20),
     "every other": lambda draw, position, offset: float(position % 2),
 }
-COSTS = {
-    "drafts are free": Prior(0.01, 0.001, 0.00001, 0.0),
-    "like a laptop": Prior(0.010, 0.002, 0.0035, 0.0),
-    "like a GPU": Prior(0.006, 0.00005, 0.00003, 0.0),
-    "as much as a row": Prior(0.001, 0.002, 0.002, 0.0),
-    "more than a step": Prior(0.004, 0.001, 0.009, 0.0),
+COSTS: dict[str, Cost] = {
+    "drafts are free": linear(Prior(0.01, 0.001, 0.00001, 0.0)),
+    "like a laptop": linear(Prior(0.010, 0.002, 0.0035, 0.0)),
+    "like a GPU": linear(Prior(0.006, 0.00005, 0.00003, 0.0)),
+    "as much as a row": linear(Prior(0.001, 0.002, 0.002, 0.0)),
+    "more than a step": linear(Prior(0.004, 0.001, 0.009, 0.0)),
+    "in tiles": lambda rows, drafts: 0.01 + 0.004 * -(-(rows + drafts) // 4),
+    "a cliff": lambda rows, drafts: 0.01 + 0.001 * rows + 0.012 * (rows + drafts > 4),
 }
 
 
-@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("cost", list(COSTS)[:5])
 @pytest.mark.parametrize(
     ("pattern", "batch"),
-    [*((pattern, batch) for pattern in PATTERNS for batch in (1, 8)), ("never", 64), ("half", 64)],
+    [*((pattern, batch) for pattern in PATTERNS for batch in (1, 8)), ("half", 4), ("never", 64), ("half", 64)],
 )
 def test_drafts_never_cost_much(pattern: str, cost: str, batch: int) -> None:
     without = serve(batch, COSTS[cost], None)
@@ -130,6 +148,24 @@ def test_drafts_never_cost_much(pattern: str, cost: str, batch: int) -> None:
     assert drafted.seconds <= (1.05 if batch < 8 else 1.03) * without.seconds, (
         f"{drafted.seconds / without.seconds:.3f}, {drafted.num_accepted} of {drafted.num_drafts}"
     )
+
+
+@pytest.mark.parametrize("cost", ["like a laptop", "in tiles", "a cliff"])
+@pytest.mark.parametrize("pattern", ["never", "half", "mostly", "in runs"])
+def test_drafts_never_cost_much_on_a_busy_machine(pattern: str, cost: str) -> None:
+    """What it takes without other work is compared: measurements mislead, and the bounds hold all the same."""
+    for batch in (1, 4, 8):
+        clock = BusyClock(COSTS[cost], 0.0, seed=batch)
+        drafted = serve(batch, COSTS[cost], KnowingDrafter(PATTERNS[pattern], 4, batch), clock=clock)
+        without = LENGTH * COSTS[cost](batch, 0)
+        assert drafted.seconds <= (1.05 if batch < 8 else 1.03) * without, f"{batch}: {drafted.seconds / without:.3f}"
+
+
+def test_drafts_that_hold_pay_on_a_busy_machine() -> None:
+    for batch, at_least in ((1, 2.2), (4, 1.3)):
+        clock = BusyClock(COSTS["in tiles"], 0.0, seed=0)
+        drafted = serve(batch, COSTS["in tiles"], KnowingDrafter(PATTERNS["always"], 4, 0), clock=clock)
+        assert LENGTH * COSTS["in tiles"](batch, 0) / drafted.seconds >= at_least
 
 
 @pytest.mark.parametrize(
@@ -154,9 +190,9 @@ def test_any_cost_and_any_acceptance(seed: int) -> None:
     """Costs over three orders of magnitude, drafts that hold as if by chance, noisy measurements."""
     draw = random.Random(seed)
     fixed = 10 ** draw.uniform(-4, -1)
-    cost = Prior(fixed, fixed * 10 ** draw.uniform(-3, 0), fixed * 10 ** draw.uniform(-3, 0.5), 0.0)
+    cost = linear(Prior(fixed, fixed * 10 ** draw.uniform(-3, 0), fixed * 10 ** draw.uniform(-3, 0.5), 0.0))
     chances = [draw.random() for _ in range(20)]
-    batch = draw.choice([1, 2, 8])
+    batch = draw.choice([1, 2, 4, 8])
     drafter = KnowingDrafter(lambda _, position, offset: chances[position // 30 % 20], draw.choice([1, 4, 16]), seed)
     without, drafted = serve(batch, cost, None), serve(batch, cost, drafter, noise=0.3)
     assert drafted.seconds <= (1.05 if batch < 8 else 1.03) * without.seconds
