@@ -134,7 +134,7 @@ def write_head(model: str, draft_vocab: int) -> Path:
 def measure_head(
     bench: Bench, batches: list[int], count: int, context: int, num_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of a token, no draft being right: of plain steps, of verifying drafts, of drafting them as well."""
+    """Milliseconds of a token, no draft being right: of plain steps, of verifying drafts, of drafting them too."""
     assert isinstance(bench.client, InProcClient)
     runner = runner_of(bench)
     head = runner.proposer
