@@ -84,7 +84,7 @@ def picture(address: str, frame: Frame, history: deque[float], height: int) -> R
     numbers.add_row("prompt tokens/s", f"{load.prompt_rate:.1f}", "prefix hits", hits)
     numbers.add_row("running", str(load.running), "waiting", str(load.waiting))
     numbers.add_row("KV blocks", f"{load.kv_usage:.0%}", bar(load.kv_usage), "")
-    numbers.add_row("first token", shown(load.ttft), "between tokens", shown(load.itl))
+    numbers.add_row("TTFT, p50 / 90 / 99", shown(load.ttft), "ITL, p50 / 90 / 99", shown(load.itl))
     numbers.add_row(
         "finished", str(load.finished), f"preemptions {load.preemptions}", f"restarts {load.num_restarts}"
     )
@@ -132,7 +132,7 @@ def shown(latency: Percentiles) -> str:
     values = [latency.p50, latency.p90, latency.p99]
     if None in values:
         return "-"
-    return " / ".join(f"{1000 * value:.0f}" for value in values if value is not None) + " ms (p50 / p90 / p99)"
+    return " / ".join(f"{1000 * value:.0f}" for value in values if value is not None) + " ms"
 
 
 def bar(share: float, width: int = 24) -> str:

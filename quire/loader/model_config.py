@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quire.loader.aliases import suggested_sampling
 from quire.loader.config_schema import ConfigSchema
 from quire.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from quire.loader.gguf_file import GgufFile
@@ -43,12 +44,13 @@ def _take_quantization(folder: Path, config: dict[str, Any]) -> None:
 
 
 def load_generation_config(source: ModelSource) -> dict[str, Any]:
-    """The keys of generation_config.json, or of them what a GGUF file suggests; empty if there are none.
+    """The keys of generation_config.json, or what a GGUF file or its authors suggest of them; empty if there are none.
 
     Tokens that end an answer are the tokenizer's in a GGUF file.
     """
     if source.kind == "gguf":
-        return sampling_from_gguf(GgufFile(source.path, string_arrays=False))
+        found = sampling_from_gguf(GgufFile(source.path, string_arrays=False))
+        return found or dict(suggested_sampling(source.path.name))
     return read_optional_json(source.path / "generation_config.json")
 
 

@@ -115,16 +115,20 @@ class ServerContext:
             given, name = name, name.removesuffix(LATEST)
             if name not in self.served_names:
                 raise UnknownModelError(given, self.served_names)
-        if task is not None:
-            try:
-                pooler = self.provider.engine.info.pooler
-            except EngineUnavailableError:
-                return self.model_names[0] if name is None else name
-            able = ("generate",) if pooler is None else pooler.tasks
-            scores = pooler is not None and pooler.score is not None
-            if not scores if task == "score" else task not in able:
-                raise WrongTaskError(task, able)
+        able = self.tasks() if task is not None else ()
+        if task is not None and able and task not in able:
+            raise WrongTaskError(task, tuple(one for one in able if one != "score"))
         return self.model_names[0] if name is None else name
+
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model is for; empty while there is no engine."""
+        try:
+            pooler = self.provider.engine.info.pooler
+        except EngineUnavailableError:
+            return ()
+        if pooler is None:
+            return ("generate",)
+        return (*pooler.tasks, "score") if pooler.score is not None else tuple(pooler.tasks)
 
     def max_model_len(self) -> int | None:
         """None while there is no engine."""

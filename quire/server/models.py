@@ -18,6 +18,7 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     max_model_len: int | None
     owned_by: str = "quire"
     parent: str | None = None  # of an adapter, the model that it is on
+    tasks: tuple[str, ...] = ()  # what it is for: generate, embed, ...; empty while there is no engine
 
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):
@@ -26,7 +27,7 @@ class ModelList(msgspec.Struct, tag_field="object", tag="list"):
 
 def model_card(context: ServerContext, name: str) -> ModelCard:
     parent = None if context.adapters.get(name) is None else context.model_names[0]
-    return ModelCard(name, context.created, context.max_model_len(), parent=parent)
+    return ModelCard(name, context.created, context.max_model_len(), parent=parent, tasks=context.tasks())
 
 
 def models_answer(request: Request, *contexts: ServerContext) -> Response:

@@ -55,7 +55,11 @@ def test_a_suggested_length_is_kept_for_chats(tmp_path: Path) -> None:
 
 def test_without_the_file_the_usual_defaults_hold(tmp_path: Path) -> None:
     assert load_generation_defaults(ModelSource(tmp_path, "folder", "model")).params == SamplingParams()
-    assert load_generation_defaults(resolve_model("smollm2")).params == SamplingParams()
+
+
+def test_what_the_authors_of_the_default_model_suggest_is_its_default() -> None:
+    """Its file does not say it, and at temperature 1 so small a model rambles."""
+    assert load_generation_defaults(resolve_model("smollm2")).params == SamplingParams(temperature=0.2, top_p=0.9)
 
 
 def test_a_gguf_file_may_suggest_how_to_sample(tmp_path: Path) -> None:

@@ -14,7 +14,12 @@ async def test_every_name_is_listed_and_found() -> None:
     assert listed["object"] == "list"
     assert [card["id"] for card in listed["data"]] == [MODEL, "alias/name"]
     assert found == listed["data"]
-    assert {"object": "model", "owned_by": "quire", "max_model_len": MAX_MODEL_LEN}.items() <= found[0].items()
+    assert {
+        "object": "model",
+        "owned_by": "quire",
+        "max_model_len": MAX_MODEL_LEN,
+        "tasks": ["generate"],
+    }.items() <= found[0].items()
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
 

@@ -29,6 +29,7 @@ const state = {
   values: settings.load(),
   files: [],
   model: null,
+  unable: null, // why nobody can chat here
   follows: true, // the thread's end is in sight, so it stays in sight
 };
 
@@ -88,6 +89,10 @@ function renderThread() {
 }
 
 function welcome() {
+  if (state.unable) {
+    const link = h("a", { href: "docs", text: "What it can do" });
+    return h("div", { class: "welcome" }, h("p", { class: "big", text: "This model does not chat" }), h("p", { class: "hint", text: `${state.unable} ` }, link));
+  }
   const ideas = ["Explain how a KV cache speeds up decoding", "Write a haiku about patience", "Compare three sorting algorithms in a table"];
   return h(
     "div",
@@ -332,11 +337,16 @@ async function loadModels() {
   try {
     const found = await (await call("v1/models")).json();
     const select = $("#model");
-    select.replaceChildren(...found.data.map((one) => h("option", { value: one.id, text: one.id })));
+    const able = found.data.filter((one) => !one.tasks?.length || one.tasks.includes("generate"));
+    const shown = able.length ? able : found.data;
+    select.replaceChildren(...shown.map((one) => h("option", { value: one.id, text: one.id })));
     const before = wanted.model.get();
-    state.model = found.data.some((one) => one.id === before) ? before : found.data[0].id;
+    state.model = shown.some((one) => one.id === before) ? before : shown[0].id;
     select.value = state.model;
-    const size = found.data[0].max_model_len;
+    state.unable = able.length ? null : `${shown[0].id} is for: ${shown[0].tasks.join(", ")}.`;
+    $("#composer").hidden = Boolean(state.unable);
+    if (state.current.leaf === null) renderThread();
+    const size = shown[0].max_model_len;
     select.title = size ? `Context of ${size} tokens` : "";
     showProblem(null);
   } catch (error) {
@@ -465,6 +475,7 @@ function listen() {
     state.follows = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 60;
     $("#to-end").hidden = state.follows;
   });
+  new ResizeObserver(() => follow()).observe(thread); // the message box grew: what was in sight stays in sight
   $("#to-end").addEventListener("click", () => follow(true));
   $("#chat-system").addEventListener("change", (event) => {
     state.current.system = event.target.value.trim() || null;

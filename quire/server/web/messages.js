@@ -118,7 +118,8 @@ export class MessageView {
     const button = (text, act) => h("button", { type: "button", class: "quiet small", text, onclick: act });
     if (message.role === "user") nodes.push(button("Edit", () => actions.edit(this)), copyButton(() => message.content));
     if (message.role === "assistant") {
-      nodes.push(copyButton(() => message.content), button("Regenerate", () => actions.regenerate(message)));
+      if (message.content) nodes.push(copyButton(() => message.content));
+      nodes.push(button("Regenerate", () => actions.regenerate(message)));
       nodes.push(h("span", { class: "figures", text: figures(message) }));
     }
     return nodes;

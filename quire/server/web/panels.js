@@ -44,8 +44,8 @@ export function tiles(section, frame, samples) {
     ["Prompt", count(load.prompt_rate), "tokens/s", samples.map((one) => one[1])],
     ["Running", count(load.running), load.prefilling ? `${load.prefilling} in prefill` : "requests", samples.map((one) => one[3])],
     ["Waiting", count(load.waiting), load.prefill_tokens_left ? `${count(load.prefill_tokens_left)} prompt tokens left` : "requests", samples.map((one) => one[4])],
-    ["TTFT, median", duration(load.ttft.p50), `p90 ${duration(load.ttft.p90)} · p99 ${duration(load.ttft.p99)}`],
-    ["Inter-token, median", duration(load.itl.p50), `p90 ${duration(load.itl.p90)} · p99 ${duration(load.itl.p99)}`],
+    ["TTFT, median", duration(load.ttft.p50), tails(load.ttft)],
+    ["Inter-token, median", duration(load.itl.p50), tails(load.itl)],
     ["KV in use", `${(100 * load.kv_usage).toFixed(0)} %`, `${count(load.preemptions)} preemptions`, samples.map((one) => one[5])],
     ["Prefix hits", hit === null ? "–" : `${(100 * hit).toFixed(0)} %`, `${count(load.prefix_hits)} of ${count(load.prefix_queries)} tokens`],
   ];
@@ -59,6 +59,9 @@ export function tiles(section, frame, samples) {
     $("path", tile).setAttribute("d", series ? sparkline(series.slice(-120)) : "");
   });
 }
+
+/** The slow ends, each on a line of its own where a tile is narrow. */
+const tails = ({ p90, p99 }) => [`p90 ${duration(p90)} ·`, `p99 ${duration(p99)}`].map((text) => text.replaceAll(" ", "\u00a0")).join(" ");
 
 function sparkline(values) {
   if (values.length < 2) return "";
@@ -154,10 +157,10 @@ export function steps(canvas, legend, note, list, hover) {
     context.fillRect(left, height - prompt, bar - 1, prompt);
     context.globalAlpha = 1;
   });
-  const parts = ways.map((way, i) => [h("i", { class: `dot ${["used", "shared", "cached"][i % 3]}` }), `${way} `]);
+  const entry = (kind, text) => h("span", {}, h("i", { class: `dot ${kind}` }), text);
   if (legend.dataset.ways !== ways.join()) {
     legend.dataset.ways = ways.join();
-    legend.replaceChildren(...parts.flat(), h("i", { class: "dot prompt" }), "share of prompt tokens");
+    legend.replaceChildren(...ways.map((way, i) => entry(["used", "shared", "cached"][i % 3], way)), entry("prompt", "share of prompt tokens"));
   }
   const one = shown[hover] ?? shown.at(-1);
   note.textContent = one ? `Step ${one[0]}: ${one[4]} tokens planned (${one[5]} of prompts) in ${one[3]} rows, ${duration(one[2])}, ${one[6] || "unknown way"}` : "No step yet.";

@@ -12,7 +12,8 @@ from playwright.sync_api import Browser, expect
 
 from quire.server.access import WEB_FILES
 from quire.server.web_pages import web_file
-from tests.server.helpers import live_server
+from tests.frontend.fake_client import PoolingClient
+from tests.server.helpers import FakeProvider, live_server
 from tests.server.web.pages import Visit, saying, until
 
 ANSWER = """<think>
@@ -170,6 +171,25 @@ def test_a_chat_may_have_a_system_prompt_of_its_own(visit: Visit) -> None:
         page.locator("#conversations .open").filter(has_text="first").click()
         expect(page.locator("#chat-system")).to_have_value("For one.")
     assert [prompt.split("\n")[0] for prompt in provider.prompts] == ["[system]For one.", "[system]For all."]
+
+
+def test_a_model_that_makes_embeddings_invites_nobody_to_chat(visit: Visit) -> None:
+    with live_server(provider=FakeProvider(PoolingClient())) as server:
+        page = visit.open(server)
+        expect(page.locator(".welcome")).to_contain_text("does not chat")
+        expect(page.locator(".welcome")).to_contain_text("is for: embed")
+        expect(page.locator("#composer")).to_be_hidden()
+
+
+def test_the_end_stays_in_sight_when_the_message_box_grows(visit: Visit) -> None:
+    with live_server(provider=saying("line\n\n" * 40)) as server:
+        page = visit.open(server)
+        visit.longest(4000)
+        visit.ask("Go")
+        answer = visit.answered()
+        page.locator("#text").fill("one\ntwo\nthree\nfour\nfive\nsix")
+        expect(answer.locator(".figures")).to_be_in_viewport(ratio=1)
+        assert page.evaluate("document.querySelector('#thread').scrollHeight > innerHeight")
 
 
 def test_what_ended_an_answer_is_said(visit: Visit) -> None:
