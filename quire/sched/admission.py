@@ -12,7 +12,6 @@ from quire.types.step import RowStart
 # While others run, this part of the pool stays free at an admission: room for them to grow, so that they do
 # not preempt at once what was just admitted.
 _SPARE_SHARE = 100
-_MOST_PASSED = 64  # requests, by one behind them: looking at each costs time in every step
 
 
 def check_request(state: SchedulerState, request: EngineRequest) -> None:
@@ -66,7 +65,7 @@ def admit_waiting(state: SchedulerState, step: StepDraft) -> None:
         if request.num_pending:
             break
         if not state.shares.may_start(state, step, request) or not state.adapters.may_start(request):
-            if len(passed) == _MOST_PASSED:
+            if len(passed) >= state.shares.most_passed():
                 break
             passed.append(waiting.pop())
             continue

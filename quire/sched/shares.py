@@ -6,6 +6,8 @@ from quire.sched.request import Request
 from quire.sched.state import SchedulerState, StepDraft
 from quire.sched.step_times import StepWork
 
+MOST_PASSED = 64  # waiting requests, by one behind them: looking at each costs time in every step
+
 
 class TokenShares:
     """Prompts in order of service, each as much as the step has room for, whatever time that takes."""
@@ -32,6 +34,9 @@ class TokenShares:
 
     def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
         return True
+
+    def most_passed(self) -> int:
+        return MOST_PASSED
 
     def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
         count = min(wanted, step.budget)

@@ -185,6 +185,9 @@ class Shares(Protocol):
     def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
         """Whether a waiting request is to be started in this step; if not, those behind it may be."""
 
+    def most_passed(self) -> int:
+        """How many waiting requests that may not start are looked at in this step before the others are let be."""
+
     def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
         """How many tokens, at least one, a request gets that begins with `start` cached tokens."""
 

@@ -116,6 +116,12 @@ class StepTimes:
                 best, best_rate = count, rate
         return most if taken + most > sizes[-1] else best
 
+    def most(self, work: StepWork, limit: float) -> int:
+        """A number of tokens of a new prompt that is not less than those that `limit` seconds have time for."""
+        fixed, per_row, per_token, per_pair = self._factors
+        spent = fixed + per_row * work.rows + per_token * work.prompt_tokens + per_pair * work.pairs
+        return 1 + _solve(per_token, per_pair, 0, max(0.0, limit - spent))
+
     def _padded(self, rows: int, prompt_tokens: int) -> int:
         sizes, total = self._sizes, rows + prompt_tokens
         if not prompt_tokens or not sizes or total > sizes[-1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.sched.request import OrderKey, Request
-from quire.sched.shares import TokenShares
+from quire.sched.shares import MOST_PASSED, TokenShares
 from quire.sched.state import SchedulerState, Shares, StepDraft
 from quire.sched.step_times import StepTimes, StepWork
 
@@ -75,6 +75,7 @@ class TimeShares:
         self._limit = 0.0  # seconds
         self._target_now = 0.0
         self._work = StepWork(0)
+        self._known_room = StepWork(0), 0  # of a step with this work
         self._budget = 0
         self._cap = 0
 
@@ -126,8 +127,14 @@ class TimeShares:
             return True
         if request in step.shares:
             return step.shares[request] > 0
-        start = _cached(state, request)
-        return self._fitting(start, request.num_tokens - start, self._limit) >= request.num_tokens - start
+        room = self._room()
+        start = _cached(state, request) if room else 0
+        wanted = request.num_tokens - start
+        return wanted <= room and self._fitting(start, wanted, self._limit) >= wanted
+
+    def most_passed(self) -> int:
+        """Those that room was kept for come first in the queue; without time for a token nobody else can start."""
+        return MOST_PASSED if self._room() else _LOOK_AHEAD
 
     def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
         count = self._fitting(start, wanted, self._limit)
@@ -200,6 +207,15 @@ class TimeShares:
         if self._times.of(work.plus(start, most)) <= limit:
             return most
         return min(most, self._times.fitting(work, start, limit))
+
+    def _room(self) -> int:
+        """A number of tokens of a new prompt that is not less than those that fit into the step; 0 if it is full."""
+        work, room = self._known_room
+        if work is not self._work:
+            fits = self._fitting(0, 1, self._limit) == 1
+            room = min(self._budget, self._cap, self._times.most(self._work, self._limit)) if fits else 0
+            self._known_room = self._work, room
+        return room
 
     def _take(self, start: int, count: int) -> None:
         if count:

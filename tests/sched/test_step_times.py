@@ -99,3 +99,21 @@ def test_nothing_makes_a_prediction_zero_or_less() -> None:
         times.measured(StepWork(1, 16, pairs_of(0, 16)), 1e-9)
     assert times.of(StepWork(0)) > 0
     assert times.fitting(StepWork(1), 0, 1.0) > 0
+
+
+@given(
+    rows=st.integers(0, 64),
+    tokens=st.integers(0, 600),
+    limit=st.floats(0.0, 2.0),
+    wanted=st.integers(1, 3000),
+    sizes=st.sampled_from([(), (16, 64, 256, 1024)]),
+)
+def test_no_more_tokens_fit_than_it_says(
+    rows: int, tokens: int, limit: float, wanted: int, sizes: tuple[int, ...]
+) -> None:
+    """`most` may say too many, never too few: who waits is looked at only if that many tokens could fit."""
+    times, work = StepTimes(TRUE, sizes), StepWork(rows, tokens, pairs_of(0, tokens))
+    most = times.most(work, limit)
+    assert most >= times.fitting(work, 0, limit)
+    if times.of(work.plus(0, wanted)) <= limit:
+        assert most >= wanted

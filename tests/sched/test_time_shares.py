@@ -8,9 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.sched.request import Request
 from quire.sched.shares import TokenShares
+from quire.sched.state import SchedulerState, StepDraft
 from quire.sched.step_times import Prior, StepTimes
 from quire.sched.time_shares import TimeShares, make_shares
+from quire.types.step import StepPlan
 from tests.sched.simulation import CPU, GPU, Device, Simulation, p99
 
 TARGET = 0.08
@@ -202,3 +205,34 @@ def test_everybody_is_served_in_a_bounded_number_of_steps(
     found.run(limit=20_000)  # and no step has more tokens than the budget
     assert all(life.times for life in found.lives.values())
     found.scheduler.check_integrity()
+
+
+class Looks(TimeShares):
+    """Counts the waiting requests that are looked at."""
+
+    num_looks = 0
+
+    def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
+        self.num_looks += 1
+        return super().may_start(state, step, request)
+
+
+def test_a_full_step_looks_at_few_of_those_who_wait() -> None:
+    shares = Looks(StepTimes(Prior(0.01, 0.001, 0.002, 1e-7)), TARGET)
+    found = Simulation(CPU, shares)
+    found.add("stream", 0.0, 20, 300)
+    for number in range(200):
+        found.add(f"long {number}", 0.5, 400, 2)
+    looks = []
+    launch = found._launch
+
+    def counting(plan: StepPlan) -> None:
+        if len(found.scheduler.state.waiting) > 100 and found.scheduler.state.rows.free:
+            looks.append(shares.num_looks)
+        shares.num_looks = 0
+        launch(plan)
+
+    found._launch = counting  # type: ignore[method-assign]
+    found.run()
+    assert len(looks) > 200
+    assert sorted(looks)[len(looks) // 2] <= 10, "64 of them, before"
