@@ -1,7 +1,8 @@
 """CostTable: how long steps of one model take on one machine, as `quire bench steps` measured them. Imports no torch.
 
 A step's time is read off curves that were measured: rows that decode, and tokens of prompts. What attention adds is
-proportional to the tokens it reads. A step of both takes less than the two: weights are read once.
+proportional to the tokens it reads. A step of both takes what its tokens take as one prompt, since weights are read
+once for all of them, and what the rows that sample take more than tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StepLoad(msgspec.Struct, frozen=True):
     context: int = 0  # tokens that these rows read, summed
     prompt_tokens: int = 0
     pairs: float = 0.0  # of a prompt token and a token that was computed in a step before
+    ends: int = 0  # prompts whose last token is among them: these rows sample too
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,21 +40,26 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Curve  # by tokens of one prompt, from its beginning
     per_context: float  # seconds for each token that a row that decodes reads
     per_pair: float
-    shared: float  # part of the cheaper of a step's two halves that the other has paid for
-    host: Curve  # by rows: seconds between two steps in which the device may wait
+    beside: float  # seconds that a step with prompts and rows that decode takes more than this adds up to
+    host: Curve  # by rows: seconds between two steps in which the device may wait; outputs leave at their end
+    delivery: float = 0.0  # seconds that a message takes between an engine and its client
     setup: SchedulerSetup
     environment: dict[str, Any]
     """Where, when and at which commit it was measured."""
 
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step on the device."""
-        decode = prefill = 0.0
-        if load.rows:
-            decode = interpolated(self.decode, load.rows)
-            decode += self.per_context * (load.context - load.rows * self.decode_context)
-        if load.prompt_tokens:
-            prefill = interpolated(self.prefill, load.prompt_tokens) + self.per_pair * load.pairs
-        return max(1e-6, decode + prefill - self.shared * min(decode, prefill))
+        context = self.per_context * (load.context - load.rows * self.decode_context)
+        if not load.prompt_tokens:
+            return max(1e-6, interpolated(self.decode, load.rows) + context)
+        seconds = interpolated(self.prefill, load.rows + load.prompt_tokens) + self.per_pair * load.pairs
+        # A prompt that was measured ended in its step, so that one row sampled.
+        seconds += max(0.0, self._sampling(load.rows + load.ends) - self._sampling(1))
+        return max(1e-6, seconds + context + self.beside if load.rows else seconds)
+
+    def _sampling(self, rows: int) -> float:
+        """What rows that decode take more than as many tokens of a prompt: logits and the choice among them."""
+        return interpolated(self.decode, rows) - interpolated(self.prefill, rows) if rows else 0.0
 
     def host_seconds(self, rows: int) -> float:
         return interpolated(self.host, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
@@ -35,11 +36,14 @@ class Clock:
 
 
 class Costs(Protocol):
-    """Seconds that a step keeps the device, and that the host takes until it looks for messages again."""
+    """Seconds that a step keeps the device, that the host takes until it looks for messages again, and a message."""
 
     def seconds(self, load: StepLoad) -> float: ...
 
     def host_seconds(self, rows: int) -> float: ...
+
+    @property
+    def delivery(self) -> float: ...
 
 
 class SimulatedStep:
@@ -114,7 +118,7 @@ class SimulatedExecutor(Executor):
             rows[start.row] = _Row(len(start.token_ids), start.num_computed_tokens, pools)
         token_ids: list[list[int]] = []
         pooled: dict[int, Pooled] = {}
-        decoding = context = prompt_tokens = 0
+        decoding = context = prompt_tokens = ends = 0
         pairs = 0.0
         for index, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             state = rows[row]
@@ -133,9 +137,10 @@ class SimulatedExecutor(Executor):
             else:
                 state.known += 1
                 token_ids.append(TOKEN)
+                ends += 1
         if not prompt_tokens:
             self._steady, self._steady_context = plan.rows, context
-        return StepLoad(decoding, context, prompt_tokens, pairs), token_ids, pooled or None
+        return StepLoad(decoding, context, prompt_tokens, pairs, ends - decoding), token_ids, pooled or None
 
     def _settle(self) -> None:
         """Write down what the rows of steady steps have."""
@@ -168,7 +173,10 @@ class Watch(Protocol):
 
 @dataclass
 class Simulation:
-    """`arrivals` gives each request and when it is due, in order; at most `max_concurrency` are in the engine."""
+    """`arrivals` gives each request and when it is due, in order; there are at most `max_concurrency` clients.
+
+    A client sends its next request when it has read the end of the one before: the engine has begun a step meanwhile.
+    """
 
     setup: SchedulerSetup
     costs: Costs
@@ -184,6 +192,7 @@ class Simulation:
             plain.make_scheduler(), self.executor, self.setup.steps_in_flight, clock=self.clock, log=self.log
         )
         self._open: dict[str, SimulatedRequest] = {}
+        self._free_clients: list[float] = []  # since when each is free, of those that have sent something; a heap
         self._next = next(self.arrivals, None)
 
     def run(self, watch: Watch) -> float:
@@ -194,11 +203,11 @@ class Simulation:
             if not core.has_work():
                 if self._next is None:
                     break
-                clock.now = max(clock.now, self._next[0])
+                clock.now = max(clock.now, self._sent(self._next[0]) + self.costs.delivery)
                 continue
             outputs = core.step()
-            now = clock.now
             clock.now += self.costs.host_seconds(core.scheduler.num_running)
+            now = clock.now + self.costs.delivery
             watch.on_step(now, outputs, requests)
             for output in outputs.outputs:
                 one = requests[output.request_id]
@@ -209,18 +218,32 @@ class Simulation:
                     one.num_outputs += len(output.token_ids)
                 if output.finish_reason is not None:
                     one.is_refused = output.error is not None
-                    watch.on_end(requests.pop(output.request_id))
+                    self._end(output.request_id, now, watch)
         return clock.now
 
+    def _end(self, request_id: str, now: float, watch: Watch) -> None:
+        watch.on_end(self._open.pop(request_id))
+        if self.max_concurrency != inf:
+            heappush(self._free_clients, now)
+
+    def _sent(self, due: float) -> float:
+        """When the next request is sent: when it is due and a client is free; inf if none is until another ends."""
+        if len(self._open) + len(self._free_clients) < self.max_concurrency:
+            return due
+        return max(due, self._free_clients[0]) if self._free_clients else inf
+
     def _admit(self, watch: Watch) -> None:
-        while self._next is not None and self._next[0] <= self.clock.now and len(self._open) < self.max_concurrency:
+        while self._next is not None:
             due, make = self._next
+            sent = self._sent(due)
+            if sent + self.costs.delivery > self.clock.now:
+                return
+            if self._free_clients and len(self._open) + len(self._free_clients) >= self.max_concurrency:
+                heappop(self._free_clients)
             request = make()
             self.log.took(request)
-            # A request that waits for one of a bounded number of clients is sent when one is free.
-            sent = due if self.max_concurrency == inf else max(due, self.clock.now)
             one = self._open[request.request_id] = SimulatedRequest(request, sent)
             for output in self.core.add_request(request):
                 one.is_refused = True
-                watch.on_end(self._open.pop(output.request_id))
+                self._end(output.request_id, self.clock.now, watch)
             self._next = next(self.arrivals, None)

@@ -53,7 +53,7 @@ def test_plans_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.Monke
         prefill=[(1, 0.010), (512, 0.300)],
         per_context=1e-7,
         per_pair=1e-8,
-        shared=0.5,
+        beside=0.0,
         host=[(1, 0.0002)],
         setup=made,
         environment={},

@@ -23,10 +23,11 @@ from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.capacity import OBJECTIVES, best_of, measure, variants, with_settings
 from quire.replay.costs import CostTable, StepLoad, interpolated, shipped_tables
 from quire.replay.pictures import capacity_picture
-from quire.replay.simulate import Simulation
+from quire.replay.simulate import SimulatedRequest, Simulation
 from quire.replay.turns import turns
 from quire.replay.workload import Workload, simulated, trace_arrivals
 from quire.types.errors import ConfigError
+from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
 from quire.types.step import StepPlan
 from tests.replay.runs import Device, record, recorder, setup
@@ -45,6 +46,8 @@ class Plans(StepLog):
 class MeasuredTimes:
     """The times of a recorded run, step by step."""
 
+    delivery = 0.0
+
     def __init__(self, trace: Trace) -> None:
         begins = [turn.begin for turn in turns(trace.records()) if turn.planned and turn.begin is not None]
         ends = [r.seconds for r in trace.records() if isinstance(r, Finished)]
@@ -59,10 +62,18 @@ class MeasuredTimes:
         return next(self._host)
 
 
-class Ignore:
-    def on_step(self, *arguments: object) -> None: ...
+class Seen:
+    """When clients saw the tokens of each request, and those of each step."""
 
-    def on_end(self, *arguments: object) -> None: ...
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.ended: dict[str, SimulatedRequest] = {}
+
+    def on_step(self, now: float, outputs: EngineOutputs, open_requests: dict[str, SimulatedRequest]) -> None:
+        self.steps.append(now)
+
+    def on_end(self, ended: SimulatedRequest) -> None:
+        self.ended[ended.request.request_id] = ended
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -103,8 +114,12 @@ def test_with_the_measured_times_of_a_run_the_simulator_plans_its_steps(tmp_path
         iter([(at - first - 1e-9, lambda request=request: request) for at, request in arrivals]),
         log=plans,
     )
-    simulation.run(Ignore())
+    seen = Seen()
+    simulation.run(seen)
     assert plans.digests == recorded
+    # What a client waits for, too: a step's outputs leave when the next one begins.
+    begins = [turn.begin - first for turn in turns(trace.records()) if turn.planned and turn.begin is not None]
+    assert seen.steps[: len(begins) - 1] == pytest.approx(begins[1:], abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +146,7 @@ def table() -> CostTable:
         prefill=[(1, 0.010), (512, 0.521)],
         per_context=1e-6,
         per_pair=1e-7,
-        shared=0.5,
+        beside=0.0,
         host=[(1, 0.0), (64, 0.0)],
         setup=made,
         environment={},
@@ -146,6 +161,37 @@ def test_one_request_takes_what_the_table_says(table: CostTable) -> None:
     assert found.output_tokens == 11
     assert found.device_busy == pytest.approx(1.0)
     assert found.itl_ms["p50"] == pytest.approx(1000 * decode[5], rel=0.02)
+
+
+def test_a_step_of_both_reads_the_weights_once_and_samples_for_every_row(table: CostTable) -> None:
+    """Rows that decode cost 1 ms each here, prompt tokens too: sampling is free but for what `decode` says of it."""
+    prompt = table.seconds(StepLoad(prompt_tokens=100, ends=1))
+    both = table.seconds(StepLoad(8, 8 * 64, 100, ends=1))
+    assert both == pytest.approx(prompt + 0.008)
+    dear = msgspec.structs.replace(table, decode=[(1, 0.012), (64, 0.138)])  # 2 ms a row: half of it is sampling
+    assert dear.seconds(StepLoad(8, 8 * 64, 100, ends=1)) == pytest.approx(both + 0.008)
+    assert dear.seconds(StepLoad(8, 8 * 64, 100)) == pytest.approx(both + 0.007), "a chunk samples nothing"
+    more = msgspec.structs.replace(table, beside=0.003)
+    assert more.seconds(StepLoad(8, 8 * 64, 100, ends=1)) == pytest.approx(both + 0.003)
+    assert more.seconds(StepLoad(prompt_tokens=100, ends=1)) == prompt
+    read = table.seconds(StepLoad(8, 8 * 64 + 1000, 100, 5000.0, ends=1))
+    assert read == pytest.approx(both + 1000 * table.per_context + 5000 * table.per_pair)
+
+
+def test_a_client_sends_when_it_has_read_and_the_engine_has_begun_a_step_by_then(table: CostTable) -> None:
+    slow = msgspec.structs.replace(table, delivery=0.002, host=[(1, 0.001), (64, 0.001)])
+    plans, seen = Plans(), Seen()
+    load = Workload(num_prompts=3, input_len=20, output_len=4, range_ratio=0.9, seed=3)
+    Simulation(slow.setup, slow, load.arrivals(), max_concurrency=2, log=plans).run(seen)
+    starts = {start.request_id: index for index, plan in enumerate(plans.plans) for start in plan.starts}
+    first_end = min(seen.ended[name].last for name in ("0", "1"))
+    steps = [now for now in seen.steps if now <= first_end]
+    assert starts["2"] == len(steps) + 1, "the step that began at once is without it"
+    third = seen.ended["2"]
+    assert third.due == first_end
+    assert third.first is not None
+    # It waits for the step under way, then its own; a message each way, and what hosts take.
+    assert third.first - third.due > slow.seconds(StepLoad(prompt_tokens=20, ends=1)) + 2 * 0.002
 
 
 def test_a_curve_is_straight_between_its_points_and_behind_them() -> None:
