@@ -18,8 +18,8 @@ _CONFIGS = ("config.json",)
 def model_digest(source: ModelSource, config: ModelConfig) -> str:
     """Equal for equal files, wherever they lie. Weights that are made up count by their seed.
 
-    Files that differ in more than 1 part in 127 of their bytes, one after the other, have different digests; a smaller
-    change may lie between two samples.
+    Files that differ in 1 part in 127 of their bytes, one after the other, have different digests; a smaller change
+    may lie between two samples.
     """
     made_up = config.load_format == "dummy"
     digest = blake2b(f"dummy {config.seed}".encode() if made_up else b"files", digest_size=16)

@@ -44,7 +44,7 @@ def _take_quantization(folder: Path, config: dict[str, Any]) -> None:
 
 
 def load_generation_config(source: ModelSource) -> dict[str, Any]:
-    """The keys of generation_config.json, or what a GGUF file or its authors suggest of them; empty if there are none.
+    """The keys of generation_config.json, or of them what a GGUF file or its authors suggest; empty if there is none.
 
     Tokens that end an answer are the tokenizer's in a GGUF file.
     """

@@ -37,6 +37,7 @@ def test_a_tensor_that_differs_is_seen_wherever_it_lies(tmp_path: Path, part: in
 
 def test_equal_files_are_equal_wherever_they_lie_and_names_count(tmp_path: Path) -> None:
     first, same, other = (
-        digest(folder(tmp_path / name, bytes(100_000), tensor)) for name, tensor in (("a", "x"), ("b", "x"), ("c", "y"))
+        digest(folder(tmp_path / name, bytes(100_000), tensor))
+        for name, tensor in (("a", "x"), ("b", "x"), ("c", "y"))
     )
     assert first == same != other
