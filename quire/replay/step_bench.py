@@ -144,7 +144,7 @@ class StepBench:
     def _submit(self, length: int, max_tokens: int) -> str:
         self._num_requests += 1
         most = min(max_tokens, self.setup.max_model_len - length - 1)
-        token_ids = self._draw.choices(range(100, 4000), k=length)
+        token_ids = self._draw.choices(range(min(4000, self.executor.description.vocab_size)), k=length)
         request = simulated(f"bench-{self._num_requests}", token_ids, max(1, most))
         for output in self._core.add_request(request):
             raise BenchmarkError(f"a step of {length} tokens cannot be measured: {output.error}")

@@ -18,7 +18,7 @@ from quire.server.ollama.protocol import Options
 from tests.agents.test_npm_clients import run_node
 from tests.frontend.fake_client import FakeClient
 from tests.server.helpers import MODEL, LiveServer, live_server
-from tests.server.npm import package_folder
+from tests.server.npm import needed_folder
 
 TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "ollama.md").read_text(encoding="utf-8")
 COMMANDS_SHOWN = re.findall(r"^\$ quire (.*)$", TEXT, flags=re.M)
@@ -40,7 +40,7 @@ def test_the_python_client_works_as_printed(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_npm_client_works_as_printed(pytestconfig: pytest.Config) -> None:
-    folder = package_folder(pytestconfig, PACKAGE)
+    folder = needed_folder(pytestconfig, PACKAGE)
     with live_server(FakeClient("Hi there")) as server:
         done = run_node(block("javascript", server), folder)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,11 +1,9 @@
-"""docs/guides/replay.md and capacity-planning.md: their commands are understood, and those that need no model run."""
+"""docs/guides/replay.md and capacity-planning.md: their commands are understood, and run on a tiny model."""
 
 from __future__ import annotations
 
-import random
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,11 +13,10 @@ from quire.cli.main import build_parser, main
 from quire.cli.replay import EXIT_DIFFERS
 from quire.engine.trace.file import Trace, TraceWriter
 from quire.engine.trace.records import Finished
-from quire.kv.layout import LayerKV, plan_layout
 from quire.replay.capacity import OBJECTIVES, TUNABLE
-from quire.replay.costs import CostTable
+from quire.replay.costs import read_table
 from tests.e2e.tiny import make_model
-from tests.replay.runs import record, setup
+from tests.replay.runs import record
 from tests.replay.test_speculation import record as run_engine
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -36,29 +33,15 @@ def test_commands_are_understood(command: str) -> None:
 def test_plans_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     record(1, tmp_path / "quire.trace", num_requests=10)
-    made = replace(
-        setup(random.Random(0), depth=1),
-        layout=plan_layout([LayerKV("full", None, 64)], 16),
-        pool_blocks=(2000,),
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        max_model_len=2048,
-        policy="fcfs",
-    )
-    table = CostTable(
-        machine="my-server",
-        model="smollm2",
-        decode=[(1, 0.010), (64, 0.040)],
-        decode_context=64,
-        prefill=[(1, 0.010), (512, 0.300)],
-        per_context=1e-7,
-        per_pair=1e-8,
-        beside=0.0,
-        host=[(1, 0.0002)],
-        setup=made,
-        environment={},
-    )
-    (tmp_path / "my-server.json").write_bytes(msgspec.json.encode(table))
+    (bench,) = (shlex.split(command) for command in COMMANDS if command.startswith("bench "))
+    bench[2] = str(make_model(tmp_path / "model", "llama", max_position_embeddings=512))
+    assert main([*bench, "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory", "4MiB"]) == 0
+    table = read_table(tmp_path / "my-server.json")
+    assert table.machine == "my-server"
+    assert [size for size, _ in table.decode] == [1, 2, 4, 8, 16]
+    assert [size for size, _ in table.prefill] == [1, 8, 16, 32, 64]
+    assert 0 < table.delivery < 0.1
+    assert 0 < table.host[0][1] < 0.1
     plans = [command for command in COMMANDS if command.startswith("plan ")]
     assert len(plans) == 3
     for command in plans:

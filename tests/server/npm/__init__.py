@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.needs import lacking
+
 PACKAGE = "openai@6.49.0"
 _SCRIPT = Path(__file__).parent / "check.mjs"
 
@@ -28,6 +30,14 @@ def package_folder(config: pytest.Config, *packages: str, limit: float = 60) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)
         _install(folder, packages, limit)
     return folder
+
+
+def needed_folder(config: pytest.Config, *packages: str) -> Path:
+    """The same for packages that CI can have: there, a test that lacks them fails."""
+    try:
+        return package_folder(config, *packages)
+    except pytest.skip.Exception as reason:
+        lacking(str(reason))
 
 
 def _install(folder: Path, packages: tuple[str, ...], limit: float) -> None:

@@ -10,10 +10,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.needs import lacking
 from tests.server.console.engines import WatchedEngine
 from tests.server.helpers import LiveServer, live_server
-from tests.server.npm import package_folder
+from tests.server.npm import needed_folder
 from tests.server.web.pages import LIMIT, Visit, saying, until
 
 AXE = "axe-core@4.14.0"
@@ -101,10 +100,7 @@ def check_scrubbing(page: Page) -> None:
 
 @pytest.fixture(scope="module")
 def axe(pytestconfig: pytest.Config) -> str:
-    try:
-        folder = package_folder(pytestconfig, AXE)
-    except pytest.skip.Exception as reason:
-        lacking(str(reason))
+    folder = needed_folder(pytestconfig, AXE)
     return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
