@@ -76,7 +76,7 @@ class Sequences:
         kernels.attention(
             *(self.q.data_ptr(), self._cache(), *(tensor.data_ptr() for tensor in tensors)),
             *(self.count, self.tables.shape[1], self.value_offset, HEADS, KV_HEADS, DIM, BLOCK),
-            *(0, FLOAT16, DIM**-0.5, 0.0),
+            *(0, 1, FLOAT16, DIM**-0.5, 0.0, None),
         )
 
     def prepare_qkv(self, kernels: SimpleNamespace) -> None:

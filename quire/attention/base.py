@@ -181,6 +181,7 @@ class AttentionBackend(GroupBackend):
     records: bool = False  # whether its work can be recorded and replayed
     whole_prompts: bool = False  # every layer attends in both directions, over the tokens of its step
     max_head_dim: int | None = None  # None: any
+    query_tile: int = 1  # tokens of a prompt that a program computes together: fewer take as long
 
     @property
     def instruction_set(self) -> str:

@@ -106,6 +106,7 @@ class TritonAttention(AttentionBackend):
     shares = True  # a row's keys over as many programs as suits the step
     splits_tiles = True  # in steps of few tiles, programs share the keys of a tile ...
     long_context = 4096  # ... from this many keys on
+    query_tile = QUERY_TILE
     heads_per_program: int | None = None  # in `write`; None: whatever is fastest for the number of tokens
     # From this many queries on torch's fused attention is faster by more than launching it for each prompt costs.
     fused_queries = 2048

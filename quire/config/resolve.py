@@ -27,11 +27,11 @@ class DeviceDefaults:
     activations: str = "auto"  # what `quantization` rounds rows to
     typed_quantization: str = "none"  # instead of `quantization` where the user names a type
     deterministic_backend: str = ""  # attention whose results never depend on the batch; "": the usual one is such
-    step_time_target: float = 0.08  # seconds
+    step_time_target: float = 0.13  # seconds
 
 
 # What a mode makes of the default budget of a step, number of requests at once, and time of a step.
-_MODES = {"balanced": (1.0, 1, 1.0), "interactivity": (0.25, 1, 0.45), "throughput": (2.0, 2, 0.0)}
+_MODES = {"balanced": (1.0, 1, 1.0), "interactivity": (0.25, 1, 0.35), "throughput": (2.0, 2, 0.0)}
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
         performance_mode=config.scheduler.performance_mode,
         step_times=worker.step_times,
         step_sizes=tuple(worker.step_sizes),
+        query_tile=worker.query_tile,
         steps_in_flight=settings.steps_in_flight,
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
         max_num_drafts=settings.max_num_drafts,

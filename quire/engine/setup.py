@@ -40,6 +40,7 @@ class SchedulerSetup:
     max_num_drafts: int = 0  # of a step
     speculative: SpeculativeConfig | None = None
     num_stages: int = 1  # of a pipeline
+    query_tile: int = 1  # queries that a kernel of attention computes together
 
     def make_scheduler(self, forced: Callable[[str], Forced] = nothing_forced) -> Scheduler:
         """`forced` tells what a request's grammar leaves no choice about."""
@@ -52,13 +53,14 @@ class SchedulerSetup:
             max_model_len=self.max_model_len,
             max_num_drafts=self.max_num_drafts,
             num_stages=self.num_stages,
+            query_tile=self.query_tile,
             kv=KVCacheManager(self.layout, self.pool_blocks, self.caches_prefixes),
             shares=WholePrompts()
             if self.takes_whole_prompts
             else make_shares(
                 self.step_time_target,
                 self.performance_mode,
-                StepTimes(prior, self.step_sizes),
+                StepTimes(prior, self.step_sizes, self.query_tile),
             ),
             adapters=AdapterSlots(self.max_loras) if self.max_loras else None,
             drafting=make_drafting(self.speculative, StepTimes(prior), forced),

@@ -38,7 +38,7 @@ class CudaPlatform(Platform):
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 8192
     default_steps_in_flight = 2
-    default_step_time_target = 0.02
+    default_step_time_target = 0.023
     step_times = (0.004, 5e-5, 2.5e-5, 1e-9)  # Llama 8B on an H200
     attention_backends = ("triton",)
     deterministic_backend = "triton_fixed"

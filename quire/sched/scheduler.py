@@ -43,6 +43,7 @@ class Scheduler:
         adapters: NoAdapterSlots | None = None,
         max_num_drafts: int | None = None,
         num_stages: int = 1,
+        query_tile: int = 1,
     ) -> None:
         """`shares` is how prompts share a step, None: by numbers of tokens alone; `drafting` who speculates."""
         self.kv = kv
@@ -54,6 +55,7 @@ class Scheduler:
             max_model_len,
             most_drafts,
             num_stages,
+            query_tile,
         )
         self._state = SchedulerState(
             limits,
@@ -103,7 +105,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute now. `now` is on the clock of arrival times."""
         state = self._state
-        step = StepDraft(state.limits.max_num_batched_tokens, now)
+        step = StepDraft(state.limits.max_num_batched_tokens, now, state.limits.query_tile)
         state.adapters.begin()
         if state.retries:
             plan_retry(state, step)

@@ -28,6 +28,7 @@ class Limits:
     max_model_len: int
     max_num_drafts: int  # of all requests in a step
     num_stages: int = 1  # of a pipeline, each of which computes another step
+    query_tile: int = 1  # queries that a kernel of attention computes together
 
 
 @dataclass(slots=True)
@@ -57,14 +58,16 @@ class StepDraft:
         "predicted",
         "prompt_tokens",
         "proposals",
+        "query_tile",
         "requests",
         "retry",
         "shares",
         "starts",
     )
 
-    def __init__(self, budget: int, now: float) -> None:
+    def __init__(self, budget: int, now: float, query_tile: int = 1) -> None:
         self.budget = budget
+        self.query_tile = query_tile
         self.now = now
         self.requests: list[Request] = []
         self.num_tokens: list[int] = []  # parallel to requests
@@ -92,7 +95,7 @@ class StepDraft:
         """Plan `num_tokens` of a request that has the blocks for them."""
         self.num_prompts += 1
         self.prompt_tokens += num_tokens
-        self.pairs += pairs_of(request.num_computed_tokens, num_tokens)
+        self.pairs += pairs_of(request.num_computed_tokens, num_tokens, self.query_tile)
         end = request.num_computed_tokens + num_tokens
         request.num_computed_tokens = end
         if end == request.num_tokens:

@@ -15,6 +15,7 @@ _LEAST = 16  # tokens; a smaller part of a prompt is not worth its row in a step
 _OLDEST_SHARE = 0.25  # of all prompt tokens, those that the oldest prompt gets at least
 _PROBED = 16  # one in this many steps that are cut to their target is cut to half, to see what that saves
 _FLAT, _STEEP = 0.8, 0.65  # parts of the time that half of the tokens take: too much, and fair
+_FILLED = 0.3  # part of the time for prompts that a step uses which gives others their first token
 _LOOK_AHEAD = 8  # waiting requests that room is kept for
 _FOR_MODE = {"interactivity": (1.5, 1.0)}  # stretch and patience
 
@@ -104,7 +105,7 @@ class TimeShares:
         prompts.sort(key=lambda prompt: (prompt.request.key[0], prompt.wanted, prompt.request.key))
         if self._credit > 0.0:
             prompts.remove(oldest)
-            prompts.insert(0, oldest)
+            prompts.insert(self._num_short(prompts), oldest)
         decodes = self._work
         self._allot(step, prompts)
         total = self._work.prompt_tokens
@@ -168,6 +169,20 @@ class TimeShares:
                 found.append(_Prompt(request, start, request.num_tokens - start))
         return found
 
+    def _num_short(self, prompts: list[_Prompt]) -> int:
+        """How many of the first prompts a small part of the step catches up: the oldest's turn comes after them."""
+        work, limit = self._work, self._partly_filled()
+        for number, (_, start, wanted) in enumerate(prompts):
+            work = self._times.plus(work, start, wanted)
+            if wanted > self._cap or self._times.of(work) > limit:
+                return number
+        return len(prompts)
+
+    def _partly_filled(self, times: float = 1.0) -> float:
+        """Seconds of a step that others wait for: its decodes, and some of its time for prompts."""
+        decodes = self._times.of(StepWork(self._work.rows))
+        return decodes + times * _FILLED * max(0.0, self._target_now - decodes)
+
     def _allot(self, step: StepDraft, prompts: list[_Prompt]) -> None:
         """Share the step's time between prompts in this order; every one has an entry in step.shares afterwards."""
         some_catch_up = False
@@ -180,7 +195,8 @@ class TimeShares:
                 count = self._cut(start, most, count)
             if count < wanted and some_catch_up:
                 # Others get their first token from this step: it is not filled up.
-                count = self._fitting(start, wanted, 0.5 * self._target_now)
+                filled = 2.0 if self._credit > 0.0 and request.key == self._oldest else 1.0
+                count = self._fitting(start, wanted, self._partly_filled(filled))
             if count < min(wanted, _LEAST):
                 # Somebody must go on, however slow a token is.
                 count = 0 if self._work.prompt_tokens else min(wanted, _LEAST, self._budget)
@@ -204,7 +220,7 @@ class TimeShares:
         """How many of `wanted` tokens fit, besides what is planned, into `limit` seconds and the budget."""
         most = min(wanted, self._budget, self._cap)
         work = self._work
-        if self._times.of(work.plus(start, most)) <= limit:
+        if self._times.of(self._times.plus(work, start, most)) <= limit:
             return most
         return min(most, self._times.fitting(work, start, limit))
 
@@ -219,7 +235,7 @@ class TimeShares:
 
     def _take(self, start: int, count: int) -> None:
         if count:
-            self._work = self._work.plus(start, count)
+            self._work = self._times.plus(self._work, start, count)
             self._budget = max(0, self._budget - count)
 
 

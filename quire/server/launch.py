@@ -66,6 +66,7 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _LAST_WRITES = 2  # seconds to deliver answers that are complete
+_IDLE = 75  # seconds that an unused connection is kept: proxies keep theirs for 60, and would use a closed one
 
 
 class Supervisor(Protocol):
@@ -222,6 +223,7 @@ def uvicorn_config(app: FastAPI, settings: ServerConfig) -> uvicorn.Config:
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=_LAST_WRITES,
+        timeout_keep_alive=_IDLE,
         backlog=_BACKLOG,
     )
 

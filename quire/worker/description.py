@@ -22,3 +22,4 @@ class WorkerDescription:
     kernel_path: dict[str, str]  # what decides the bits of a result, besides the model: device, instructions, types
     routes: bool  # its layers have experts
     step_sizes: tuple[int, ...]  # numbers of tokens that steps with prompts are padded to, up to the largest of them
+    query_tile: int  # tokens of a prompt that attention computes together

@@ -126,6 +126,7 @@ class Worker:
             routes=self.runner.routed_experts.can_record and plan.pipeline.size == 1,
             kernel_path=plan.kernel_path,
             step_sizes=self.runner.step_sizes,
+            query_tile=plan.backend.query_tile,
         )
         logger.info(
             "%s ready in %.2f s (plan %.2f, weights %.2f, self-check %.2f, KV %.2f); context %d",

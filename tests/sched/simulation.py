@@ -29,6 +29,7 @@ class Device:
     sizes: tuple[int, ...] = ()
     weights: float = 0.0  # what reading the weights takes, while that is more than computing with them
     per_context: float = 0.0  # the same of what came before a prompt's tokens
+    tile: int = 1  # queries that attention computes together
 
     def seconds(self, plan: StepPlan, computed: dict[int, int]) -> float:
         """`computed` are the tokens that each row had before the step."""
@@ -37,14 +38,15 @@ class Device:
         rows = len(plan.rows) - len(chunks)
         if tokens:
             tokens = next((size for size in self.sizes if size >= rows + tokens), rows + tokens) - rows
-        attention = sum(max(self.per_context * start, self.per_pair * pairs_of(start, n)) for start, n in chunks)
+        pairs = [(start, pairs_of(start, n, self.tile)) for start, n in chunks]
+        attention = sum(max(self.per_context * start, self.per_pair * count) for start, count in pairs)
         linear = max(self.weights, self.per_token * tokens)
         return self.fixed + self.per_row * rows + linear + attention
 
 
 # The default model on two cores, and Llama 8B on an H200 with recorded sizes, both roughly as measured.
 CPU = Device(0.008, 0.002, 0.00095, 4e-7)
-GPU = Device(0.0005, 6e-5, 2.5e-5, 1.1e-9, (32, 64, 128, 256, 512, 768, 1024), weights=0.0038)
+GPU = Device(0.005, 2e-5, 1.85e-5, 1.48e-9, (32, 64, 128, 192, 256, 384, 512, 768, 1024), tile=128)
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Simulation:
             max_model_len=200_000,
             kv=KVCacheManager(plan_layout([LayerKV("full", None, 1)], BLOCK_SIZE), num_blocks, False),
             shares=shares,
+            query_tile=device.tile,
         )
         self.device, self.depth, self.budget = device, depth, budget
         self.now = 0.0

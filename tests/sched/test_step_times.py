@@ -115,5 +115,16 @@ def test_no_more_tokens_fit_than_it_says(
     times, work = StepTimes(TRUE, sizes), StepWork(rows, tokens, pairs_of(0, tokens))
     most = times.most(work, limit)
     assert most >= times.fitting(work, 0, limit)
-    if times.of(work.plus(0, wanted)) <= limit:
+    if times.of(times.plus(work, 0, wanted)) <= limit:
         assert most >= wanted
+
+
+def test_parts_of_prompts_fill_tiles_of_attention() -> None:
+    """With 100,000 tokens before them, 96 tokens take as long as 128: a step has all 128 or at most 64."""
+    times = StepTimes(Prior(0.005, 2e-5, 1.85e-5, 1.48e-9), (32, 64, 128, 192, 256), tile=128)
+    assert pairs_of(100_000, 96, 128) == pytest.approx(pairs_of(100_000, 128, 128), rel=1e-3)
+    assert pairs_of(100_000, 129, 128) > 1.9 * pairs_of(100_000, 128, 128)
+    assert [times.fitting(StepWork(16), 100_000, limit) for limit in (0.030, 0.025, 0.0225)] == [128, 64, 64]
+    for limit in (0.012, 0.018, 0.0225, 0.030, 0.060):
+        count = times.fitting(StepWork(16), 100_000, limit)
+        assert times.of(times.plus(StepWork(16), 100_000, count)) <= limit

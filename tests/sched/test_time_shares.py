@@ -16,7 +16,7 @@ from quire.sched.time_shares import TimeShares, make_shares
 from quire.types.step import StepPlan
 from tests.sched.simulation import CPU, GPU, Device, Simulation, p99
 
-TARGET = 0.08
+TARGET = 0.13
 
 
 def by_time(target: float = TARGET, stretch: float = 2.0, sizes: tuple[int, ...] = ()) -> TimeShares:
@@ -55,12 +55,14 @@ def test_two_long_prompts_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "target", "gap", "ttft"), [("balanced", 0.022, 0.025, 0.06), ("interactivity", 0.01, 0.012, 0.06)]
+    ("mode", "target", "gap", "ttft", "most"),
+    [("balanced", 0.023, 0.025, 0.06, 1.75), ("interactivity", 0.008, 0.012, 0.06, 5.5)],
 )
-def test_a_very_long_prompt_on_a_gpu(mode: str, target: float, gap: float, ttft: float) -> None:
+def test_a_very_long_prompt_on_a_gpu(mode: str, target: float, gap: float, ttft: float, most: float) -> None:
+    """Steps of 25 ms could do it in 1.4 times the time of `throughput`, see benchmarks/notes/gpu.md."""
     ends = {}
     for name, chosen in (("throughput", 0.0), (mode, target)):
-        shares = make_shares(chosen, name, StepTimes(Prior(0.004, 5e-5, 2.5e-5, 1e-9), GPU.sizes))
+        shares = make_shares(chosen, name, StepTimes(Prior(0.004, 5e-5, 2.5e-5, 1e-9), GPU.sizes, GPU.tile))
         found = Simulation(GPU, shares, budget=8192, depth=2)
         for number in range(16):
             found.add(f"stream {number}", 0.0, 100, 2500)
@@ -75,7 +77,7 @@ def test_a_very_long_prompt_on_a_gpu(mode: str, target: float, gap: float, ttft:
             assert p99(gaps) <= gap
             assert p99(ttfts) <= ttft
     cost = (ends[mode] - 1.0) / (ends["throughput"] - 1.0)
-    assert cost < {"balanced": 1.17, "interactivity": 1.7}[mode]
+    assert cost < most
 
 
 def test_a_prompt_is_not_cut_smaller_where_that_saves_no_time() -> None:

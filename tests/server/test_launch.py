@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
@@ -271,3 +272,8 @@ def test_a_foreign_host_is_refused(host: str) -> None:
 def test_addresses(settings: ServerConfig, expected: str) -> None:
     with listening_socket(settings) as listener:
         assert address_of(settings, listener).startswith(expected)
+
+
+def test_an_idle_connection_outlives_those_of_proxies() -> None:
+    """A proxy that keeps a connection for longer than the server sends requests into closed ones."""
+    assert uvicorn_config(FastAPI(), ServerConfig()).timeout_keep_alive > 60
