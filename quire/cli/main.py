@@ -34,6 +34,7 @@ TASKS = {
     },
     "Serve a model": {
         "serve": "serve a model over HTTP: a page to chat, and the APIs of OpenAI, Anthropic and Ollama",
+        "worker": "run a part of a model that another machine serves",
         "ps": "list the servers that run here",
         "stop": "stop a server",
         "top": "watch a server at work",
@@ -60,7 +61,7 @@ TASKS = {
 COMMANDS = {name: summary for commands in TASKS.values() for name, summary in commands.items()}
 
 # Commands that log at level info; the others print a result, and log only warnings.
-TALKATIVE = frozenset({"serve"})
+TALKATIVE = frozenset({"serve", "worker"})
 
 
 class Command(Protocol):

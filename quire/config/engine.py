@@ -177,12 +177,25 @@ def _check_parallel(config: EngineConfig) -> None:
     ranks = parallel.num_ranks
     if ranks > MAX_RANKS:
         raise ConfigError(
-            f"tensor_parallel_size times pipeline_parallel_size is {ranks} but one host has at most {MAX_RANKS} ranks"
+            f"tensor_parallel_size times pipeline_parallel_size is {ranks} but an engine has at most {MAX_RANKS}"
+            " ranks"
         )
     if parallel.executor == "inproc" and ranks > 1:
         raise ConfigError(
             f"executor is 'inproc' but {ranks} ranks need processes; leave it at auto, or set multiproc"
         )
+    if (parallel.executor == "hosts") != (parallel.hosts_address is not None):
+        raise ConfigError(
+            f"executor is {parallel.executor!r} and hosts_address is {parallel.hosts_address!r}; workers join at an"
+            " address, so set both: --executor hosts --hosts-address HOST:PORT"
+        )
+    if parallel.executor == "hosts" and parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {parallel.data_parallel_size}, but workers join one engine; start a server for"
+            " each"
+        )
+    if not parallel.join_timeout > 0:
+        raise ConfigError(f"join_timeout is {parallel.join_timeout} but must be above 0")
     if parallel.tp_exact and parallel.tensor_parallel_size not in EXACT_SIZES:
         sizes = ", ".join(map(str, EXACT_SIZES))
         raise ConfigError(

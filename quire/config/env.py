@@ -50,6 +50,11 @@ def admin_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("QUIRE_ADMIN_KEY", "").split(",") if key.strip())
 
 
+def hosts_secret() -> str:
+    """QUIRE_HOSTS_SECRET: what an engine and workers on other hosts share, where no file is given."""
+    return os.environ.get("QUIRE_HOSTS_SECRET", "").strip()
+
+
 def system_date() -> str | None:
     """QUIRE_SYSTEM_DATE: what --system-date is when it is not set."""
     return os.environ.get("QUIRE_SYSTEM_DATE") or None

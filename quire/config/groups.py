@@ -21,7 +21,7 @@ MetricsNames = Literal["quire", "vllm"]
 RunnerName = Literal["auto", "generate", "pooling"]
 Conversion = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
-ExecutorName = Literal["auto", "inproc", "multiproc"]
+ExecutorName = Literal["auto", "inproc", "multiproc", "hosts"]
 
 DEFAULT_MODEL = "smollm2"
 
@@ -306,8 +306,19 @@ class ParallelConfig:
         " dense models on a CPU.",
     )
     executor: ExecutorName = setting(
-        "auto", "Where steps run: inproc (the engine's process) or multiproc. auto: multiproc for several ranks."
+        "auto",
+        "Where steps run: inproc (the engine's process), multiproc (processes of this host) or hosts (workers that"
+        " join with `quire worker`). auto: multiproc for several ranks.",
     )
+    hosts_address: str | None = setting(
+        None, "With executor hosts: the HOST:PORT of this machine where workers join; port 0 takes a free one."
+    )
+    hosts_secret_file: str | None = setting(
+        None,
+        "File with the secret that the engine and its workers share, 16 bytes or more. Unset: the environment"
+        " variable QUIRE_HOSTS_SECRET.",
+    )
+    join_timeout: float = setting(300.0, "Seconds that the engine waits for its workers to join.", unit="seconds")
 
     @property
     def num_ranks(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -34,3 +35,12 @@ class NullCollectives(Collectives):
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         return list(values)
+
+
+class Failure(Protocol):
+    """Whether a rank has failed, so that the others wait for it no longer; what they compute is then nothing."""
+
+    @property
+    def is_told(self) -> bool: ...
+
+    def tell(self) -> None: ...

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from quire.parallel.collectives import Collectives, NullCollectives
+from typing import Protocol
+
+from quire.config.groups import ParallelConfig
+from quire.parallel.collectives import Collectives
 from quire.parallel.groups import ParallelGroup
-from quire.parallel.pipeline import Pipeline
-from quire.parallel.shared_memory import MemoryPart, RankMemory, SharedMemoryCollectives, SharedMemoryLink
+from quire.parallel.pipeline import Link, Pipeline
 from quire.platform.base import Platform
 
 
+class HostLinks(Protocol):
+    """What connects ranks that compute on CPUs. Ranks of the first stage come first."""
+
+    def of_stage(self, rank: int) -> Collectives:
+        """Of the ranks that share this one's layers."""
+
+    def of_all(self, rank: int) -> Collectives: ...
+
+    def link(self, rank: int) -> Link:
+        """To the ranks in its place of the stages before and after it."""
+
+
 def connect(
-    platform: Platform,
-    memory: RankMemory,
-    rank: int,
-    tensor_size: int,
-    stages: int,
-    meeting: str,
-    *,
-    exact: bool = False,
-    splits_experts: bool = False,
+    platform: Platform, links: HostLinks, rank: int, parallel: ParallelConfig, meeting: str
 ) -> tuple[ParallelGroup, Pipeline]:
-    """The group of this rank, of `tensor_size` that share its layers, and its place among the stages.
+    """The group of this rank and its place among the stages.
 
-    Ranks of the first stage come first. `memory` is shared by all; at `meeting`, a file that does not exist yet,
-    those on GPUs find each other. `exact` and `splits_experts`: see ParallelGroup.
+    At `meeting`, a file that does not exist yet or tcp://ADDRESS:PORT, ranks on GPUs find each other.
     """
-    stage, place = divmod(rank, tensor_size)
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if platform.uses_host_memory:
-        of_stage = _through(memory.stage(stage), place, tensor_size)
-        world = _through(memory.world, rank, tensor_size * stages)
-        link = SharedMemoryLink(memory.link_from(rank - tensor_size), memory.link_from(rank))
-        group = ParallelGroup(place, tensor_size, of_stage, exact, splits_experts)
-        return group, Pipeline(stage, stages, None, link, world)
-    from quire.parallel.nccl import NcclLink, nccl_collectives
+        of_stage, world, link = links.of_stage(rank), links.of_all(rank), links.link(rank)
+    else:
+        from quire.parallel.nccl import NcclLink, nccl_collectives
 
-    of_stage, world = nccl_collectives(platform.device, rank, tensor_size, stages, meeting)
-    group = ParallelGroup(place, tensor_size, of_stage, exact, splits_experts)
-    return group, Pipeline(stage, stages, None, NcclLink(rank, tensor_size, stages), world)
-
-
-def _through(part: MemoryPart, rank: int, size: int) -> Collectives:
-    return NullCollectives() if size == 1 else SharedMemoryCollectives(part, rank, size)
+        of_stage, world = nccl_collectives(platform.device, rank, size, stages, meeting)
+        link = NcclLink(rank, size, stages)
+    group = ParallelGroup(rank % size, size, of_stage, parallel.tp_exact, parallel.enable_expert_parallel)
+    return group, Pipeline(rank // size, stages, None, link, world)

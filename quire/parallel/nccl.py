@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from quire.parallel.collectives import Collectives, NullCollectives
 from quire.parallel.pipeline import Link
@@ -57,11 +57,21 @@ class NcclLink(Link):
             dist.recv(out, self._before)
 
 
+def open_store(host: str) -> tuple[Store, str]:
+    """A store on a free port of this host's address, where ranks on any host meet; and the meeting's name."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"tcp://{host}:{store.port}"
+
+
 def start_nccl(device: torch.device, rank: int, size: int, meeting: str) -> NcclCollectives:
-    """Of all ranks; `meeting` is a file that does not exist yet. Each rank sees its own GPU alone."""
+    """Of all ranks, who meet at a file that does not exist yet or at a store's tcp://ADDRESS:PORT.
+
+    Each rank sees its own GPU alone.
+    """
     device = torch.device(device.type, 0)
     if not dist.is_initialized():
-        store = FileStore(meeting, size)
+        host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+        store: Store = TCPStore(host, int(port)) if meeting.startswith("tcp://") else FileStore(meeting, size)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
     return NcclCollectives(device, size)
 

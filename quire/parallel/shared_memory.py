@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.library import bound, unavailable
 from quire.kernels.cpu.tracing import empty
-from quire.parallel.collectives import Collectives
+from quire.parallel.collectives import Collectives, NullCollectives
 from quire.parallel.pipeline import Link
 from quire.types.errors import ConfigError
 
@@ -114,40 +115,73 @@ class RankMemory:
         stages = (self.stage(index) for index in range(self._stages))
         return [self.world, *stages, *(link for link in links if link is not None)]
 
+    def of_stage(self, rank: int) -> Collectives:
+        stage, place = divmod(rank, self._tensor_size)
+        return _through(self.stage(stage), place, self._tensor_size)
+
+    def of_all(self, rank: int) -> Collectives:
+        return _through(self.world, rank, self._tensor_size * self._stages)
+
+    def link(self, rank: int) -> Link:
+        return SharedMemoryLink(self.link_from(rank - self._tensor_size), self.link_from(rank))
+
     def close(self) -> None:
         self.memory.close()
 
 
-class SharedMemoryCollectives(Collectives):
-    """Between processes; a kernel like any other, so that lists of kernel calls may hold it."""
+def _through(part: MemoryPart, rank: int, size: int) -> Collectives:
+    return NullCollectives() if size == 1 else SharedMemoryCollectives(part, rank, size)
 
-    def __init__(self, memory: SharedMemory | MemoryPart, rank: int, size: int) -> None:
+
+class CpuCollectives(Collectives):
+    """Of processes that compute on CPUs, by kernels like any other, so that lists of kernel calls may hold them."""
+
+    def __init__(self, size: int) -> None:
         reason = unavailable()
         if reason is not None:
             raise ConfigError(f"{size} ranks on a CPU need the CPU kernels, but {reason}")
-        self._memory, self._group = memory, (memory.address, rank, size, SLOT_BYTES)
         self._size = size
+
+    @abstractmethod
+    def _sum(self, x: Tensor, out: Tensor) -> None:
+        """float32, contiguous"""
+
+    @abstractmethod
+    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
+        """float32, contiguous"""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return self.all_reduce(x.float()).to(x.dtype)
-        x = x.contiguous()
-        out = empty(*x.shape)
-        bound().sum_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1:].numel())
+        x, out = x.contiguous(), empty(*x.shape)
+        self._sum(x, out)
         return out
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         if x.dtype != torch.float32:
             return self.all_gather(x.float(), total).to(x.dtype)
-        x = x.contiguous()
-        out, share = empty(x.shape[0], total), -(-total // self._size)
-        bound().gather_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), *x.shape, share, total)
+        x, out = x.contiguous(), empty(x.shape[0], total)
+        self._gather(x, out, -(-total // self._size))
         return out
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         mine = torch.tensor([list(values)], dtype=torch.int64).view(torch.float32)  # bytes that are only moved
         gathered = self.all_gather(mine, self._size * mine.shape[1]).view(torch.int64)
         return [int(value) for value in gathered.view(self._size, -1).amin(0)]
+
+
+class SharedMemoryCollectives(CpuCollectives):
+    """Between processes of one host."""
+
+    def __init__(self, memory: SharedMemory | MemoryPart, rank: int, size: int) -> None:
+        super().__init__(size)
+        self._memory, self._group = memory, (memory.address, rank, size, SLOT_BYTES)
+
+    def _sum(self, x: Tensor, out: Tensor) -> None:
+        bound().sum_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1:].numel())
+
+    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
+        bound().gather_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), *x.shape, share, out.shape[1])
 
 
 class SharedMemoryLink(Link):

@@ -1,4 +1,4 @@
-"""One rank of several: `python -m quire.worker.rank`, launched by quire.worker.multiproc.
+"""One rank of several, and the program of one on the engine's host: `python -m quire.worker.rank`.
 
 The main thread takes orders and runs steps. A second one counts heartbeats and ends the process when its parent is
 gone; it waits for no step, so that a long step is no hang.
@@ -13,10 +13,12 @@ import signal
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -24,8 +26,12 @@ from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.config.env import log_level
+from quire.parallel.collectives import Failure
 from quire.parallel.connect import connect
+from quire.parallel.groups import ParallelGroup
+from quire.parallel.pipeline import Pipeline
 from quire.parallel.shared_memory import CollectiveFailure, RankMemory, SharedMemory
+from quire.platform.base import Platform
 from quire.platform.registry import get_platform
 from quire.types.errors import EngineError, QuireError
 from quire.types.masks import Masks
@@ -73,82 +79,110 @@ def keep_beating(beat: Callable[[], None], parent: int, stopped: threading.Event
             os._exit(1)
 
 
-class Rank:
+class RankChannel(ABC):
+    """How a rank hears from its engine and speaks to it."""
+
+    failure: Failure
+    """Whether a rank has failed, so that the others wait for it no longer."""
+
+    @abstractmethod
+    def connect(self, platform: Platform) -> tuple[ParallelGroup, Pipeline]:
+        """The place of this rank among the others. Waits for them."""
+
+    @abstractmethod
+    def has_order(self) -> bool: ...
+
+    @abstractmethod
+    def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
+        """Wait for a message and call `obey` with it and its payload, which is gone afterwards. EOFError at the end."""
+
+    @abstractmethod
+    def send(self, message: FromRank) -> None:
+        """From any thread."""
+
+
+class LocalChannel(RankChannel):
+    """A socket, and the engine's ring in shared memory."""
+
     def __init__(self, order: RankOrder) -> None:
         self._order = order
         self._socket = socket.socket(fileno=order.socket_fd)
         self._send_lock = threading.Lock()  # adapters are read on a thread of their own
         self._ring = RingReader(SharedMemory(ring_bytes(order.size), order.ring_fd), order.rank, order.size)
         parallel = order.config.parallel
-        self._memory = memory = RankMemory(
+        self._memory = RankMemory(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, order.collectives_fd
         )
-        self._failure = CollectiveFailure(memory.parts())
+        self.failure = CollectiveFailure(self._memory.parts())
+        self.beat = self._ring.words.beat
+
+    def connect(self, platform: Platform) -> tuple[ParallelGroup, Pipeline]:
+        order = self._order
+        return connect(platform, self._memory, order.rank, order.config.parallel, order.meeting)
+
+    def has_order(self) -> bool:
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
+        position, header, payload = NOTICE.unpack(receive_exactly(self._socket, NOTICE.size))
+        if position < 0:
+            data = receive_exactly(self._socket, header + payload)
+            obey(decode_order(data[:header]), np.frombuffer(data, np.uint8, payload, header))
+            return
+        message, rest = self._ring.read(position, header, payload)
+        obey(decode_order(message), rest)
+        self._ring.release(position, header + payload)
+
+    def send(self, message: FromRank) -> None:
+        with self._send_lock:
+            self._socket.sendall(frame(message))
+
+
+class Rank:
+    def __init__(self, config: EngineConfig, rank: int, num_local: int, channel: RankChannel) -> None:
+        """`num_local` ranks run on this host."""
+        self._config, self._rank, self._num_local, self._channel = config, rank, num_local, channel
         self._running: deque[tuple[StepPlan, InProcStep]] = deque()
         self._awaits_masks = False  # of the newest one, which has no result before
 
     def run(self) -> int:
-        """Serve until the parent closes the socket; returns the exit status."""
-        stopped = threading.Event()
-        beat = (self._ring.words.beat, os.getppid(), stopped)
-        threading.Thread(target=keep_beating, args=beat, name="quire-heartbeat", daemon=True).start()
+        """Serve until the engine is gone; returns the exit status."""
         try:
             executor = self._start()
-        except Exception as error:  # whatever it was, the parent must hear of it
+        except Exception as error:  # whatever it was, the engine must hear of it
             is_permanent = isinstance(error, QuireError) and not isinstance(error, EngineError)
             cause = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             if not is_permanent:
-                logger.error("rank %d cannot start", self._order.rank, exc_info=error)
-            self._send(Died(cause, is_permanent))
+                logger.error("rank %d cannot start", self._rank, exc_info=error)
+            self._channel.send(Died(cause, is_permanent))
             return 1
-        self._send(Described(executor.description))
+        self._channel.send(Described(executor.description))
         try:
             while True:
-                self._take_order(executor)
+                while len(self._running) > self._awaits_masks and not self._channel.has_order():
+                    self._answer(executor)
+                self._channel.take_order(partial(self._obey, executor))
         except EOFError:
-            stopped.set()
             executor.shutdown()
             return 0
 
     def _start(self) -> InProcExecutor:
-        order = self._order
-        platform = get_platform(order.config.device.device)
-        parallel = order.config.parallel
-        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        kind = {"exact": parallel.tp_exact, "splits_experts": parallel.enable_expert_parallel}
-        place = connect(platform, self._memory, order.rank, *sizes, order.meeting, **kind)
+        platform = get_platform(self._config.device.device)
+        place = self._channel.connect(platform)
         with paused_collector():
-            worker = Worker(self._with_threads(order.config), self._report, *place)
+            worker = Worker(self._with_threads(self._config), self._report, *place)
         return InProcExecutor(worker)
 
     def _with_threads(self, config: EngineConfig) -> EngineConfig:
         """Ranks share the cores, unless the user gives each its threads."""
         if config.device.num_threads is not None:
             return config
-        threads = max(1, len(os.sched_getaffinity(0)) // self._order.size)
+        threads = max(1, len(os.sched_getaffinity(0)) // self._num_local)
         return replace(config, device=replace(config.device, num_threads=threads))
 
     def _report(self, name: str, progress: float | None = None) -> None:
-        if self._order.rank == 0:
-            self._send(Phase(name, progress))
-
-    def _send(self, message: FromRank) -> None:
-        with self._send_lock:
-            self._socket.sendall(frame(message))
-
-    def _take_order(self, executor: InProcExecutor) -> None:
-        """Do what comes next. While nothing comes, wait for the oldest step that runs."""
-        while len(self._running) > self._awaits_masks and not select.select([self._socket], [], [], 0)[0]:
-            self._answer(executor)
-        notice = receive_exactly(self._socket, NOTICE.size)
-        position, header, payload = NOTICE.unpack(notice)
-        if position < 0:
-            data = receive_exactly(self._socket, header + payload)
-            self._obey(executor, decode_order(data[:header]), np.frombuffer(data, np.uint8, payload, header))
-            return
-        message, rest = self._ring.read(position, header, payload)
-        self._obey(executor, decode_order(message), rest)
-        self._ring.release(position, header + payload)
+        if self._rank == 0:
+            self._channel.send(Phase(name, progress))
 
     def _obey(self, executor: InProcExecutor, message: ToRank, payload: NDArray[np.uint8]) -> None:
         match message:
@@ -168,7 +202,7 @@ class Rank:
                 if self._running[-1][1].done():
                     self._answer_all(executor)
             case Prepare():
-                self._send(Prepared(executor.prepare()))
+                self._channel.send(Prepared(executor.prepare()))
             case ReadAdapter(ref):
                 executor.read_adapter(ref).add_done_callback(lambda done: self._tell_adapter(ref.digest, done))
             case ForgetAdapter(digest):
@@ -176,7 +210,7 @@ class Rank:
             case Pause():
                 self._awaits_masks = False
                 self._answer_all(executor)
-                self._send(Paused())
+                self._channel.send(Paused())
 
     def _answer_all(self, executor: InProcExecutor) -> None:
         while self._running:
@@ -185,36 +219,45 @@ class Rank:
     def _answer(self, executor: InProcExecutor) -> None:
         """Tell how the oldest step went: the first rank that samples always, the others if it failed."""
         plan, step = self._running.popleft()
-        error = step.exception()
+        error, failure = step.exception(), self._channel.failure
         if isinstance(error, Exception):
-            is_echo = self._failure.is_told  # then the error may be no more than a result of what went wrong there
-            self._failure.tell()
+            is_echo = failure.is_told  # then the error may be no more than a result of what went wrong there
+            failure.tell()
             reason = f"{type(error).__name__}: {error}"
-            self._send(Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
-        elif self._failure.is_told:
-            self._send(Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
-        elif self._order.rank == self._order.config.parallel.answering_rank:
-            self._send(Done(step.result()))
+            self._channel.send(Failed(plan.step_id, reason, executor.is_sticky(error), is_echo))
+        elif failure.is_told:
+            self._channel.send(Failed(plan.step_id, "another rank failed", is_sticky=False, is_echo=True))
+        elif self._rank == self._config.parallel.answering_rank:
+            self._channel.send(Done(step.result()))
 
     def _tell_adapter(self, digest: str, reading: Future[int]) -> None:
         error = reading.exception()
         if error is None:
-            self._send(AdapterRead(digest, reading.result()))
+            self._channel.send(AdapterRead(digest, reading.result()))
         else:
-            self._send(AdapterRead(digest, 0, str(error)))
+            self._channel.send(AdapterRead(digest, 0, str(error)))
 
 
-def main() -> int:
+def set_up_process(rank: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    level = log_level()
+    setup_logging("WARNING" if rank and level == "INFO" else level)  # all of them would say the same
+
+
+def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:  # the parent is gone
         return 0
     order = msgspec.json.decode(line, type=RankOrder)
-    level = log_level()
-    setup_logging("WARNING" if order.rank and level == "INFO" else level)  # all of them would say the same
-    return Rank(order).run()
+    set_up_process(order.rank)
+    channel, stopped = LocalChannel(order), threading.Event()
+    beat = (channel.beat, os.getppid(), stopped)
+    threading.Thread(target=keep_beating, args=beat, name="quire-heartbeat", daemon=True).start()
+    status = Rank(order.config, order.rank, order.size, channel).run()
+    stopped.set()
+    return status
 
 
 if __name__ == "__main__":

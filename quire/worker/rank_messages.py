@@ -1,4 +1,4 @@
-"""What the multiproc executor and its ranks say to each other: msgspec structs, and how they are framed."""
+"""What executors and their ranks say to each other: msgspec structs, and how they are framed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.types.request import AdapterRef
 from quire.types.step import Returned, StepPlan, StepResult
 from quire.worker.description import WorkerDescription
+from quire.worker.joining import Lost
 
 
 class RankOrder(msgspec.Struct, frozen=True):
@@ -94,8 +95,53 @@ class Died(msgspec.Struct, tag=True, frozen=True):
     is_permanent: bool  # starting again would not help
 
 
-ToRank = Execute | Sample | Prepare | ReadAdapter | ForgetAdapter | Pause
-FromRank = Phase | Described | Done | Failed | Prepared | AdapterRead | Paused | Died
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """A rank on any host asks for a place; it asks again every second until it has one."""
+
+    version: str
+    host: str
+    pid: int
+    address: str  # where other ranks connect with it
+
+
+class Placement(msgspec.Struct, tag=True, frozen=True):
+    """Its answer. The rank says Present, then waits for Connect."""
+
+    config: EngineConfig
+    rank: int
+    meeting: str  # of ranks on GPUs
+
+
+class Present(msgspec.Struct, tag=True, frozen=True):
+    digest: str  # of the model, as this host has it
+
+
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """Connect with all ranks, at the start and after a failed step."""
+
+    addresses: list[str]
+    round: int
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """A rank failed: do not wait for others in collectives of this round."""
+
+    round: int
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    reason: str
+    is_refused: bool = False  # joining again would not help
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """I live. Both sides say it."""
+
+    is_placed: bool = False  # a rank says whether it has a place
+
+
+ToRank = Execute | Sample | Prepare | ReadAdapter | ForgetAdapter | Pause | Placement | Connect | Ended | Leave | Beat
+FromRank = Phase | Described | Done | Failed | Prepared | AdapterRead | Paused | Died | Join | Present | Beat | Lost
 
 _LENGTH = struct.Struct("<I")
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -104,6 +150,10 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 def decode_order(data: bytes) -> ToRank:
     return _to_rank.decode(data)
+
+
+def decode_report(data: bytes) -> FromRank:
+    return _from_rank.decode(data)
 
 
 def frame(message: FromRank) -> bytes:

@@ -245,7 +245,7 @@ def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
         ({"tensor_parallel_size": 3, "tp_exact": True}, "must be one of 1, 2, 4, 8"),
         ({"tp_exact": True, "enable_lora": True}, "does not take LoRA adapters"),
         ({"enable_expert_parallel": True}, "set -tp 2 or more"),
-        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 8}, "is 64 but one host has at most 63 ranks"),
+        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 8}, "is 64 but an engine has at most 63 ranks"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,200 @@
+"""Connections between ranks on several hosts, and the CPU's collectives over them. See kernels/cpu/sockets.cpp.
+
+Both sides of a connection prove that they know the secret. What then passes is tensors, not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import bound
+from quire.parallel.collectives import Collectives, NullCollectives
+from quire.parallel.pipeline import Link
+from quire.parallel.shared_memory import SLOT_BYTES, CpuCollectives
+from quire.types.errors import EngineDeadError
+
+_HELLO = struct.Struct("<II16s")  # rank, round, nonce
+_PROOF = 32  # bytes
+_TICK = 0.05  # seconds, after which a wait looks whether it was ended
+_LIMIT = 30.0  # seconds in which all ranks have to find each other
+
+
+class Mesh:
+    """A TCP connection between every two ranks. A failed step ends all waiting; `connect` starts over."""
+
+    def __init__(self, host: str, secret: bytes, tensor_size: int = 1, stages: int = 1) -> None:
+        """Listen on an address of this host."""
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._secret, self.tensor_size, self.stages = secret, tensor_size, stages
+        self._sockets: dict[int, socket.socket] = {}
+        self._groups: list[SocketCollectives] = []
+        self.ended = np.zeros(1, dtype=np.int64)
+        self.round = -1
+
+    @property
+    def is_told(self) -> bool:
+        return bool(self.ended[0])
+
+    def tell(self) -> None:
+        self.ended[0] = 1
+
+    def connect(self, rank: int, addresses: Sequence[str], round: int) -> None:
+        """Connect anew with all others, who do the same for this `round`. Waits for them."""
+        self.close_connections()
+        deadline = time.monotonic() + _LIMIT
+        for other in range(rank):
+            host, _, port = addresses[other].rpartition(":")
+            try:
+                self._add(other, socket.create_connection((host, int(port)), _LIMIT))
+                self._prove(self._sockets[other], rank, round)
+            except (OSError, EOFError) as error:
+                self.close_connections()
+                raise EngineDeadError(
+                    f"rank {rank} cannot reach rank {other} at {addresses[other]}: {error or type(error).__name__};"
+                    " ranks connect with each other, so let all ports pass between the hosts"
+                ) from error
+        while len(self._sockets) < len(addresses) - 1:
+            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                self._accept(self._listener.accept()[0], range(rank + 1, len(addresses)), round)
+            except TimeoutError:
+                missing = sorted({*range(rank + 1, len(addresses))} - {*self._sockets})
+                raise EngineDeadError(
+                    f"ranks {missing} have not connected with rank {rank} at {self.address} in {_LIMIT:g} s;"
+                    " ranks connect with each other, so let all ports pass between the hosts"
+                ) from None
+        self.round, self.ended[0] = round, 0
+        for group in self._groups:
+            group.take_sockets(self._sockets)
+
+    def of_stage(self, rank: int) -> Collectives:
+        first = rank - rank % self.tensor_size
+        return self._group(rank, range(first, first + self.tensor_size))
+
+    def of_all(self, rank: int) -> Collectives:
+        return self._group(rank, range(self.tensor_size * self.stages))
+
+    def link(self, rank: int) -> Link:
+        before, after = rank - self.tensor_size, rank + self.tensor_size
+        last = self.tensor_size * self.stages
+        return SocketLink(self, before if before >= 0 else None, after if after < last else None)
+
+    def _group(self, rank: int, members: range) -> Collectives:
+        if len(members) == 1:
+            return NullCollectives()
+        group = SocketCollectives(self, rank, members)
+        group.take_sockets(self._sockets)
+        self._groups.append(group)
+        return group
+
+    def socket_to(self, rank: int) -> socket.socket:
+        return self._sockets[rank]
+
+    def close_connections(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+
+    def close(self) -> None:
+        self.close_connections()
+        self._listener.close()
+
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_TICK)
+        self._sockets[rank] = connection
+
+    def _prove(self, connection: socket.socket, rank: int, round: int) -> None:
+        connection.settimeout(_LIMIT)
+        hello = _HELLO.pack(rank, round, secrets.token_bytes(16))
+        connection.sendall(hello)
+        theirs = _receive(connection, 16 + _PROOF)
+        if not hmac.compare_digest(theirs[16:], self._proof(b"accepts", hello, theirs[:16])):
+            raise OSError("it does not know the secret")
+        connection.sendall(self._proof(b"connects", hello, theirs[:16]))
+        connection.settimeout(_TICK)
+
+    def _accept(self, connection: socket.socket, expected: range, round: int) -> None:
+        """Strangers, and connections of an earlier round, are dropped."""
+        connection.settimeout(5.0)
+        with suppress(OSError, EOFError):
+            hello, nonce = _receive(connection, _HELLO.size), secrets.token_bytes(16)
+            rank, of_round, _ = _HELLO.unpack(hello)
+            if rank in expected and of_round == round:
+                connection.sendall(nonce + self._proof(b"accepts", hello, nonce))
+                proof = _receive(connection, _PROOF)
+                if hmac.compare_digest(proof, self._proof(b"connects", hello, nonce)):
+                    self._add(rank, connection)
+                    return
+        connection.close()
+
+    def _proof(self, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+        return hmac.digest(self._secret, role + hello + nonce, "sha256")
+
+
+class SocketCollectives(CpuCollectives):
+    def __init__(self, mesh: Mesh, rank: int, members: range) -> None:
+        super().__init__(len(members))
+        self._mesh, self._members = mesh, members
+        self._slots = np.empty(len(members) * SLOT_BYTES, dtype=np.uint8)
+        start = [mesh.ended.ctypes.data, members.index(rank), len(members), self._slots.ctypes.data, SLOT_BYTES]
+        self._words = np.array([*start, *[-1] * len(members)], dtype=np.int64)
+
+    def take_sockets(self, sockets: dict[int, socket.socket]) -> None:
+        self._words[5:] = [sockets[rank].fileno() if rank in sockets else -1 for rank in self._members]
+
+    def _sum(self, x: Tensor, out: Tensor) -> None:
+        size = x.shape[0], x.shape[1:].numel()
+        bound().sum_over_sockets(self._words.ctypes.data, x.data_ptr(), out.data_ptr(), *size)
+
+    def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
+        size = *x.shape, share, out.shape[1]
+        bound().gather_over_sockets(self._words.ctypes.data, x.data_ptr(), out.data_ptr(), *size)
+
+
+class SocketLink(Link):
+    def __init__(self, mesh: Mesh, before: int | None, after: int | None) -> None:
+        self._mesh, self._before, self._after = mesh, before, after
+
+    def send(self, x: Tensor) -> None:
+        if self._after is not None:
+            self._move(self._after, x.contiguous(), sends=True)
+
+    def receive(self, out: Tensor) -> None:
+        if self._before is not None:
+            self._move(self._before, out, sends=False)
+
+    def _move(self, rank: int, x: Tensor, *, sends: bool) -> None:
+        left = memoryview(x.view(-1).view(torch.uint8).numpy().data)
+        while len(left) and not self._mesh.is_told:
+            connection = self._mesh.socket_to(rank)
+            try:
+                moved = connection.send(left) if sends else connection.recv_into(left)
+            except TimeoutError:
+                continue
+            except OSError:
+                moved = 0
+            if not moved:  # it is gone
+                self._mesh.tell()
+            left = left[moved:]
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        data = connection.recv(count - len(parts))
+        if not data:
+            raise EOFError("it closed the connection")
+        parts += data
+    return parts
