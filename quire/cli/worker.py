@@ -40,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise ConfigError(f"--ranks is {args.ranks} but must be at least 1")
-    from quire.worker.door import parse_address, read_secret
+    from quire.worker.door import read_secret
 
     secret = read_secret(args.secret_file)
-    parse_address(args.join)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     return Ranks(args.join, secret, args.ranks, args.timeout, once=args.once).run()
 
@@ -74,8 +73,9 @@ class Ranks:
         return 0
 
     def _launch(self, index: int) -> None:
-        from quire.worker.joining import JoinOrder, launch
+        from quire.worker.joining import JoinOrder, check_open, launch
 
+        check_open(self._address, self._secret, self._limit)  # first: a rank takes seconds to find out
         token = secrets.token_hex(8)
         order = JoinOrder(self._address, self._secret, token, self._count, self._limit)
         self._processes[index] = token, launch(order, index)

@@ -1,4 +1,4 @@
-"""Door: where ranks on any host reach an engine. ZMQ with CURVE: messages are encrypted, and both sides prove the secret."""
+"""Door: where ranks on any host reach an engine: ZMQ, encrypted by CURVE with keys that are made of a secret."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def wait_until_open(context: Context, address: str, secret: bytes, limit: float)
                 return
             if event in _REFUSED and is_connected:
                 raise ConfigError(
-                    f"who listens at {address} does not accept the secret: it is not the engine's, or no engine listens"
-                    " there; give both the same secret file"
+                    f"who listens at {address} does not accept the secret: it is not the engine's, or no engine"
+                    " listens there; give both the same secret file"
                 )
     finally:
         trial.disable_monitor()

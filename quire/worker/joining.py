@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from quire.config.env import child_environment, import_path, visible_devices
-from quire.worker.door import Context, knock
+from quire.worker.door import Context, knock, wait_until_open
 
 REFUSED = 3  # exit status: joining again would not help, and the cause was printed
 ORDERS, REPORTS, CONTROL, LAUNCHER = b"/orders", b"/reports", b"/control", b"/launcher"
@@ -30,6 +30,15 @@ class JoinOrder(msgspec.Struct, frozen=True):
     token: str  # names it to the engine
     num_local: int  # ranks of this host
     limit: float  # seconds to wait for the engine
+
+
+def check_open(address: str, secret: bytes, limit: float) -> None:
+    """See `wait_until_open`."""
+    context: Context = zmq.Context()
+    try:
+        wait_until_open(context, address, secret, limit)
+    finally:
+        context.term()
 
 
 def launch(order: JoinOrder, index: int) -> subprocess.Popen[bytes]:

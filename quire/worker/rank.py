@@ -94,7 +94,7 @@ class RankChannel(ABC):
 
     @abstractmethod
     def take_order(self, obey: Callable[[ToRank, NDArray[np.uint8]], None]) -> None:
-        """Wait for a message and call `obey` with it and its payload, which is gone afterwards. EOFError at the end."""
+        """Wait for a message; `obey` gets it and its payload, which is gone afterwards. EOFError at the end."""
 
     @abstractmethod
     def send(self, message: FromRank) -> None:

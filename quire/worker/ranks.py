@@ -1,4 +1,4 @@
-"""RanksExecutor: an executor whose workers are other processes, one for each rank. The first that samples answers for all.
+"""RanksExecutor: an executor whose workers are other processes, one for each rank; the first that samples answers.
 
 Knows what ranks are told and say; not where they run, nor how messages get there.
 """
@@ -108,7 +108,7 @@ class RanksExecutor(Executor):
 
     @abstractmethod
     def _receive(self, limit: float) -> Iterator[tuple[int, FromRank]]:
-        """What ranks say; wait for it at most `limit` seconds. EngineDeadError, after their last words, if one is gone."""
+        """What ranks say; waits at most `limit` seconds. EngineDeadError, after its last words, if one is gone."""
 
     @abstractmethod
     def _look(self) -> None:

@@ -112,7 +112,7 @@ def test_strangers_get_no_connection() -> None:
         host, _, port = first.address.rpartition(":")
         with closing(socket.create_connection((host, int(port)))) as noise:
             noise.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
-            with pytest.raises(EngineDeadError, match="rank 1 cannot reach rank 0.*does not know the secret"):
+            with pytest.raises(EngineDeadError, match=r"rank 1 cannot reach rank 0.*does not know the secret"):
                 stranger.connect(1, addresses, 0)
             assert not accepting.done()
             second.connect(1, addresses, 0)

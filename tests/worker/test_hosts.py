@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import zmq
 
+from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.config.env import child_environment
 from quire.engine.build import build_engine
@@ -28,7 +29,7 @@ from quire.types.errors import ConfigError, EngineDeadError, EngineStartError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from quire.utils.version import VERSION
-from quire.worker.door import Context, knock
+from quire.worker.door import Context, Door, knock
 from quire.worker.hosts import HostsExecutor
 from quire.worker.joining import CONTROL, ORDERS, REPORTS
 from quire.worker.rank_messages import Beat, Execute, Join, Leave, Placement, Present, ToRank, decode_order
@@ -54,7 +55,7 @@ def free_port() -> int:
 
 
 def worker_command(address: str, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "quire.cli.main", "worker", "--join", address, *flags]
+    return [sys.executable, "-m", "quire", "worker", "--join", address, *flags]
 
 
 def start_worker(address: str, *flags: str, secret: str = SECRET, **options: Any) -> subprocess.Popen[str]:
@@ -127,9 +128,11 @@ def test_a_step_that_fails_on_one_host_is_contained(two_hosts: EngineCore) -> No
 
 
 def test_a_worker_too_many_waits(two_hosts: EngineCore, address: str) -> None:
-    with running_worker(address, "--once"):
-        wait_until(lambda: bool(executor_of(two_hosts)._waiting), 20)
-        assert_serves(two_hosts)
+    third = FakeRank(address, "third")
+    third.start()
+    wait_until(lambda: b"third" in executor_of(two_hosts)._waiting)
+    assert_serves(two_hosts)
+    third.leave()
 
 
 def test_a_host_that_is_lost_fails_the_engine_and_another_engine_gets_it_back(
@@ -166,13 +169,27 @@ def lose(core: EngineCore, rank: int, how: signal.Signals, cause: str) -> None:
     assert time.monotonic() - begin < LIMIT
 
 
-def test_a_worker_with_another_secret_or_address_says_so() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        taken = f"127.0.0.1:{server.getsockname()[1]}"
-    process = start_worker(taken, "--timeout", "0.2", stderr=subprocess.PIPE)
-    _, said = process.communicate(timeout=30)
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_a_worker_with_another_address_or_secret_says_so(has_engine: bool) -> None:
+    with closing(Door("127.0.0.1:0", b"another secret of an engine")) as door:
+        address = door.address if has_engine else f"127.0.0.1:{free_port()}"
+        process = start_worker(address, "--timeout", "0.2" if not has_engine else "20", stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert f"error: no engine has listened at {taken} for 0.2 s" in said
+    cause = "does not accept the secret" if has_engine else f"no engine has listened at {address} for 0.2 s"
+    assert cause in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--join", "here"], "is not HOST:PORT"), (["--join", "h:1", "--ranks", "0"], "--ranks is 0 but must be at least 1")],
+)
+def test_flags_of_a_worker_that_cannot_be(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_HOSTS_SECRET", SECRET)
+    assert main(["worker", *flags]) == 1
+    assert message in capsys.readouterr().err
 
 
 class FakeRank(threading.Thread):
@@ -182,6 +199,11 @@ class FakeRank(threading.Thread):
         super().__init__(daemon=True)
         self._address, self._token, self._version, self._digest = address, name.encode(), version, digest
         self.heard: list[ToRank] = []
+        self._leaves = threading.Event()
+
+    def leave(self) -> None:
+        self._leaves.set()
+        self.join()
 
     def run(self) -> None:
         context: Context = zmq.Context()
@@ -192,7 +214,7 @@ class FakeRank(threading.Thread):
         poller = zmq.Poller()
         poller.register(orders, zmq.POLLIN)
         poller.register(control, zmq.POLLIN)
-        while not any(isinstance(message, Leave) for message in self.heard):
+        while not self._leaves.is_set() and not any(isinstance(message, Leave) for message in self.heard):
             control.send(msgspec.msgpack.encode(Beat()))
             for found, _ in poller.poll(200):
                 self.heard.append(decode_order(found.recv()))
@@ -277,7 +299,7 @@ def test_two_network_namespaces(model: Path, tmp_path: Path) -> None:
         print(out[0].outputs[0].token_ids, flush=True)
     """
     (tmp_path / "engine.py").write_text(textwrap.dedent(engine))
-    worker = f"{sys.executable} -m quire.cli.main worker --join 10.99.0.1:5900 --secret-file {secret} --once"
+    worker = f"{sys.executable} -m quire worker --join 10.99.0.1:5900 --secret-file {secret} --once"
     script = f"""
         set -e
         ip link set lo up

@@ -19,7 +19,7 @@ from tests.kernels.cpu import (
     test_states,
     test_step,
 )
-from tests.parallel import test_shared_memory
+from tests.parallel import test_shared_memory, test_sockets
 
 MODULES = (
     test_cpu_native,
@@ -35,6 +35,7 @@ MODULES = (
     test_states,
     test_step,
     test_shared_memory,
+    test_sockets,
 )
 
 
@@ -103,6 +104,8 @@ COVERED = {
         ("send_to_stage", "receive_from_stage"),
         Held(*["test_a_link_hands_on_messages_of_any_size_in_their_order"] * 3),
     ),
+    "sum_over_sockets": Held(*["test_sums_over_sockets_have_the_bits_of_shared_memory"] * 3),
+    "gather_over_sockets": Held(*["test_columns_over_sockets_are_in_rank_order"] * 3),
     "local_experts": Held(*["test_local_experts_are_numbered_and_others_weigh_nothing"] * 3),
     "gather_over_ranks": Held(*["test_columns_are_gathered_in_rank_order"] * 3),
     "note_finite": Held(*["test_what_is_not_finite_is_found_in_its_row"] * 3),
