@@ -10,10 +10,13 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
+from quire.engine.core import EngineCore
 from quire.parallel.groups import ParallelGroup
+from quire.types.sampling import SamplingParams
 from quire.worker.inproc import InProcExecutor
 from quire.worker.registry import EXECUTORS
 from quire.worker.worker import Worker
+from tests.e2e.tiny import Driver
 from tests.gpu.helpers import engine, make_jobs, needs_gpu, run_jobs, tiny_model
 
 pytestmark = needs_gpu
@@ -46,6 +49,49 @@ def test_collectives_are_captured(collectives: Any) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, torch.full_like(out, 4.0))
+
+
+NUM_STEPS = 16
+
+
+def decode_events(core: EngineCore) -> tuple[int, int]:
+    """Kernels on the device, and waits of the host for it, of NUM_STEPS decode steps."""
+    driver = Driver(core)
+    driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    for _ in range(12):
+        driver.step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(NUM_STEPS):
+            driver.step()
+        torch.cuda.synchronize()
+    driver.finish()
+    events = profile.events() or []
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    waits = [event for event in events if event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
+    return len([event for event in kernels if "Memcpy" not in event.name and "Memset" not in event.name]), len(waits)
+
+
+def test_collectives_add_few_launches_and_no_wait(collectives: Any, tmp_path: Path) -> None:
+    """At most six kernels a layer, and the host waits no oftener."""
+    model = tiny_model(tmp_path / "model")
+    plain = engine(model)
+    kernels, waits = decode_events(plain)
+    plain.shutdown()
+    group = ParallelGroup(0, 1, collectives)
+    EXECUTORS.register("nccl-of-one", lambda config, report: InProcExecutor(Worker(config, report, group)))
+    config = EngineConfig.from_flat(model=str(model), device="cuda", max_model_len=1024)
+    core, _, _ = build_engine(config, executor_name="nccl-of-one")
+    more_kernels, more_waits = decode_events(core)
+    executor = core.executor
+    assert isinstance(executor, InProcExecutor)
+    assert executor._worker.model is not None
+    layers = len(executor._worker.model.cached_layers())
+    core.shutdown()
+    print(f"{(more_kernels - kernels) / NUM_STEPS / layers:.2f} kernels a layer more; waits {waits}, {more_waits}")
+    assert more_kernels - kernels <= 6 * layers * NUM_STEPS
+    assert more_waits <= waits + 1
 
 
 def test_an_engine_with_collectives_gives_the_same(collectives: Any, tmp_path: Path, monkeypatch: Any) -> None:
