@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from hashlib import blake2b
-from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
-from quire.config.env import hosts_secret
-from quire.types.errors import ConfigError, EngineError
-
-SHORTEST_SECRET = 16
-_CONNECTED = {zmq.Event.CONNECTED, zmq.Event.ACCEPTED}
-_REFUSED = {
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.DISCONNECTED,
-}
+from quire.config.hosts import parse_address
+from quire.types.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-def read_secret(path: str | None) -> bytes:
-    """What engine and ranks share: the content of a file, else of QUIRE_HOSTS_SECRET."""
-    if path is not None:
-        try:
-            secret = Path(path).expanduser().read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"the secret of hosts cannot be read from {path}: {error.strerror}") from error
-        where = path
-    else:
-        secret, where = hosts_secret().encode(), "QUIRE_HOSTS_SECRET"
-    if not secret:
-        raise ConfigError(
-            "engine and workers on several hosts need a secret that they share; write one to a file, such as with"
-            " `openssl rand -hex 32`, and give it to both: --hosts-secret-file of the engine, --secret-file of"
-            " `quire worker`; or set QUIRE_HOSTS_SECRET"
-        )
-    if len(secret) < SHORTEST_SECRET:
-        raise ConfigError(f"the secret in {where} has {len(secret)} bytes but needs {SHORTEST_SECRET} or more")
-    return secret
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"the address {address!r} is not HOST:PORT, such as 10.0.0.1:5900")
-    try:
-        return socket.gethostbyname(host), int(port)
-    except OSError as error:
-        raise ConfigError(f"the host of {address!r} is not known: {error.strerror}") from error
 
 
 def derive(secret: bytes, purpose: bytes) -> bytes:
@@ -143,34 +99,3 @@ def knock(context: Context, address: str, secret: bytes, identity: bytes) -> zmq
     found.setsockopt(zmq.LINGER, 1000)
     found.connect(f"tcp://{host}:{port}")
     return found
-
-
-def wait_until_open(context: Context, address: str, secret: bytes, limit: float) -> None:
-    """Until an engine that knows the secret answers at `address`.
-
-    ConfigError if whoever listens there does not, EngineError if nobody has listened for `limit` seconds.
-    """
-    trial = knock(context, address, secret, b"")
-    events = trial.get_monitor_socket(zmq.EVENT_ALL)
-    deadline, is_connected = time.monotonic() + limit, False
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            if not events.poll(int(left * 1000) + 1):
-                break
-            event = recv_monitor_message(events)["event"]
-            is_connected = is_connected or event in _CONNECTED
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                return
-            if event in _REFUSED and is_connected:
-                raise ConfigError(
-                    f"who listens at {address} does not accept the secret: it is not the engine's, or no engine"
-                    " listens there; give both the same secret file"
-                )
-    finally:
-        trial.disable_monitor()
-        events.close(linger=0)
-        trial.close(linger=0)
-    raise EngineError(
-        f"no engine has listened at {address} for {limit:g} s; check the address (--hosts-address of the engine) and"
-        " firewalls between the hosts"
-    )

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
+from quire.config.hosts import read_secret
 from quire.platform.registry import get_platform
 from quire.types.errors import ConfigError, EngineDeadError, EngineStartError
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
 from quire.utils.version import VERSION
-from quire.worker.door import Door, read_secret
+from quire.worker.door import Door
 from quire.worker.joining import CONTROL, ORDERS, Lost
 from quire.worker.rank_messages import (
     Beat,

@@ -191,7 +191,10 @@ def receive_exactly(source: socket.socket, count: int) -> bytes:
     """EOFError if the other side is gone before."""
     parts = bytearray()
     while len(parts) < count:
-        data = source.recv(count - len(parts))
+        try:
+            data = source.recv(count - len(parts))
+        except ConnectionResetError:
+            data = b""
         if not data:
             raise EOFError
         parts += data

@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from quire.config.hosts import parse_address
 from quire.loader.digest import model_digest
 from quire.loader.hub import find_model
 from quire.parallel.connect import connect
@@ -29,7 +30,7 @@ from quire.platform.base import Platform
 from quire.types.errors import QuireError
 from quire.utils.log import get_logger
 from quire.utils.version import VERSION
-from quire.worker.door import Context, derive, knock, parse_address, wait_until_open
+from quire.worker.door import Context, derive, knock
 from quire.worker.joining import CONTROL, ORDERS, REFUSED, REPORTS, JoinOrder
 from quire.worker.rank import BEAT_EVERY, Rank, RankChannel, set_up_process
 from quire.worker.rank_messages import (
@@ -58,7 +59,6 @@ class RemoteChannel(RankChannel):
     def __init__(self, order: JoinOrder) -> None:
         self._order = order
         self._context: Context = zmq.Context()
-        wait_until_open(self._context, order.address, order.secret, order.limit)
         token = order.token.encode()
         self._orders, self._reports, self._control = (
             knock(self._context, order.address, order.secret, token + use) for use in (ORDERS, REPORTS, CONTROL)

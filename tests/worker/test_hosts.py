@@ -20,7 +20,6 @@ import msgspec
 import pytest
 import zmq
 
-from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.config.env import child_environment
 from quire.engine.build import build_engine
@@ -178,18 +177,6 @@ def test_a_worker_with_another_address_or_secret_says_so(has_engine: bool) -> No
     assert process.returncode == 1
     cause = "does not accept the secret" if has_engine else f"no engine has listened at {address} for 0.2 s"
     assert cause in said.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--join", "here"], "is not HOST:PORT"), (["--join", "h:1", "--ranks", "0"], "--ranks is 0 but must be at least 1")],
-)
-def test_flags_of_a_worker_that_cannot_be(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("QUIRE_HOSTS_SECRET", SECRET)
-    assert main(["worker", *flags]) == 1
-    assert message in capsys.readouterr().err
 
 
 class FakeRank(threading.Thread):
