@@ -16,6 +16,8 @@ from quire.bench.report import environment, write_report
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.step_times import Prior, StepTimes
+from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutputs
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -99,6 +101,43 @@ def warm_admission(num_requests: int, num_steps: int, *, shared: bool) -> list[T
     return times[1:]
 
 
+def crowded(num_waiting: int, num_steps: int) -> list[Times]:
+    """Sixteen requests decode, prompts take all the time that steps have for them, and others wait for their turn."""
+    draw = random.Random(0)
+    layout = plan_layout([LayerKV("full", None, 1024)] * 24, BLOCK_SIZE)
+    prior = Prior(0.006, 0.002, 0.001, 5e-7)
+    scheduler = Scheduler(
+        max_num_seqs=256,
+        max_num_batched_tokens=512,
+        long_prefill_token_threshold=256,
+        policy="fcfs",
+        max_model_len=1 << 17,
+        kv=KVCacheManager(layout, 100_000),
+        shares=make_shares(0.08, "balanced", StepTimes(prior)),
+    )
+
+    def timed() -> Times:
+        begin, cpu_begin = time.perf_counter(), time.thread_time()
+        plan = scheduler.schedule()
+        planned, cpu_planned = time.perf_counter() - begin, time.thread_time() - cpu_begin
+        assert plan is not None
+        newest = scheduler.state.in_flight[-1]
+        result = StepResult(plan.step_id, [[] if i in newest.chunks else [7] for i in range(len(plan.rows))])
+        seconds = StepTimes(prior).of(newest.work)
+        begin, cpu_begin = time.perf_counter(), time.thread_time()
+        EngineOutputs(scheduler.update(plan, result, seconds), scheduler.stats())
+        return planned + time.perf_counter() - begin, cpu_planned + time.thread_time() - cpu_begin
+
+    for index in range(16):
+        scheduler.add_request(make_request(f"decodes {index}", [3] * 8, 1 << 16))
+    for _ in range(60):
+        timed()
+    for index in range(num_waiting):
+        prompt = [draw.randrange(3, VOCAB_SIZE) for _ in range(200 + draw.randrange(8))]
+        scheduler.add_request(make_request(f"waits {index}", prompt, 100))
+    return [timed() for _ in range(num_steps)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps per case")
@@ -110,6 +149,7 @@ def main() -> None:
         "decode, 1024 requests": (3.0, lambda: steady_decode(1024, steps)),
         "admit 256 cached 1k prompts, all different": (25.0, lambda: warm_admission(256, steps, shared=False)),
         "admit 256 cached 1k prompts, all equal": (25.0, lambda: warm_admission(256, steps, shared=True)),
+        "16 decode, prompts fill steps, 4096 wait": (0.8, lambda: crowded(4096, min(steps, 500))),
     }
     results = {}
     print(f"{'step':<44}{'median ms':>10}{'CPU ms':>9}{'p99 ms':>9}{'limit ms':>10}")

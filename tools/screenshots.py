@@ -62,7 +62,7 @@ def chat(browser: Browser) -> None:
             page = browser.new_context(color_scheme=scheme, viewport={"width": 1180, "height": 860}).new_page()
             page.goto(server.url)
             page.locator("body[data-ready]").wait_for()
-            page.locator("#model").evaluate("(one) => (one.options[0].text = 'smollm2')")
+            page.locator("#model").evaluate("(one) => one.replaceChildren(new Option('smollm2'))")
             page.locator("#text").fill(QUESTION)
             page.locator("#text").press("Enter")
             expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=60_000)

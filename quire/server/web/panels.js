@@ -192,15 +192,17 @@ export function requests(body, list, now, select, selected) {
     cell(3, one.num_cached > 0 ? count(one.num_cached) : "–");
     cell(4, one.num_blocks ? count(one.num_blocks) : "–");
     cell(5, duration(Math.max(0, now - one.since)));
-    cell(6, one.why ?? "");
+    cell(6, (one.why ?? "").replace(/[\w-]{20,}/g, shortId)); // requests are named as in the first column
     return row;
   });
   const isSame = rows.length === body.children.length && rows.every((row, index) => body.children[index] === row);
   if (!isSame) body.replaceChildren(...rows);
 }
 
+const shortId = (id) => id.slice(-14);
+
 function requestRow(one, select) {
-  const open = h("button", { type: "button", class: "quiet small", text: one.id.slice(-14), title: one.id, onclick: () => select(one.id) });
+  const open = h("button", { type: "button", class: "quiet small", text: shortId(one.id), title: one.id, onclick: () => select(one.id) });
   return h("tr", { "data-id": one.id }, h("td", {}, open), h("td", {}, h("span", { class: "phase" })), h("td", { class: "bar-cell" }, h("progress", { "aria-label": "Progress" })), h("td", { class: "num" }), h("td", { class: "num" }), h("td", { class: "num" }), h("td", { class: "why" }));
 }
 
