@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.config.env import child_environment, import_path, visible_devices
-from quire.config.hosts import read_secret
+from quire.config.hosts import parse_address, read_secret
 from quire.types.errors import ConfigError, EngineError
 from quire.worker.door import Context, knock
 from quire.worker.joining import LAUNCHER, REFUSED, JoinOrder, Lost
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise ConfigError(f"--ranks is {args.ranks} but must be at least 1")
+    parse_address(args.join)
     secret = read_secret(args.secret_file)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     return Ranks(args.join, secret, args.ranks, args.timeout, once=args.once).run()

@@ -1,0 +1,209 @@
+"""What sharing the work costs and gives: routing decisions, plans to eight ranks, and two ranks beside two threads.
+
+Run: python benchmarks/parallel.py [--parts router fanout ranks] [--output benchmarks/results/parallel.json]
+
+`router` drives the real router through simulated replicas; rates are of this thread's CPU time, so that a busy
+machine changes them little. `fanout` is the engine's own time to hand a decode step's plan to eight ranks: encoding
+it, writing it into the ring, and a notice to each. `ranks` needs a quiet machine: tokens a second of a model of the
+shape of Llama 3.2 1B with made-up weights, in one process with two threads and in two ranks with one thread each, by
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import socket
+import statistics
+import tempfile
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire import LLM, SamplingParams
+from quire.bench.report import environment, write_report
+from quire.engine.router import Router
+from quire.parallel.shared_memory import SharedMemory
+from quire.types.step import StepPlan
+from quire.worker.rank_messages import Execute
+from quire.worker.ring import NOTICE, RingWriter, ring_bytes
+
+BLOCK, REPLICAS, BLOCKS = 16, 4, 3000
+NUM_RANKS = 8
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def conversations(count: int) -> list[list[int]]:
+    """Prompts of 40 conversations over 8 system prompts, each turn a little longer than the one before."""
+    rng = random.Random(0)
+    systems = [[rng.randrange(50_000) for _ in range(512)] for _ in range(8)]
+    talks = [list(rng.choice(systems)) for _ in range(40)]
+    prompts = []
+    for _ in range(count):
+        talk = rng.randrange(len(talks))
+        talks[talk] = [*talks[talk], *(rng.randrange(50_000) for _ in range(rng.randrange(16, 96)))]
+        if len(talks[talk]) > 2048:
+            talks[talk] = list(rng.choice(systems))
+        prompts.append(list(talks[talk]))
+    return prompts
+
+
+class Cache:
+    """What a replica's KV blocks really hold, least recently used first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.held = capacity, OrderedDict[int, None]()
+
+    def take(self, names: list[int]) -> int:
+        """The hit of a prompt, in blocks; it is held afterwards."""
+        hit = next((index for index, name in enumerate(names) if name not in self.held), len(names))
+        for name in reversed(names):
+            self.held[name] = None
+            self.held.move_to_end(name)
+        while len(self.held) > self.capacity:
+            self.held.popitem(last=False)
+        return hit
+
+
+def waits(prompts: list[list[int]], *, routed: bool) -> float:
+    """p99 of the seconds that requests wait for replicas that compute 4,000 tokens a second, at 60 requests a second.
+
+    Not `routed`: to the replica that is free first, which is known exactly.
+    """
+    rng, router, caches = random.Random(1), Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(REPLICAS)]
+    free, now, found = [0.0] * REPLICAS, 0.0, []
+    ends: list[tuple[float, int, int]] = []
+    for prompt in prompts:
+        now += rng.expovariate(60.0)
+        while ends and ends[0][0] <= now:
+            router.finish(*heapq.heappop(ends)[1:])
+        names = router.names(prompt)
+        replica, work = router.choose(names, len(prompt)) if routed else (free.index(min(free)), 0)
+        found.append(max(0.0, free[replica] - now))
+        free[replica] = max(now, free[replica]) + (len(prompt) - BLOCK * caches[replica].take(names) + 64) / 4000
+        if routed:
+            heapq.heappush(ends, (free[replica], replica, work))
+    return statistics.quantiles(found, n=100)[-1]
+
+
+def router_rows() -> dict[str, float]:
+    prompts = conversations(6000)
+    router, caches, big = Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(4)], Cache(4 * BLOCKS)
+    running: list[tuple[int, int]] = []
+    hits = most = 0
+    for prompt in prompts:
+        names = router.names(prompt)
+        running.append(router.choose(names, len(prompt)))
+        hits += caches[running[-1][0]].take(names)
+        most += big.take(names)
+        if len(running) > 16:
+            router.finish(*running.pop(0))
+    rates = []
+    for _ in range(5):
+        router, begin = Router(REPLICAS, BLOCK, BLOCKS), time.thread_time()
+        for prompt in prompts:
+            router.finish(*router.choose(router.names(prompt), len(prompt)))
+        rates.append(len(prompts) / (time.thread_time() - begin))
+    routed, ideal = waits(prompts, routed=True), waits(prompts, routed=False)
+    return {
+        "decisions_per_second": max(rates),
+        "mean_prompt_tokens": statistics.mean(map(len, prompts)),
+        "hits_of_one_big_cache": hits / most,
+        "p99_wait_of_least_loaded": routed / ideal,
+    }
+
+
+def fanout_rows(num_rows: int, count: int = 3000) -> dict[str, float]:
+    """Microseconds of the engine's thread for each plan of `num_rows` decoding rows."""
+    memory = SharedMemory(ring_bytes(NUM_RANKS))
+    ring, pairs = RingWriter(memory, NUM_RANKS), [socket.socketpair() for _ in range(NUM_RANKS)]
+    plan, nothing = StepPlan(1, list(range(num_rows)), [1] * num_rows), np.empty(0, dtype=np.uint8)
+    wall, cpu = [], []
+    for _ in range(count):
+        begin, cpu_begin = time.perf_counter(), time.thread_time()
+        notice = ring.write(msgspec.msgpack.encode(Execute(plan)), nothing, lambda: None)
+        assert notice is not None
+        for ours, _ in pairs:
+            ours.sendall(notice)
+        wall.append((time.perf_counter() - begin) * 1e6)
+        cpu.append((time.thread_time() - cpu_begin) * 1e6)
+        position, header, _ = NOTICE.unpack(notice)
+        for rank, (_, theirs) in zip(ring.ranks, pairs, strict=True):
+            theirs.recv(NOTICE.size)
+            rank.position = position + header
+    for pair in pairs:
+        for end in pair:
+            end.close()
+    memory.close()
+    return {"median_us": statistics.median(wall), "median_cpu_us": statistics.median(cpu)}
+
+
+def ranks_rows(rounds: int) -> dict[str, Any]:
+    """Tokens a second, best of the rounds, while eight requests decode; and prompt tokens a second."""
+    found: dict[str, Any] = {"decode": {}, "prefill": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPE))
+        common: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024}
+        kinds = {"2 threads": {"num_threads": 2}, "2 ranks": {"tensor_parallel_size": 2, "num_threads": 1}}
+        engines = {name: LLM(folder, **common, **kind) for name, kind in kinds.items()}
+        rng = random.Random(0)
+        for _ in range(rounds):
+            for name, llm in engines.items():
+                prompts = [{"prompt_token_ids": [rng.randrange(1000) for _ in range(16)]} for _ in range(8)]
+                for what, length, tokens in (("decode", 64, 8 * 64), ("prefill", 1, 8 * 256)):
+                    if what == "prefill":
+                        prompts = [{"prompt_token_ids": [rng.randrange(1000) for _ in range(256)]} for _ in range(8)]
+                    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+                    begin = time.perf_counter()
+                    llm.generate(prompts, params, use_tqdm=False)
+                    rate = tokens / (time.perf_counter() - begin)
+                    found[what][name] = max(rate, found[what].get(name, 0.0))
+        for llm in engines.values():
+            llm.shutdown()
+    for rates in found.values():
+        rates["ratio"] = rates["2 ranks"] / rates["2 threads"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["router", "fanout", "ranks"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--note", default="", help="what else ran on the machine")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    if "router" in args.parts:
+        results["router"] = router_rows()
+    if "fanout" in args.parts:
+        results["fanout"] = {f"{rows} rows": fanout_rows(rows) for rows in (8, 64, 256)}
+    if "ranks" in args.parts:
+        results["ranks"] = ranks_rows(args.rounds)
+    print(json.dumps(results, indent=2))
+    if args.output is not None:
+        write_report(args.output, environment("torch"), results, note=args.note)
+
+
+if __name__ == "__main__":
+    main()
