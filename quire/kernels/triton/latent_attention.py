@@ -267,6 +267,7 @@ class LatentCut:
     min_lines: int = _MIN_LINES  # of a tile, most of which may be empty: wider matrix units want 64
     keys: int = 32  # keys at a time
     num_stages: int = 3  # if there is room for them
+    num_warps: int = 0  # 0: by the number of lines, with which sums stay in registers
 
 
 def latent_attention(
@@ -340,8 +341,7 @@ def latent_attention(
         HEADS=heads,
         LINES=lines,
         ROPE_DIM=rope_dim,
-        # With more keys or fewer warps sums spill out of registers.
-        num_warps=4 if lines <= 16 else 8,
+        num_warps=cut.num_warps or (4 if lines <= 16 else 8),
         num_stages=stages_within(cut.num_stages, piece, beside),
         **shared,
     )
