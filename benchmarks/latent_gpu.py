@@ -50,7 +50,7 @@ def time_graph(run: Callable[[], None]) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / 10
+    return float(begin.elapsed_time(end)) * 1e3 / 10
 
 
 def cut_runner(rows: int, context: int, layers: int) -> Callable[[LatentCut], None]:

@@ -41,16 +41,18 @@ def in_chunks(
     while begin < len(values):
         end = min(len(values), (first + begin) // CHUNK * CHUNK + CHUNK - first)
         q, k, v = (part[begin:end].transpose(0, 1) for part in (queries, keys, values))
-        total = decays[begin:end].T.log().cumsum(-1)
-        factors = (total[:, :, None] - total[:, None]).tril().exp().tril()
+        total = decays[begin:end].reshape(end - begin, len(q), -1).transpose(0, 1).log().cumsum(1)
+        exponents = total[:, :, None] - total[:, None]  # [heads, i, j, channels that decay by themselves, or 1]
+        factors = exponents.where(torch.ones(end - begin, end - begin).tril().bool()[..., None], 0.0).exp()
+        scores = torch.einsum("hik,hjk,hijk->hij", q, k, factors.expand(-1, -1, -1, k.shape[-1])).tril()
         if strengths is not None:
             strength = strengths[begin:end].T[..., None]
-            a = torch.eye(end - begin, dtype=v.dtype) + ((k @ k.mT) * factors * strength).tril(-1)
-            w = torch.linalg.solve_triangular(a, k * strength * total.exp()[..., None], upper=False)
+            pairs = torch.einsum("hik,hjk,hijk->hij", k, k, factors.expand(-1, -1, -1, k.shape[-1]))
+            a = torch.eye(end - begin, dtype=v.dtype) + (pairs * strength).tril(-1)
+            w = torch.linalg.solve_triangular(a, k * strength * total.exp(), upper=False)
             u = torch.linalg.solve_triangular(a, v * strength, upper=False)
             v = u - w @ matrix
-        out.append(((q @ matrix) * total.exp()[..., None] + ((q @ k.mT) * factors) @ v).transpose(0, 1))
-        whole = total[:, -1:, None]
-        matrix = matrix * whole.exp() + (k * (whole - total[..., None]).exp()).mT @ v
+        out.append(((q * total.exp()) @ matrix + scores @ v).transpose(0, 1))
+        matrix = matrix * total[:, -1, :, None].exp() + (k * (total[:, -1:] - total).exp()).mT @ v
         begin = end
     return torch.cat(out), matrix

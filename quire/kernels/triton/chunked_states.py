@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED, stages_within
+from quire.kernels.triton.channel_states import channel_parts, decayed_until
+from quire.kernels.triton.chunks import CHUNK, LEAST_LOG, SLOT, as_logs, find_chunk, inverse_of
+from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
 from quire.kernels.triton.states import (
     Inputs,
     delta_inputs,
@@ -30,31 +32,7 @@ from quire.kernels.triton.states import (
 )
 from quire.types.cache import STATE_SHORT
 
-_CHUNK = 64
-_SLOT = 16  # a row of n > STATE_SHORT tokens has at most n / _SLOT chunks
 _ROWS = 64
-_LEAST_LOG = -87.0  # of a decay: below it float32 has none
-
-
-@triton.jit
-def _log_decays(decays_ptr, token, inside, HEADS: tl.constexpr, LEAST: tl.constexpr):
-    decays = tl.load(decays_ptr + token * HEADS, mask=inside, other=1.0)
-    return tl.maximum(tl.log(tl.maximum(decays, 1.2e-38)), LEAST)
-
-
-@triton.jit
-def _inverse(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
-    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round.
-
-    In float32: with tf32, Triton 3.6 gives other blocks than the first wrong numbers on Hopper.
-    """
-    rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
-    for power in range(1, LEVELS):
-        below = (rows >> (power + 1) == columns >> (power + 1)) & (rows >> power != columns >> power)
-        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision="ieee")
-        inverse -= tl.dot(inverse, part, input_precision="ieee")
-    return inverse
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -88,33 +66,25 @@ def _within_chunks_kernel(
     LEVELS: tl.constexpr,
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    slot, head = tl.program_id(0), tl.program_id(1)
-    index = -1
-    for start in range(0, num_rows, ROWS):
-        places = start + tl.arange(0, ROWS)
-        begins = tl.load(starts_ptr + places, mask=places < num_rows, other=2147483647)
-        index += tl.sum((begins // SLOT <= slot).to(tl.int32), axis=0)
-    begin, end, context = (
-        tl.load(starts_ptr + index),
-        tl.load(starts_ptr + index + 1),
-        tl.load(contexts_ptr + index),
-    )
-    first = context - (end - begin)
-    chunk = first // CHUNK + slot - begin // SLOT
-    if (end - begin > SHORT) & (chunk * CHUNK < context):
+    begin_dependent(PDL)
+    head = tl.program_id(1)
+    begin, count, first, chunk = find_chunk(tl.program_id(0), contexts_ptr, starts_ptr, num_rows, CHUNK, SLOT, ROWS)
+    if (count > SHORT) & (chunk * CHUNK < first + count):
         dtype = scores_ptr.dtype.element_ty
         key_head = head // (HEADS // KEY_HEADS)
         places = tl.arange(0, CHUNK)
         position = chunk * CHUNK + places
-        inside = (position >= first) & (position < context)
+        inside = (position >= first) & (position < first + count)
         token = (begin + position - first).to(tl.int64)
         lanes = tl.arange(0, KEYS)
         mask = inside[:, None] & (lanes < KEY_DIM)[None, :]
         of_key = key_head * KEY_DIM + lanes[None, :]
         query = tl.load(queries_ptr + token[:, None] * query_stride + of_key, mask=mask, other=0.0).to(dtype)
         key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0).to(dtype)
-        total = tl.cumsum(_log_decays(decays_ptr + head, token, inside, HEADS, LEAST), axis=0)
+        decays = tl.load(decays_ptr + token * HEADS + head, mask=inside, other=1.0)
+        total = tl.cumsum(as_logs(decays, LEAST), axis=0)
         is_causal = places[:, None] >= places[None, :]
         factors = tl.exp(tl.where(is_causal, total[:, None] - total[None, :], 0.0))
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -129,7 +99,7 @@ def _within_chunks_kernel(
             strength = tl.load(strengths_ptr + token * HEADS + head, mask=inside, other=0.0)
             a = tl.dot(key, tl.trans(key), input_precision=PRECISION) * factors * strength[:, None]
             a = tl.where(places[:, None] > places[None, :], a, 0.0)
-            inverse = _inverse(a, CHUNK, LEVELS).to(dtype)
+            inverse = inverse_of(a, CHUNK, LEVELS).to(dtype)
             # Read again: registers that hold keys meanwhile are wanted for the inverse.
             key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0)
             scaled = (key.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(dtype)
@@ -153,17 +123,27 @@ def _leave_states(
     turned,
     value,
     logs,
+    keys,
+    sums,
+    key_stride,
+    lanes,
     in_matrix,
     position,
     first,
     context,
+    KEY_DIM: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROLLBACK: tl.constexpr,
     CHUNK: tl.constexpr,
     ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store matrices as they are before tokens of this chunk, for entries whose rings begin at those tokens."""
+    """Store matrices as they are before tokens of this chunk, for entries whose rings begin at those tokens.
+
+    keys and sums, of CHANNELS alone, point to the chunk's first token.
+    """
     start, total = tl.min(position, axis=0), tl.cumsum(logs, axis=0)
     low, high = tl.maximum(first, start), tl.minimum(context, start + CHUNK)
     entries = low // BLOCK_SIZE + tl.arange(0, ENTRIES)
@@ -175,11 +155,20 @@ def _leave_states(
             if (entry * BLOCK_SIZE < context) & (base >= low) & (base < high):
                 block = tl.load(table + entry).to(tl.int64)
                 if block > 0:
-                    is_before = position < base
-                    kept = tl.sum(tl.where(is_before, logs, 0.0), axis=0)
-                    factors = tl.where(is_before, tl.exp(tl.where(is_before, kept - total, 0.0)), 0.0)
-                    scaled = (value * factors[:, None]).to(turned.dtype)
-                    left = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
+                    if CHANNELS:
+                        key, until = decayed_until(
+                            base, low, keys, sums, position, lanes, key_stride, KEY_DIM, SUM_STRIDE
+                        )
+                        added = tl.dot(
+                            tl.trans(key.to(turned.dtype)), value.to(turned.dtype), input_precision=PRECISION
+                        )
+                        left = matrix * tl.exp(until)[:, None] + added
+                    else:
+                        is_before = position < base
+                        kept = tl.sum(tl.where(is_before, logs, 0.0), axis=0)
+                        factors = tl.where(is_before, tl.exp(tl.where(is_before, kept - total, 0.0)), 0.0)
+                        scaled = (value * factors[:, None]).to(turned.dtype)
+                        left = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
                     tl.store(places_ptr + block * cache_stride, left, mask=in_matrix)
 
 
@@ -191,6 +180,8 @@ def _across_chunks_kernel(
     decays_ptr,
     scores_ptr,
     w_ptr,
+    raw_keys_ptr,
+    sums_ptr,
     skip_ptr,
     skipped_ptr,
     cache_ptr,
@@ -201,6 +192,7 @@ def _across_chunks_kernel(
     out_ptr,
     query_stride,
     key_stride,
+    raw_key_stride,
     value_stride,
     skipped_stride,
     cache_stride,
@@ -212,6 +204,7 @@ def _across_chunks_kernel(
     VALUE_DIM: tl.constexpr,
     ROLLBACK: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     SHORT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -220,7 +213,9 @@ def _across_chunks_kernel(
     ENTRIES: tl.constexpr,
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     index, head = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     lanes, places = tl.arange(0, KEYS), tl.arange(0, CHUNK)
@@ -234,10 +229,11 @@ def _across_chunks_kernel(
         key_head = head // (HEADS // KEY_HEADS)
         in_matrix = is_key[:, None] & is_value[None, :]
         place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
+        DECAY_DIM: tl.constexpr = KEY_DIM if CHANNELS else 1
         # fmt: off
         matrix = matrix_before(
             cache_ptr, cache_stride, table, first, head, lanes, columns, BLOCK_SIZE, HEADS,
-            KEY_HEADS, KEY_DIM, VALUE_DIM, 1, ROLLBACK, DELTA, KEYS, COLUMNS,
+            KEY_HEADS, KEY_DIM, VALUE_DIM, DECAY_DIM, ROLLBACK, DELTA, KEYS, COLUMNS,
         )
         # fmt: on
         for chunk in range(first // CHUNK, (context - 1) // CHUNK + 1):
@@ -256,7 +252,9 @@ def _across_chunks_kernel(
                 mask=inside[:, None],
                 other=0.0,
             )
-            logs = _log_decays(decays_ptr + head, token, inside, HEADS, LEAST)
+            logs = tl.zeros([CHUNK], tl.float32)
+            if not CHANNELS:
+                logs = as_logs(tl.load(decays_ptr + token * HEADS + head, mask=inside, other=1.0), LEAST)
             total = tl.cumsum(logs, axis=0)
             held = matrix.to(dtype)
             value = value.to(tl.float32)
@@ -273,15 +271,25 @@ def _across_chunks_kernel(
             at_out = token[:, None] * (HEADS * VALUE_DIM) + at_value
             tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=of_value)
             turned = tl.trans(key.to(dtype))
+            before = (begin + chunk * CHUNK - first).to(tl.int64)  # the chunk's first token, if it is in the step
+            keys = raw_keys_ptr + before * raw_key_stride + key_head * KEY_DIM
+            sums = sums_ptr + before * (HEADS * KEY_DIM) + head * KEY_DIM
             # fmt: off
             _leave_states(
-                cache_ptr + 1 + place, cache_stride, table, matrix, turned, value, logs, in_matrix,
-                position, first, context, BLOCK_SIZE, ROLLBACK, CHUNK, ENTRIES, PRECISION,
+                cache_ptr + 1 + place, cache_stride, table, matrix, turned, value, logs, keys, sums,
+                raw_key_stride, lanes, in_matrix, position, first, context, KEY_DIM, HEADS * KEY_DIM, CHANNELS,
+                BLOCK_SIZE, ROLLBACK, CHUNK, ENTRIES, PRECISION,
             )
             # fmt: on
-            kept = tl.sum(logs, axis=0)
-            scaled = (value * tl.exp(kept - total)[:, None]).to(dtype)
-            matrix = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
+            if CHANNELS:
+                last = tl.minimum(context - 1 - chunk * CHUNK, CHUNK - 1)
+                until = tl.load(sums + last * (HEADS * KEY_DIM) + lanes, mask=is_key, other=0.0)
+                matrix = matrix * tl.exp(until)[:, None]
+                matrix += tl.dot(turned, value.to(dtype), input_precision=PRECISION)
+            else:
+                kept = tl.sum(logs, axis=0)
+                scaled = (value * tl.exp(kept - total)[:, None]).to(dtype)
+                matrix = matrix * tl.exp(kept) + tl.dot(turned, scaled, input_precision=PRECISION)
 
 
 def gated_delta(
@@ -316,32 +324,27 @@ def linear_attention(qkv: Tensor, decay: Tensor, cache: Tensor, places: Any, sha
     return _recur(linear_inputs(qkv, decay, shape), cache, places, shape, qkv.dtype)
 
 
-def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype) -> Tensor:
-    count, num_rows, heads = inputs.values.shape[0], places.rows.shape[0], shape.num_heads
-    if not places.has_long or count <= STATE_SHORT or shape.decay_dim > 1:
-        return recur(inputs, cache, places, shape, dtype)
-    out = fold_tokens(inputs, cache, places, shape, dtype, STATE_SHORT)
-    queries, keys, values, decays, strengths, skip = inputs
-    delta = strengths is not None
-    scores = torch.empty(count, heads, _CHUNK, dtype=dtype, device=values.device)
+def _within_chunks(
+    inputs: Inputs, scores: Tensor, places: Any, shape: Any, sizes: dict[str, Any], of_values: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fill scores; (queries and keys for the way through chunks, W, U, sums of log decays if they are of channels).
+
+    Without the delta rule there are none of these.
+    """
+    queries, keys, values, decays, strengths, _ = inputs
+    count, heads = scores.shape[:2]
+    of_chunks = {"SLOT": SLOT, "ROWS": _ROWS, **sizes}
+    values_block = max(16, triton.next_power_of_2(shape.value_dim))
+    of_delta = {"VALUES": values_block, "LEVELS": CHUNK.bit_length() - 1, **of_values}
     rounded = w = u = scores
-    if delta:
-        rounded = torch.empty(count, 2 * shape.num_key_heads, shape.key_dim, dtype=dtype, device=values.device)
-        w = torch.empty(count, heads, shape.key_dim, dtype=dtype, device=values.device)
-        u = torch.empty(count, heads * shape.value_dim, dtype=dtype, device=values.device)
-    sizes = {
-        "HEADS": heads,
-        "KEY_HEADS": shape.num_key_heads,
-        "KEY_DIM": shape.key_dim,
-        "VALUE_DIM": shape.value_dim,
-        "DELTA": delta,
-        "SHORT": STATE_SHORT,
-        "CHUNK": _CHUNK,
-        "KEYS": max(16, triton.next_power_of_2(shape.key_dim)),
-        "LEAST": _LEAST_LOG,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }
-    _within_chunks_kernel[(count // _SLOT, heads)](
+    if strengths is not None:
+        w = torch.empty(count, heads, shape.key_dim, dtype=scores.dtype, device=scores.device)
+        u = torch.empty(count, heads * shape.value_dim, dtype=scores.dtype, device=scores.device)
+        rounded = torch.empty(count, 2 * shape.num_key_heads, shape.key_dim, dtype=scores.dtype, device=scores.device)
+    if strengths is not None and shape.decay_dim > 1:
+        given = (queries, keys, values, decays, strengths)
+        return rounded, w, u, channel_parts(*given, scores, rounded, w, u, places, of_chunks, of_delta)
+    _within_chunks_kernel[(count // SLOT, heads)](
         queries,
         keys,
         values,
@@ -356,19 +359,36 @@ def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.
         queries.stride(0),
         keys.stride(0),
         values.stride(0),
-        num_rows,
-        SLOT=_SLOT,
-        ROWS=_ROWS,
-        VALUES=max(16, triton.next_power_of_2(shape.value_dim)),
-        LEVELS=_CHUNK.bit_length() - 1,
-        **sizes,
-        **FUSED,
+        places.rows.shape[0],
+        KEY_HEADS=shape.num_key_heads,
+        DELTA=strengths is not None,
+        LEAST=LEAST_LOG,
+        **of_chunks,
+        **of_delta,
+        **launch_options(),
     )
+    return rounded, w, u, decays
+
+
+def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    count, num_rows, heads = inputs.values.shape[0], places.rows.shape[0], shape.num_heads
+    channels = shape.decay_dim > 1
+    if not places.has_long or count <= STATE_SHORT or (channels and shape.num_key_heads < heads):
+        return recur(inputs, cache, places, shape, dtype)
+    out = fold_tokens(inputs, cache, places, shape, dtype, STATE_SHORT)
+    queries, keys, values, decays, strengths, skip = inputs
+    delta = strengths is not None
+    scores = torch.empty(count, heads, CHUNK, dtype=dtype, device=values.device)
+    shared = {"HEADS": heads, "KEY_DIM": shape.key_dim, "SHORT": STATE_SHORT, "CHUNK": CHUNK}
+    shared["KEYS"] = max(16, triton.next_power_of_2(shape.key_dim))
+    of_values = {"VALUE_DIM": shape.value_dim, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+    rounded, w, u, sums = _within_chunks(inputs, scores, places, shape, shared, of_values)
+    raw = keys
     if delta:
         queries, keys, values = rounded[:, : shape.num_key_heads], rounded[:, shape.num_key_heads :], u
     factors, skipped = skip or (values, values)
     columns = 32 if shape.value_dim > 64 else 16
-    piece = dtype.itemsize * _CHUNK * (3 * sizes["KEYS"] + _CHUNK) + 4 * _CHUNK * columns
+    piece = dtype.itemsize * CHUNK * (3 * shared["KEYS"] + CHUNK) + 4 * CHUNK * columns
     _across_chunks_kernel[(num_rows, heads, triton.cdiv(shape.value_dim, columns))](
         queries,
         keys,
@@ -376,6 +396,8 @@ def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.
         decays,
         scores,
         w,
+        raw,
+        sums,
         factors,
         skipped,
         cache[:, shape.conv_size :],
@@ -386,18 +408,24 @@ def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.
         out,
         queries.stride(0),
         keys.stride(0),
+        raw.stride(0),
         values.stride(0),
         skipped.stride(0),
         cache.stride(0),
         places.tables.stride(0),
         BLOCK_SIZE=places.block_size,
+        KEY_HEADS=shape.num_key_heads,
         ROLLBACK=shape.rollback,
+        DELTA=delta,
+        CHANNELS=channels,
         HAS_SKIP=skip is not None,
         COLUMNS=columns,
-        ENTRIES=triton.next_power_of_2((_CHUNK + shape.rollback) // places.block_size + 2),
+        ENTRIES=triton.next_power_of_2((CHUNK + shape.rollback) // places.block_size + 2),
+        LEAST=LEAST_LOG,
         num_stages=stages_within(2, piece),
-        **sizes,
-        **FUSED,
+        **shared,
+        **of_values,
+        **launch_options(),
     )
     keep_inputs(inputs, cache, places, shape)
     return out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED
+from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _CHANNELS, _TOKENS, _ROWS = 128, 16, 64
 
@@ -41,7 +41,9 @@ def _conv_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = columns < channels
@@ -113,7 +115,9 @@ def _keep_conv_kernel(
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     index = tl.program_id(0)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = columns < channels
@@ -154,7 +158,9 @@ def _gated_norm_kernel(
     NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -226,7 +232,7 @@ def _conv(
         TOKENS=_TOKENS,
         ROWS=_ROWS,
         CHANNELS=_CHANNELS,
-        **FUSED,
+        **launch_options(),
     )
     _keep_conv_kernel[(places.rows.shape[0], blocks)](
         x,
@@ -241,7 +247,7 @@ def _conv(
         SLOTS=shape.conv_slots,
         GATED=before is not None,
         CHANNELS=_CHANNELS,
-        **FUSED,
+        **launch_options(),
     )
     return out[:count]
 
@@ -264,7 +270,7 @@ def gated_norm(
         NORM_FIRST=norm_first,
         SIGMOID=sigmoid,
         BLOCK=triton.next_power_of_2(size),
-        **FUSED,
+        **launch_options(),
     )
     return out
 
@@ -285,6 +291,6 @@ def gate(x: Tensor, gates: Tensor, silu: bool = False) -> Tensor:
         NORM_FIRST=False,
         SIGMOID=not silu,
         BLOCK=triton.next_power_of_2(x.shape[1]),
-        **FUSED,
+        **launch_options(),
     )
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FUSED
+from quire.kernels.triton.launch import begin_dependent, launch_options
 
 
 @triton.jit
@@ -43,7 +43,9 @@ def _delta_inputs_kernel(
     KEYS: tl.constexpr,
     DECAYS: tl.constexpr,
     GATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, KEYS)
     inside = lanes < KEY_DIM
@@ -85,7 +87,9 @@ def _scan_inputs_kernel(
     VALUES: tl.constexpr,
     DECAYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = heads < HEADS
@@ -157,7 +161,7 @@ def matrix_before(
     return matrix
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _recurrence_kernel(
     queries_ptr,
     keys_ptr,
@@ -178,6 +182,8 @@ def _recurrence_kernel(
     skipped_stride,
     cache_stride,
     table_stride,
+    num_rows,
+    num_tokens,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -190,18 +196,26 @@ def _recurrence_kernel(
     LONGEST: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     index, head = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     lanes = tl.arange(0, KEYS)
     is_key, is_value = lanes < KEY_DIM, columns < VALUE_DIM
     of_decay = lanes if DECAY_DIM > 1 else lanes * 0
+    OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
+    if index == num_rows:  # tokens of no row, behind all others
+        for token in range(tl.load(starts_ptr + num_rows), num_tokens):
+            nothing = tl.zeros([COLUMNS], out_ptr.dtype.element_ty)
+            at = token * tl.full([1], OF_VALUES, tl.int64) + head * VALUE_DIM + columns
+            tl.store(out_ptr + at, nothing, mask=is_value)
+        return
     row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
     begin, end = tl.load(starts_ptr + index), tl.load(starts_ptr + index + 1)
     if (end > begin) & (end - begin <= LONGEST):
         first = context - (end - begin)
         key_head = head // (HEADS // KEY_HEADS)
-        OF_VALUES: tl.constexpr = HEADS * VALUE_DIM
         OF_DECAYS: tl.constexpr = HEADS * DECAY_DIM
         place = head * KEY_DIM * VALUE_DIM + lanes[:, None] * VALUE_DIM + columns[None, :]
         in_matrix = is_key[:, None] & is_value[None, :]
@@ -280,7 +294,9 @@ def _keep_inputs_kernel(
     ROLLBACK: tl.constexpr,
     DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     index = tl.program_id(0)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, context = tl.load(rows_ptr + index), tl.load(contexts_ptr + index)
@@ -354,7 +370,7 @@ def delta_inputs(
         KEYS=triton.next_power_of_2(shape.key_dim),
         DECAYS=triton.next_power_of_2(heads * shape.decay_dim),
         GATES=triton.next_power_of_2(heads),
-        **FUSED,
+        **launch_options(),
     )
     return Inputs(qk[:, :keys], qk[:, keys:], qkv[:, 2 * keys * shape.key_dim :], decays, strengths, None)
 
@@ -444,7 +460,7 @@ def _scan_inputs(
         VALUES=triton.next_power_of_2(shape.value_dim),
         DECAYS=triton.next_power_of_2(shape.decay_dim),
         BLOCK=block,
-        **FUSED,
+        **launch_options(),
     )
     return values, decays
 
@@ -458,12 +474,16 @@ def recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.d
 def fold_tokens(
     inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype, longest: int = 1 << 30
 ) -> Tensor:
-    """Results of the rows of at most `longest` tokens, others zero; leaves their matrices in the cache."""
+    """Results of the rows of at most `longest` tokens, whose matrices it leaves in the cache.
+
+    Those of tokens of no row are zero, those of longer rows are anything.
+    """
     queries, keys, values, decays, strengths, skip = inputs
-    out = torch.zeros(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
+    num_rows = places.rows.shape[0]
+    out = torch.empty(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
     factors, skipped = skip or (values, values)
     columns = min(32, triton.next_power_of_2(shape.value_dim))
-    _recurrence_kernel[(places.rows.shape[0], shape.num_heads, triton.cdiv(shape.value_dim, columns))](
+    _recurrence_kernel[(num_rows + 1, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
         queries,
         keys,
         values,
@@ -483,6 +503,8 @@ def fold_tokens(
         skipped.stride(0),
         cache.stride(0),
         places.tables.stride(0),
+        num_rows,
+        values.shape[0],
         BLOCK_SIZE=places.block_size,
         HEADS=shape.num_heads,
         KEY_HEADS=shape.num_key_heads,
@@ -495,7 +517,7 @@ def fold_tokens(
         LONGEST=longest,
         KEYS=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
-        **FUSED,
+        **launch_options(),
     )
     return out
 
@@ -526,5 +548,5 @@ def keep_inputs(inputs: Inputs, cache: Tensor, places: Any, shape: Any) -> None:
         ROLLBACK=shape.rollback,
         DELTA=inputs.strengths is not None,
         BLOCK=block,
-        **FUSED,
+        **launch_options(),
     )

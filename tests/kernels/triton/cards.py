@@ -336,7 +336,7 @@ def sampling(all_shapes: bool) -> None:
 
 
 def states(all_shapes: bool) -> None:
-    """Qwen3-Next, Granite-4, LFM2 and Mamba."""
+    """Qwen3-Next, Kimi-Linear, Granite-4, LFM2 and Mamba."""
     from quire.kernels.triton import chunked_states, states
     from quire.kernels.triton import short_conv as around
     from quire.ops.states import StatePlaces, StateShape
@@ -358,6 +358,10 @@ def states(all_shapes: bool) -> None:
         vectors = numbers(32, dtype=wide), numbers(32, dtype=wide)
         kernels.gated_delta(numbers(tokens, 8192), *gates, *vectors, cache, places, delta)
         around.gated_norm(numbers(tokens, 4096), projected[:, 8192:12288], numbers(128), 1e-6, 32, True)
+        kimi = StateShape(0, 1, 32, 32, 128, 128, decay_dim=128)
+        given = (numbers(tokens, 3 * 4096), numbers(tokens, 4096), numbers(tokens, 32), numbers(32, dtype=wide))
+        states_of = numbers(3, kimi.size, dtype=wide), places, kimi
+        kernels.gated_delta(*given, numbers(4096, dtype=wide), *states_of)
         space = StateShape(1792, 4, 48, 1, 128, 32)
         cache, heads = numbers(3, space.size, dtype=wide), numbers(48, dtype=wide)
         given = (numbers(tokens, 1792), numbers(tokens, 48), heads, heads, heads, (0.0, float("inf")))

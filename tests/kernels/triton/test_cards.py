@@ -29,7 +29,7 @@ PARTS = {
     },
     "latent": {"index", "latent", "latent_attention"},
     "sampling": {"drafts", "logprobs", "rows", "sampling", "shaping", "step"},
-    "states": {"chunked_states", "short_conv", "states"},
+    "states": {"channel_states", "chunked_states", "short_conv", "states"},
 }
 
 CARDS = ("hopper", "ampere", "ada", "blackwell")

@@ -24,7 +24,6 @@ SHAPES = {
     "linear_attention": StateShape(0, 1, 1, 1, 16, 16),
 }
 KINDS = list(SHAPES)
-IN_CHUNKS = [kind for kind in KINDS if kind != "kimi_delta"]  # channels that decay by themselves are folded
 
 
 def given(kind: str, count: int, seed: int = 0) -> tuple[Any, ...]:
@@ -106,7 +105,7 @@ def new_cache(kind: str, blocks: int = 40) -> Tensor:
 TABLE = 1 + torch.arange(36, dtype=torch.int32).view(2, 18)
 
 
-@pytest.mark.parametrize("kind", IN_CHUNKS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_chunks_are_the_recurrence(kind: str) -> None:
     """The form that kernels take, in float64."""
     arguments = given(kind, 200)
@@ -128,7 +127,7 @@ def test_steps_are_the_recurrence(kind: str, steps: list[int]) -> None:
     torch.testing.assert_close(torch.cat(found).double(), wide, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "state_space"])
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta", "state_space"])
 def test_states_are_those_of_single_tokens(kind: str) -> None:
     """Of entries that lie within, at the ends of and across chunks; entries without a block are left out."""
     table = TABLE.clone()
@@ -141,7 +140,7 @@ def test_states_are_those_of_single_tokens(kind: str) -> None:
     assert int(mine.isfinite().any(1).sum()) == sum(bool(block) for block in table[0, :6])
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "state_space"])
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta", "state_space"])
 def test_rows_of_all_lengths_in_one_step(kind: str) -> None:
     """Long and short rows, in chunks and token by token, each as if it were alone; padding stays out."""
     arguments, rows = given(kind, 120), [(0, 1), (0, 33), (0, 2), (0, 66), (0, 0), (0, 5), (0, 0)]
@@ -157,23 +156,27 @@ def test_rows_of_all_lengths_in_one_step(kind: str) -> None:
     assert not together[begin:].any()
 
 
-def test_a_decay_to_nothing_and_keys_all_alike() -> None:
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+def test_a_decay_to_nothing_and_keys_all_alike(kind: str) -> None:
     """Where sums of log decays and the inverse would overflow in a form that multiplies them out."""
-    arguments = given("gated_delta", 130)
-    arguments[0][:, :32] = 1.0  # each key is that of all others
+    arguments = given(kind, 130)
+    arguments[0][:, : 64 if kind == "kimi_delta" else 32] = 1.0  # each key is that of all others
     arguments[2][:] = 30.0  # and replaces what was there
     arguments[1][70:72] = 500.0
-    found = run("gated_delta", arguments, new_cache("gated_delta"), places_of([(0, 130)], TABLE))
-    torch.testing.assert_close(found.double(), expected("gated_delta", arguments), atol=1e-4, rtol=1e-4)
+    if kind == "kimi_delta":
+        arguments[1][20:24, ::3] = 500.0  # some channels are forgotten, the others stay
+    found = run(kind, arguments, new_cache(kind), places_of([(0, 130)], TABLE))
+    torch.testing.assert_close(found.double(), expected(kind, arguments), atol=1e-4, rtol=1e-4)
 
 
-def test_half_precision_stays_near() -> None:
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+def test_half_precision_stays_near(kind: str) -> None:
     from tests.kernels.device import HALF
 
-    arguments = given("gated_delta", 100)
-    wide = expected("gated_delta", arguments)
+    arguments = given(kind, 100)
+    wide = expected(kind, arguments)
     half = tuple(x.to(HALF) if index < 3 else x for index, x in enumerate(arguments))
-    found = run("gated_delta", half, new_cache("gated_delta"), places_of([(0, 100)], TABLE))
+    found = run(kind, half, new_cache(kind), places_of([(0, 100)], TABLE))
     assert found.dtype == HALF
     assert float((found.double() - wide).norm() / wide.norm()) < 0.02
 

@@ -1,0 +1,47 @@
+"""What kernels over chunks of recurrent layers share; see chunked_states.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = 64
+SLOT = 16  # a row of n > STATE_SHORT tokens has at most n / SLOT chunks
+LEAST_LOG = -87.0  # of a decay: below it float32 has none
+
+
+@triton.jit
+def find_chunk(slot, contexts_ptr, starts_ptr, num_rows, CHUNK: tl.constexpr, SLOT: tl.constexpr, ROWS: tl.constexpr):
+    """(first token of a row in the step, tokens of it in the step, tokens before them, place of its chunk there).
+
+    The chunk is there if it begins before the row ends.
+    """
+    index = -1
+    for start in range(0, num_rows, ROWS):
+        places = start + tl.arange(0, ROWS)
+        begins = tl.load(starts_ptr + places, mask=places < num_rows, other=2147483647)
+        index += tl.sum((begins // SLOT <= slot).to(tl.int32), axis=0)
+    begin = tl.load(starts_ptr + index)
+    count = tl.load(starts_ptr + index + 1) - begin
+    first = tl.load(contexts_ptr + index) - count
+    return begin, count, first, first // CHUNK + slot - begin // SLOT
+
+
+@triton.jit
+def as_logs(decays, LEAST: tl.constexpr):
+    return tl.maximum(tl.log(tl.maximum(decays, 1.2e-38)), LEAST)
+
+
+@triton.jit
+def inverse_of(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+    """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round.
+
+    In float32: with tf32, Triton 3.6 gives other blocks than the first wrong numbers on Hopper.
+    """
+    rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
+    for power in range(1, LEVELS):
+        below = (rows >> (power + 1) == columns >> (power + 1)) & (rows >> power != columns >> power)
+        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision="ieee")
+        inverse -= tl.dot(inverse, part, input_precision="ieee")
+    return inverse
