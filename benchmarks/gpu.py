@@ -1,8 +1,8 @@
 """The GPU table: Quire's times beside vLLM 0.24's and the machine's floor, on dummy weights of known shapes.
 
     python benchmarks/gpu.py [--models qwen3-0.6b llama-8b qwen3-30b-a3b deepseek-v2-lite]
-                             [--rows decode batch prefill throughput context] [--batches 16 64 256]
-                             [--modes fast fp8 deterministic start] [--out FILE]
+                             [--rows decode batch prefill throughput 512x context] [--batches 16 64 256]
+                             [--modes fast fp8 deterministic start] [--most-experts 35] [--out FILE]
 
 vLLM's figures were measured on an H200 with the same shapes, lengths and greedy sampling. Weights are seeded and
 uniform, every repeat has fresh prompts, and the best of the repeats counts. A start counts from the process to the
@@ -164,6 +164,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
     },
 }
+SHAPES["deepseek-v3-layer"] = {  # one layer of DeepSeek-V3 with experts, between small embeddings
+    **SHAPES["deepseek-v2-lite"],
+    **{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 1, "vocab_size": 1024},
+    **{"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "first_k_dense_replace": 0},
+    **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
 SHAPES["llama-8b-int4"] = {
     **SHAPES["llama-8b"],
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -260,11 +269,11 @@ def num_experts(shape: dict[str, Any]) -> int:
 class Bench:
     """One engine on dummy weights, driven with token ids."""
 
-    def __init__(self, model: str, seed: int = 0, **settings: Any) -> None:
-        self.model = model
+    def __init__(self, model: str, seed: int = 0, most_experts: int | None = None, **settings: Any) -> None:
+        self.model, self.most_experts = model, most_experts
         self.random = random.Random(seed)
         if num_experts(SHAPES[model]):
-            force_uniform_routing()
+            force_uniform_routing(most_experts)
         started = time.perf_counter()
         folder = Path(tempfile.mkdtemp())
         config = {"max_position_embeddings": 40960, "hidden_act": "silu", "eos_token_id": 2, **SHAPES[model]}
@@ -284,7 +293,8 @@ class Bench:
         self._count = 0
 
     def prompt(self, length: int) -> list[int]:
-        return [self.random.randrange(10, 100000) for _ in range(length)]
+        end = min(100000, SHAPES[self.model]["vocab_size"])
+        return [self.random.randrange(10, end) for _ in range(length)]
 
     def run(self, prompts: list[list[int]], outputs: list[int], **sampling: Any) -> float:
         """Seconds until every prompt has its number of output tokens; greedy unless `sampling` says otherwise."""
@@ -381,13 +391,15 @@ def measure(bench: Bench, rows: list[str], batches: Sequence[int] = BATCHES) -> 
         for batch in batches:
             record(f"decode batch {batch}, tok/s", bench.decode_batch(batch))
             if count := num_experts(shape := SHAPES[bench.model]):
-                experts = distinct_experts(count, shape["num_experts_per_tok"], batch)
+                experts = distinct_experts(count, shape["num_experts_per_tok"], batch, bench.most_experts)
                 record(f"distinct experts a layer, batch {batch}", experts)
-        record("decode batch 64, drawn, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
+        if 64 in batches and bench.most_experts is None:
+            record("decode batch 64, drawn, tok/s", bench.decode_batch(64, temperature=0.8, top_p=0.95))
     if "context" in rows:
         record("decode step of batch 16 at context 16k, ms", bench.decode_at(16, 16000))
-    if "throughput" in rows:
+    if {"throughput", "512x"} & set(rows):
         record("512 x (512 in, 256 out), tok/s", bench.throughput())
+    if "throughput" in rows:
         record("256 mixed, tok/s", bench.mixed())
     return found
 
@@ -420,7 +432,9 @@ def show(results: dict[str, dict[str, float]]) -> None:
                 )
 
 
-def run_mode(model: str, mode: str, rows: list[str], batches: Sequence[int]) -> dict[str, float]:
+def run_mode(
+    model: str, mode: str, rows: list[str], batches: Sequence[int], most_experts: int | None = None
+) -> dict[str, float]:
     """The rows of one model in one mode; names of other modes' rows begin with the mode."""
     if mode == "start":
         return measure_starts(model) if model == "llama-8b" else {}
@@ -433,7 +447,7 @@ def run_mode(model: str, mode: str, rows: list[str], batches: Sequence[int]) -> 
         "fp8": {"quantization": "fp8"},
         "deterministic": {"deterministic": True},
     }
-    bench = Bench(model, **settings[mode])
+    bench = Bench(model, most_experts=most_experts, **settings[mode])
     print(f"{model} {mode} ready in {bench.ready:.1f} s", flush=True)
     found = {"ready, s": bench.ready, **measure(bench, rows, batches)}
     bench.client.shutdown()
@@ -460,6 +474,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=["decode", "prefill", "batch", "throughput"])
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of the rows called batch")
     parser.add_argument("--modes", nargs="+", default=["fast", "fp8", "deterministic", "start"])
+    parser.add_argument("--most-experts", type=int, help="that tokens of a layer are routed to")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--first-token", action="store_true", help="only start, and answer one request")
     args = parser.parse_args()
@@ -470,7 +485,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {model: {} for model in args.models}
     for model in args.models:
         for mode in args.modes:
-            results[model] |= run_mode(model, mode, args.rows, args.batches)
+            results[model] |= run_mode(model, mode, args.rows, args.batches, args.most_experts)
             gc.collect()
             free_memory()
             if args.out is not None:

@@ -173,5 +173,8 @@ ROUTER_LOGITS = Op(
     router_logits,
     generate_router_inputs,
     1e-4,
-    (Implementation("triton", "triton.routing:router_logits", ("cuda",), (torch.float32,)),),
+    (
+        Implementation("triton_fast", "triton.routing:router_logits_fast", ("cuda",), (torch.float32,), varies=True),
+        Implementation("triton", "triton.routing:router_logits", ("cuda",), (torch.float32,)),
+    ),
 )

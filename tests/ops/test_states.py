@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,14 +24,15 @@ TABLE = torch.tensor([[7, 3, 0, 9, 1, 5, 2, 0, 8, 4], [11, 12, 13, 14, 15, 16, 1
 Run = Callable[[Tensor, StatePlaces], Tensor]
 
 
-def make_run(module: Any, shape: StateShape = DELTA) -> tuple[Run, Tensor]:
+def make_run(module: Any, shape: StateShape = DELTA, cache: Tensor | None = None) -> tuple[Run, Tensor]:
     """A convolution and then the delta rule over one sequence's inputs, with states that begin as rubbish."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 3, generator=generator)
     sizes = [16 * shape.num_key_heads + 40, 2 * shape.decay_dim, 2]
     more = torch.randn(12, sum(sizes), generator=generator)
     a, bias = -torch.rand(2, generator=generator), torch.randn(2 * shape.decay_dim, generator=generator)
-    cache, floor = torch.full((21, shape.size), float("nan")), 0.0 if shape is DELTA else -5.0
+    cache = torch.full((21, shape.size), float("nan")) if cache is None else cache
+    floor = 0.0 if shape is DELTA else -5.0
 
     def run(x: Tensor, places: StatePlaces) -> Tensor:
         conv = module.short_conv(x, weight, None, True, cache, places, shape)
@@ -85,6 +88,21 @@ def test_a_row_alone_or_among_others(module: Any) -> None:
     both = run(torch.cat((x[:30], x[:20])), StatePlaces(TABLE, torch.arange(2), contexts, starts, BLOCK))
     assert torch.equal(both[:30], whole[:30])
     assert torch.equal(both[30:], whole[:20])
+
+
+@pytest.mark.parametrize("module", MODULES, ids=["reference", "native"])
+def test_states_beyond_two_to_the_31_elements(module: Any, tmp_path: Path) -> None:
+    """In a file with holes, of which only the states that are used take memory."""
+    blocks = (1 << 31) // DELTA.size + 8
+    kept = np.memmap(tmp_path / "states", np.float32, "w+", shape=(blocks, DELTA.size))
+    run, x = make_run(module)
+    far, _ = make_run(module, cache=torch.from_numpy(kept))
+    tables = TABLE.where(TABLE == 0, TABLE + blocks - 21)
+    for first, end in ((0, 14), (14, 15), (15, LENGTH)):
+        lengths = torch.tensor([end]).int(), torch.tensor([0, end - first]).int()
+        near_places = StatePlaces(TABLE, torch.tensor([1]), *lengths, BLOCK)
+        part = x[first:end].contiguous()
+        assert torch.equal(far(part, near_places._replace(tables=tables)), run(part, near_places))
 
 
 def test_chunks_of_tokens_equal_the_recurrence_written_out() -> None:

@@ -182,7 +182,7 @@ def _channel_delta_kernel(
         pairs = tl.load(
             pairs_ptr + (token[:, None] * HEADS + head) * CHUNK + places[None, :], mask=is_pair, other=0.0
         )
-        inverse = inverse_of(pairs, CHUNK, LEVELS).to(dtype)
+        inverse = inverse_of(pairs, dtype, CHUNK, LEVELS).to(dtype)
         strength = tl.load(strengths_ptr + token * HEADS + head, mask=inside, other=0.0)[:, None]
         mask = inside[:, None] & (lanes < KEY_DIM)[None, :]
         at = (token[:, None] * HEADS + head) * KEY_DIM + lanes[None, :]

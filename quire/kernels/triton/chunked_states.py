@@ -99,7 +99,7 @@ def _within_chunks_kernel(
             strength = tl.load(strengths_ptr + token * HEADS + head, mask=inside, other=0.0)
             a = tl.dot(key, tl.trans(key), input_precision=PRECISION) * factors * strength[:, None]
             a = tl.where(places[:, None] > places[None, :], a, 0.0)
-            inverse = inverse_of(a, CHUNK, LEVELS).to(dtype)
+            inverse = inverse_of(a, dtype, CHUNK, LEVELS).to(dtype)
             # Read again: registers that hold keys meanwhile are wanted for the inverse.
             key = tl.load(keys_ptr + token[:, None] * key_stride + of_key, mask=mask, other=0.0)
             scaled = (key.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(dtype)

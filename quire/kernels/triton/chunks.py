@@ -33,15 +33,28 @@ def as_logs(decays, LEAST: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(a, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+def _precise_dot(a, b, kind: tl.constexpr):
+    """a times b, both float32: in float32 arithmetic, or as sums of two numbers of 16 bits each.
+
+    Not with tf32: Triton 3.6 gives wrong numbers for other blocks than the first of an inverse on Hopper.
+    """
+    if kind == tl.float32:
+        return tl.dot(a, b, input_precision="ieee")
+    high_a, high_b = a.to(kind), b.to(kind)
+    low_a, low_b = (a - high_a.to(tl.float32)).to(kind), (b - high_b.to(tl.float32)).to(kind)
+    return tl.dot(high_a, high_b, tl.dot(high_a, low_b, tl.dot(low_a, high_b)))
+
+
+@triton.jit
+def inverse_of(a, kind: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
     """Of I + a [CHUNK, CHUNK], which is zero on and above its diagonal; blocks double in each round.
 
-    In float32: with tf32, Triton 3.6 gives other blocks than the first wrong numbers on Hopper.
+    `kind`: the type that it will be rounded to.
     """
     rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(rows // 2 == columns // 2, a, 0.0)
     for power in range(1, LEVELS):
         below = (rows >> (power + 1) == columns >> (power + 1)) & (rows >> power != columns >> power)
-        part = tl.dot(tl.where(below, a, 0.0), inverse, input_precision="ieee")
-        inverse -= tl.dot(inverse, part, input_precision="ieee")
+        part = _precise_dot(tl.where(below, a, 0.0), inverse, kind)
+        inverse -= _precise_dot(inverse, part, kind)
     return inverse

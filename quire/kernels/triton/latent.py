@@ -230,8 +230,9 @@ def _folded_up_kernel(
     allow_dependents(PDL)
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     weight_ptr += head.to(tl.int64) * (K * N)
-    if PDL:
-        _prefetch_head(weight_ptr, tl.program_id(2) * OUTPUTS, K, N, OUTPUTS)
+    if PDL:  # whole lines of memory, which programs beside it ask for, too
+        WHOLE: tl.constexpr = OUTPUTS if OUTPUTS > 64 else 64
+        _prefetch_head(weight_ptr, tl.program_id(2) * OUTPUTS // WHOLE * WHOLE, K, N, WHOLE)
     wait_for_predecessor(PDL)
     index = tl.load(tile_index_ptr + place)
     if index < 0:
@@ -358,7 +359,8 @@ def folded_up(
     """
     heads, inner, n = weight.shape
     out = torch.empty(num_tokens, heads, n, dtype=segments.dtype, device=weight.device)
-    outputs = min(64, padded_dim(n))
+    # Few outputs of a program, all of the inner dimension at once: what counts here is how long one program takes.
+    outputs = 16
     _folded_up_kernel[(tile_index.shape[0], heads, triton.cdiv(n, outputs))](
         segments.parts,
         segments.numbers,
@@ -374,7 +376,7 @@ def folded_up(
         KEYS=segments.keys,
         SPLITS=segments.parts.shape[2],
         OUTPUTS=outputs,
-        BK=min(64, padded_dim(inner)),
+        BK=min(512, padded_dim(inner)),
         num_warps=4,
         **launch_options(),
     )

@@ -266,7 +266,7 @@ class LatentCut:
     lines: int = 16  # queries times heads of a program
     min_lines: int = _MIN_LINES  # of a tile, most of which may be empty: wider matrix units want 64
     keys: int = 32  # keys at a time
-    num_stages: int = 3  # if there is room for them
+    num_stages: int = 2  # if there is room for them; with more, fewer programs fit on a multiprocessor
     num_warps: int = 0  # 0: by the number of lines, with which sums stay in registers
 
 

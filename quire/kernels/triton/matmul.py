@@ -69,10 +69,11 @@ def matmul_one_row(
     num_warps: int = 4,
     *,
     activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x [1, K] @ weight [N, K].T + bias -> [1, N], or [1, N / 2] with an activation. A program has `rows` lines."""
     n, k = weight.shape
-    out = torch.empty(1, n if activation is None else n // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, n if activation is None else n // 2, dtype=out_dtype or x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(n, rows),)](
         x,
         weight,

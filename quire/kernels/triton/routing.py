@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
-from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.matmul import arrival_counters, matmul_one_row
 from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
 
 # A router has few outputs: without splits a product would keep one or two programs busy. Always as many, so that a
@@ -18,7 +18,7 @@ from quire.kernels.triton.tile_matmul import TileShape, matmul_tiles
 _SPLITS = 8
 _TOKENS = 64  # of a tile
 _PIECE = 64  # of the inner dimension
-_MOST_TILES = 1 << 14  # that there are counters for
+_MANY_TOKENS = 1024  # whose tiles fill the device without splits
 
 
 class Routing(Protocol):
@@ -176,10 +176,17 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, hidden] of any type, weight [experts, hidden] float32 -> x @ weight.T + bias in float32 [n, experts]."""
-    rows, (n, k) = x.shape[0], weight.shape
-    bt, bn = max(16, min(_TOKENS, int(triton.next_power_of_2(rows)))), 32
-    if triton.cdiv(rows, bt) * triton.cdiv(n, bn) > _MOST_TILES:
-        bt, bn = 128, 128
-    shape = TileShape(min(_SPLITS, triton.cdiv(k, _PIECE)), bt=bt, bn=bn, bk=_PIECE, num_stages=3)
+    rows = x.shape[0]
+    splits, many = min(_SPLITS, triton.cdiv(weight.shape[1], _PIECE)), rows >= _MANY_TOKENS
+    bt, bn = (128, 64) if many else (max(16, min(_TOKENS, int(triton.next_power_of_2(rows)))), 32)
+    shape = TileShape(splits, in_turn=many, bt=bt, bn=bn, bk=_PIECE, num_stages=3)
+    precision = "halves" if x.element_size() == 2 else "tf32x3"
     counters = arrival_counters(x.device)
-    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, out_dtype=torch.float32, precision="tf32x3")
+    return matmul_tiles(x, weight, bias, shape=shape, counters=counters, out_dtype=torch.float32, precision=precision)
+
+
+def router_logits_fast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, where bits may depend on the number of tokens."""
+    if x.shape[0] == 1:
+        return matmul_one_row(x, weight, bias, rows=1, out_dtype=torch.float32)
+    return router_logits(x, weight, bias)

@@ -131,7 +131,8 @@ def _keep_conv_kernel(
             block = tl.load(table + entry).to(tl.int64)
             if block > 0:
                 until = tl.minimum((entry + 1) * BLOCK_SIZE, context)
-                for at in range(tl.maximum(0, until - SLOTS), until):
+                # What a row's state has already need not be written again.
+                for at in range(tl.maximum(first if block == read else 0, until - SLOTS), until):
                     slot = (at % SLOTS) * channels + columns
                     if at < first:
                         value = tl.load(cache_ptr + read * cache_stride + slot, mask=inside, other=0.0)
@@ -270,6 +271,7 @@ def gated_norm(
         NORM_FIRST=norm_first,
         SIGMOID=sigmoid,
         BLOCK=triton.next_power_of_2(size),
+        num_warps=1 if size <= 256 else 4,
         **launch_options(),
     )
     return out

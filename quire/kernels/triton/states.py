@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
+_CUT = (32, 4)  # columns of a program's part of a matrix, and its warps
+
 
 @triton.jit
 def _softplus(x):
@@ -370,6 +372,7 @@ def delta_inputs(
         KEYS=triton.next_power_of_2(shape.key_dim),
         DECAYS=triton.next_power_of_2(heads * shape.decay_dim),
         GATES=triton.next_power_of_2(heads),
+        num_warps=1 if heads * shape.decay_dim <= 256 else 4,
         **launch_options(),
     )
     return Inputs(qk[:, :keys], qk[:, keys:], qkv[:, 2 * keys * shape.key_dim :], decays, strengths, None)
@@ -482,7 +485,7 @@ def fold_tokens(
     num_rows = places.rows.shape[0]
     out = torch.empty(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
     factors, skipped = skip or (values, values)
-    columns = min(32, triton.next_power_of_2(shape.value_dim))
+    columns, num_warps = min(_CUT[0], triton.next_power_of_2(shape.value_dim)), _CUT[1]
     _recurrence_kernel[(num_rows + 1, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
         queries,
         keys,
@@ -517,6 +520,7 @@ def fold_tokens(
         LONGEST=longest,
         KEYS=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
+        num_warps=num_warps,
         **launch_options(),
     )
     return out

@@ -83,6 +83,7 @@ def _tile_kernel(
     AGAIN: tl.constexpr,  # beyond the last token it is read again, and not stored
     IN_PARTS: tl.constexpr,  # out is [splits, M, N]
     SPLITS: tl.constexpr,
+    IN_TURN: tl.constexpr,  # one program does all splits, with the same bits
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -107,14 +108,19 @@ def _tile_kernel(
     token_mask = tokens < M
     line_mask = outputs < width
     begin = split * k_per_split
-    end = tl.minimum(begin + k_per_split, K)
+    end = K if IN_TURN else tl.minimum(begin + k_per_split, K)
     w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
     x_at = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[None, :] * K + (begin + inner)[:, None]
     if PDL:
         prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BN, BT], tl.float32)
+    total = acc  # of the splits before
     for start in range(begin, end, BK):
+        if IN_TURN:  # noqa: SIM102  known when it is compiled
+            if start % k_per_split == 0:
+                total += acc
+                acc = tl.zeros_like(acc)
         if EVEN:
             w = tl.load(w_at, mask=line_mask[:, None], other=0.0)
             x = tl.load(x_at) if AGAIN else tl.load(x_at, mask=token_mask[None, :], other=0.0)
@@ -122,12 +128,20 @@ def _tile_kernel(
             present = start + inner < end
             w = tl.load(w_at, mask=line_mask[:, None] & present[None, :], other=0.0)
             x = tl.load(x_at, mask=token_mask[None, :] & present[:, None], other=0.0)
-        acc = tl.dot(w, x.to(w.dtype), acc, input_precision=PRECISION)
+        if PRECISION == "halves":  # of a float32 weight's 24 bits each has 8, or 11
+            for _ in tl.static_range(3):
+                half = w.to(x.dtype)
+                acc = tl.dot(half, x, acc)
+                w -= half.to(tl.float32)
+        else:
+            acc = tl.dot(w, x.to(w.dtype), acc, input_precision=PRECISION)
         w_at += BK
         x_at += BK
+    if IN_TURN:
+        acc = total + acc
     at = tokens.to(tl.int64)[None, :] * N + lines[:, None]
     mask = token_mask[None, :] & line_mask[:, None]
-    if SPLITS > 1 and not IN_PARTS:
+    if SPLITS > 1 and not IN_PARTS and not IN_TURN:
         acc, is_last = add_splits(acc, parts_ptr, counters_ptr, M * N, at, mask, SPLITS)
         if not is_last:
             return
@@ -157,6 +171,7 @@ class TileShape:
     """How a product is cut. Of these only `splits` can change a bit of the result."""
 
     splits: int = 1  # of the inner sum, over programs
+    in_turn: bool = False  # one program does all splits: for many tokens
     bt: int = 0  # tokens of a tile; 0: all of them
     bn: int = 64  # lines of the weight in a tile
     bk: int = 128  # of the inner dimension at a time
@@ -187,7 +202,8 @@ def matmul_tiles(
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
     `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32;
-    `parts`: where to. `precision` is that of float32 weights, to whose type x is brought.
+    `parts`: where to. `precision` is that of float32 weights, to whose type x is brought; "halves": x of 16 bits is
+    multiplied as it is, with three parts of the weight.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -195,11 +211,12 @@ def matmul_tiles(
     bt = shape.bt or max(_MIN_TOKENS, triton.next_power_of_2(m))
     width = n if activation is None else n // 2
     if parts is None:
-        parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 or in_parts else x
+        kept = (splits > 1 and not shape.in_turn) or in_parts
+        parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if kept else x
     out = parts if in_parts else torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
     k_per_split = triton.cdiv(triton.cdiv(k, splits), bk) * bk
     x_scale, weight_scale = (out, out) if scales is None else scales
-    _tile_kernel[(triton.cdiv(n, bn) * triton.cdiv(m, bt), splits)](
+    _tile_kernel[(triton.cdiv(n, bn) * triton.cdiv(m, bt), 1 if shape.in_turn else splits)](
         x,
         weight,
         weight if bias is None else bias,
@@ -220,6 +237,7 @@ def matmul_tiles(
         AGAIN=m < _MIN_TOKENS and k < _LONG,
         IN_PARTS=in_parts,
         SPLITS=splits,
+        IN_TURN=shape.in_turn,
         BT=bt,
         BN=bn,
         BK=bk,

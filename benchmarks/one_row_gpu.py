@@ -1,0 +1,134 @@
+"""Matmuls of one row and recurrences of few tokens on a GPU: microseconds for each way to cut them.
+
+    python benchmarks/one_row_gpu.py [--parts dense experts recurrence]
+
+Each is timed in a CUDA graph over several layers, so that nothing is in the L2 cache, beside bytes / 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from latent_gpu import BANDWIDTH, time_graph
+
+from quire.kernels.triton import states
+from quire.kernels.triton.grouped_matmul import SharedLines, grouped_one_row
+from quire.kernels.triton.matmul import matmul_one_row
+from quire.ops.states import StatePlaces, StateShape
+
+PROCESSES = 12  # that compile kernels first
+COMPILE = None if (part := os.environ.get("COMPILE_PART")) is None else int(part)
+LAYERS = 8 if COMPILE is None else 1
+DENSE = {"queries and latent": (3648, 2048), "output": (2048, 2048), "gated delta in": (12352, 2048)}
+DENSE |= {"gated delta out": (2048, 4096)}
+# (experts, chosen, width of an expert, width of the shared ones)
+EXPERTS = {"deepseek-v2-lite": (64, 6, 1408, 2816), "qwen3-next": (512, 10, 512, 512)}
+HIDDEN = 2048
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+def show(title: str, num_bytes: float, ways: dict[str, Callable[[], None]]) -> None:
+    if COMPILE is not None:  # each kernel once, which leaves it in Triton's cache
+        for run in list(ways.values())[COMPILE::PROCESSES]:
+            run()
+        return
+    found = sorted((time_graph(run) / LAYERS, name) for name, run in ways.items())
+    print(
+        f"{title}: floor {num_bytes / BANDWIDTH * 1e6:.1f} us; " + ", ".join(f"{n}: {us:.1f}" for us, n in found[:8])
+    )
+    print(f"    worst {found[-1][0]:.1f} us ({found[-1][1]})", flush=True)
+
+
+def dense() -> None:
+    for name, (n, k) in DENSE.items():
+        x, weights = bf16(1, k), [bf16(n, k) for _ in range(LAYERS)]
+
+        def run(rows: int, cols: int, warps: int, x=x, weights=weights) -> None:  # type: ignore[no-untyped-def]
+            for weight in weights:
+                matmul_one_row(x, weight, None, rows, cols, warps)
+
+        cuts = product((1, 2, 4), (512, 1024, 2048), (4, 8))
+        show(name, weights[0].nbytes, {str(cut): partial(run, *cut) for cut in cuts})
+
+
+def experts() -> None:
+    for name, (count, top, width, shared_width) in EXPERTS.items():
+        for part, (n, k, shared_n, shared_k) in {
+            "gate and up": (2 * width, HIDDEN, 2 * shared_width, HIDDEN),
+            "down": (HIDDEN, width, HIDDEN, shared_width),
+        }.items():
+            layers = min(LAYERS, 4)
+            weights = [bf16(count, n, k) for _ in range(layers)]
+            beside = [bf16(shared_n, shared_k) for _ in range(layers)]
+            rows = 1 if part == "gate and up" else top
+            x, shared_x = bf16(rows, k), bf16(1, shared_k)
+            ids = torch.randperm(count, device="cuda")[:top].int().view(1, top)
+            activation = "silu" if part == "gate and up" else ""
+            chosen = torch.rand(1, top, device="cuda") if not activation else None
+            outputs = shared_n // 2 if activation else shared_n
+
+            def run(  # type: ignore[no-untyped-def]
+                lines: int, cols: int, warps: int, weights=weights, beside=beside, x=x, shared_x=shared_x, ids=ids,
+                activation=activation, chosen=chosen, outputs=outputs, top=top, rows=rows,
+            ) -> None:  # fmt: skip
+                for weight, shared in zip(weights, beside, strict=True):
+                    of_shared = SharedLines(shared_x, shared, torch.empty(1, outputs, device="cuda").bfloat16())
+                    per_row = top if rows == 1 else 1
+                    more = {"weights": chosen, "shared": of_shared}
+                    grouped_one_row(x, ids, weight, None, per_row, activation, lines, cols, warps, **more)
+
+            num_bytes = layers / LAYERS * 2 * (top * n * k + shared_n * shared_k)
+            cuts = product((4, 8, 16), (256, 512, 1024), (4, 8))
+            show(f"{name}, {part}", num_bytes, {str(cut): partial(run, *cut) for cut in cuts})
+
+
+def recurrence() -> None:
+    shape = StateShape(0, 1, 32, 16, 128, 128)
+    for rows in (1, 64):
+        caches = [torch.randn(rows + 1, shape.size, device="cuda") for _ in range(LAYERS)]
+        for cache in caches:
+            cache[:, 0] = 99.0  # each state's ring has one token
+        tables = torch.arange(1, rows + 1, device="cuda", dtype=torch.int32)[:, None].expand(rows, 16).contiguous()
+        starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        contexts = torch.full((rows,), 101, dtype=torch.int32, device="cuda")
+        places = StatePlaces(tables, torch.arange(rows, device="cuda"), contexts, starts, 16)
+        given = (bf16(rows, 8192), bf16(rows, 32), bf16(rows, 32))
+        vectors = -torch.rand(32, device="cuda"), torch.rand(32, device="cuda")
+        inputs = states.delta_inputs(*given, *vectors, shape)
+
+        def run(*cut: int, caches=caches, places=places, inputs=inputs) -> None:  # type: ignore[no-untyped-def]
+            kept, states._CUT = states._CUT, (cut[0], cut[1])
+            for cache in caches:
+                states.fold_tokens(inputs, cache, places, shape, torch.bfloat16)
+            states._CUT = kept
+
+        cuts = product((16, 32, 64, 128), (2, 4, 8))
+        ways = {str(cut): partial(run, *cut) for cut in cuts}
+        show(f"recurrence of {rows} rows", 2 * rows * shape.matrix_size * 4, ways)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["dense", "experts", "recurrence"])
+    args = parser.parse_args()
+    if COMPILE is None:
+        command, environment = [sys.executable, *sys.argv], dict(os.environ)
+        parts = [environment | {"COMPILE_PART": str(part)} for part in range(PROCESSES)]
+        for compiler in [subprocess.Popen(command, env=each) for each in parts]:
+            compiler.wait()
+    for part in args.parts:
+        {"dense": dense, "experts": experts, "recurrence": recurrence}[part]()
+
+
+if __name__ == "__main__":
+    main()
