@@ -27,13 +27,13 @@ _LEAST_WIDTH = 64  # of what tools quantize: gates of a few outputs stay floats
 _ROLES: tuple[tuple[Role, str], ...] = (("weight", "qweight"), ("scales", "scales"), ("zeros", "qzeros"))
 
 
-def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedLayer, Schemes]:
-    """The schemes of a checkpoint that a config describes: AWQ, GPTQ, MXFP4, fp8 in blocks, or floats."""
+def dummy_schemes(model: nn.Module, config: Mapping[str, Any], plain: Scheme = F32) -> dict[WeightedLayer, Schemes]:
+    """The schemes of a checkpoint that a config describes: AWQ, GPTQ, MXFP4, fp8 in blocks; else `plain` floats."""
     settings = config.get("quantization_config") or {}
     method, group = settings.get("quant_method"), settings.get("group_size", 128)
     schemes: dict[WeightedLayer, Schemes] = {}
     for _, layer in weighted_layers(model):
-        weight = F32
+        weight = plain
         if method == "mxfp4" and isinstance(layer, GroupedLinear):
             weight = MXFP4
         elif method in ("awq", "gptq") and settings.get("bits", 4) == 4 and _is_quantized(layer):
@@ -45,7 +45,7 @@ def dummy_schemes(model: nn.Module, config: Mapping[str, Any]) -> dict[WeightedL
             rows, columns = settings["weight_block_size"]
             grid = ScaleGrid(rows, columns, torch.float32)
             weight = Scheme("E4M3", scales=grid, activations="per_group", roles=_ROLES[:2])
-        schemes[layer] = {(name, None): weight if name == "weight" else F32 for name in layer.weight_names()}
+        schemes[layer] = {(name, None): weight if name == "weight" else plain for name in layer.weight_names()}
     return schemes
 
 

@@ -288,7 +288,10 @@ def _stored(
         return stored_schemes(model, checkpoint.tensors())
     if made_up:
         return dummy_schemes(model, model_config)
-    return stored_schemes(model, None, _named_scheme(model_config))
+    named = _named_scheme(model_config)
+    if model_config.get("quantization_config"):
+        return dummy_schemes(model, model_config, named)
+    return stored_schemes(model, None, named)
 
 
 def _weights_note(model: Model, num_bytes: int, checkpoint: Checkpoint | None, dtype: str) -> str:
