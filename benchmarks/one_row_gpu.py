@@ -107,10 +107,8 @@ def recurrence() -> None:
         inputs = states.delta_inputs(*given, *vectors, shape)
 
         def run(*cut: int, caches=caches, places=places, inputs=inputs) -> None:  # type: ignore[no-untyped-def]
-            kept, states._CUT = states._CUT, (cut[0], cut[1])
             for cache in caches:
-                states.fold_tokens(inputs, cache, places, shape, torch.bfloat16)
-            states._CUT = kept
+                states.fold_tokens(inputs, cache, places, shape, torch.bfloat16, cut=(cut[0], cut[1]))
 
         cuts = product((16, 32, 64, 128), (2, 4, 8))
         ways = {str(cut): partial(run, *cut) for cut in cuts}

@@ -27,7 +27,7 @@ class GgufCheckpoint(Checkpoint):
         stored = self._stored_by_hf_name()
         self._stored = {name: stored[name] for name in sorted(stored, key=natural_key)}
         self._infos = {
-            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, _block_scheme(tensor))
+            name: TensorInfo(tensor.shape, decoded_dtype(tensor.type), tensor.num_bytes, self._scheme(name, tensor))
             for name, tensor in self._stored.items()
         }
 
@@ -37,15 +37,14 @@ class GgufCheckpoint(Checkpoint):
     def get(self, name: str) -> Tensor:
         tensor = self._find(name)
         value = dequantize(self.file.data(tensor), tensor.type, tensor.shape)
-        if self._architecture.norms_plus_one and name.endswith("norm.weight"):
+        if self._architecture.norms_plus_one and name.endswith("norm.weight") and ".linear_attn." not in name:
             value -= 1
         if name.endswith(".A_log"):  # stored as what decays are made with
             value = value.neg().log()
-        heads = self._interleaved_heads(name)
-        if heads:
-            pairs = value.view(heads, -1, 2, *value.shape[1:])
-            value = pairs.transpose(1, 2).reshape(value.shape)
-        return value
+        if self._is_tiled(name, ".out_proj."):
+            return value[:, self._grouped(value.shape[1], 0)]
+        order = self._row_order(name)
+        return value if order is None else value[order]
 
     def stored(self, name: str) -> Weight:
         """A block-quantized matrix as it is, rows in Hugging Face's order; anything else as `get` has it."""
@@ -53,11 +52,8 @@ class GgufCheckpoint(Checkpoint):
         if scheme is None:
             return self.get(name)
         blocks = torch.from_numpy(self.file.data(tensor)).view(*tensor.shape[:-1], -1)
-        heads = self._interleaved_heads(name)
-        if heads:
-            pairs = blocks.view(heads, -1, 2, blocks.shape[1])
-            blocks = pairs.transpose(1, 2).reshape(blocks.shape)
-        return StoredMatrix(scheme, tensor.shape, {"weight": blocks})
+        order = self._row_order(name)
+        return StoredMatrix(scheme, tensor.shape, {"weight": blocks if order is None else blocks[order]})
 
     def release(self, name: str) -> None:
         self.file.release(self._find(name))
@@ -69,6 +65,33 @@ class GgufCheckpoint(Checkpoint):
         if name not in self._stored:
             raise CheckpointError(f"{self.file.path} has no tensor {name!r}")
         return self._stored[name]
+
+    def _scheme(self, name: str, tensor: GgufTensor) -> Scheme | None:
+        """Of a block-quantized matrix, or of those of all experts; None for what is handed out as a tensor."""
+        if self._is_tiled(name, ".out_proj."):  # columns of heads, which are no whole blocks, are in another order
+            return None
+        return SCHEMES.get(tensor.type) if len(tensor.shape) in (2, 3) else None
+
+    def _row_order(self, name: str) -> Tensor | None:
+        """The order that rows have in Hugging Face's tensor, if it is another."""
+        rows = self._infos[name].shape[0]
+        if heads := self._interleaved_heads(name):
+            return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+        if self._is_tiled(name, ".in_proj_qkv.") or self._is_tiled(name, ".conv1d."):
+            keys = 2 * int(self.config["linear_num_key_heads"]) * int(self.config["linear_key_head_dim"])
+            return self._grouped(rows, keys)
+        if any(self._is_tiled(name, part) for part in (".in_proj_", ".A_log", ".dt_bias")):
+            return self._grouped(rows, 0)
+        return None
+
+    def _is_tiled(self, name: str, part: str) -> bool:
+        return self._architecture.tiled_values and f".linear_attn{part}" in name
+
+    def _grouped(self, size: int, begin: int) -> Tensor:
+        """Places in a file of what belongs to heads of values, grouped by heads of keys, from `begin` on."""
+        keys, values = int(self.config["linear_num_key_heads"]), int(self.config["linear_num_value_heads"])
+        places = torch.arange(begin, size).view(values // keys, keys, -1).transpose(0, 1).flatten()
+        return torch.cat((torch.arange(begin), places))
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads' rows are stored as interleaved rope pairs; 0 if they are not."""
@@ -101,8 +124,3 @@ class GgufCheckpoint(Checkpoint):
                 )
             stored[name] = tensor
         return stored
-
-
-def _block_scheme(tensor: GgufTensor) -> Scheme | None:
-    """The scheme of a block-quantized matrix, or of those of all experts; None for what is handed out as a tensor."""
-    return SCHEMES.get(tensor.type) if len(tensor.shape) in (2, 3) else None

@@ -5,87 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from quire.loader.config_schema import MAX_LAYERS
 from quire.loader.gguf_file import GgufFile
+from quire.loader.gguf_keys import GgufKeys, experts, experts_alone, granite, shortest
 from quire.loader.gguf_names import ARCHITECTURES, GgufArchitecture
+from quire.loader.gguf_recurrent import RECURRENT_KEYS, STATES_ALONE
 from quire.types.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0
-
-
-class GgufKeys:
-    """Metadata of one architecture: keys are given without their "llama." prefix."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file = file
-        self.architecture = architecture
-
-    def get(self, key: str) -> Any:
-        return _shortest(self.file.metadata.get(f"{self.architecture}.{key}"))
-
-    def count(
-        self, key: str, default: int | None = None, at_most: int | None = None, *, skips_zero: bool = False
-    ) -> int:
-        """A positive whole number, required if it has no default; given per layer, it must be the same for all.
-
-        `skips_zero`: layers may have none.
-        """
-        value = self.get(key)
-        values = value if isinstance(value, list) and value else [value]
-        if skips_zero:
-            values = [each for each in values if each != 0] or values
-        if any(other != values[0] for other in values):
-            raise self.wrong(key, values, "the same for all layers: such models are not supported")
-        number = self._or_default(key, values[0], default)
-        if not isinstance(number, int) or number < 1:
-            raise self.wrong(key, number, "a positive whole number")
-        if at_most is not None and number > at_most:
-            raise self.wrong(key, number, f"at most {at_most}")
-        return number
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number, required if it has no default."""
-        value = self._or_default(key, self.get(key), default)
-        if not isinstance(value, int | float):
-            raise self.wrong(key, value, "a number")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._or_default(key, self.get(key), default)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
-        return value
-
-    def _or_default(self, key: str, value: Any, default: Any) -> Any:
-        if value is not None:
-            return value
-        if default is None:
-            raise CheckpointError(
-                f"{self.file.path} has no metadata key {self.architecture}.{key}, which a model of this "
-                f"architecture needs; convert the model again"
-            )
-        return default
-
-    def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.file.path}: {self.architecture}.{key} is {value!r}; it must be {expected}")
-
-    def floats(self, tensor_name: str) -> list[float] | None:
-        """A small float32 tensor such as a table of rope factors; None if the file has none."""
-        tensor = self.file.tensors.get(tensor_name)
-        if tensor is None:
-            return None
-        if tensor.type != "F32":
-            raise CheckpointError(f"{self.file.path}: {tensor_name} has type {tensor.type}; it must be F32")
-        return [_shortest(value) for value in self.file.data(tensor).view(np.float32).tolist()]
-
-
-def _shortest(value: Any) -> Any:
-    """A float32 widened to Python's float, as the shortest decimal that means it: 1e-05, not 9.9999997e-06."""
-    if isinstance(value, float) and float(np.float32(value)) == value:
-        return float(str(np.float32(value)))
-    return value
 
 
 def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
@@ -104,7 +31,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     """The keys that config.json of the same model would have."""
     name, architecture = architecture_of(file)
     keys = GgufKeys(file, name)
-    num_heads = keys.count("attention.head_count")
+    recurs, alone = name in RECURRENT_KEYS, name in STATES_ALONE
+    num_heads = 1 if alone else keys.count("attention.head_count", skips_zero=recurs)
     hidden_size = keys.count("embedding_length")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     is_latent = keys.get("attention.kv_lora_rank") is not None
@@ -118,10 +46,10 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length"),
+        "intermediate_size": 1 if alone else keys.count("feed_forward_length", skips_zero=recurs),
         "num_hidden_layers": keys.count("block_count", at_most=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads, skips_zero=name in _RECURRENT),
+        "num_key_value_heads": 1 if alone else keys.count("attention.head_count_kv", num_heads, skips_zero=recurs),
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
         "hidden_act": "silu",
@@ -136,7 +64,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         config["pooling_type"] = keys.get("pooling_type")
     if architecture.is_encoder:
         return _encoder(keys, config)
-    config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
+    eps = keys.get("attention.layer_norm_epsilon") if recurs else None  # of Nemotron-H
+    config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon", eps)
     rotary_dim = keys.count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not is_latent:
         config["partial_rotary_factor"] = rotary_dim / head_dim
@@ -276,50 +205,27 @@ def _smollm3(keys: GgufKeys, config: dict[str, Any]) -> None:
     config["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(config["num_hidden_layers"])]
 
 
-def _granite(keys: GgufKeys, config: dict[str, Any]) -> None:
-    config |= {
-        "embedding_multiplier": keys.number("embedding_scale", 1.0),
-        "residual_multiplier": keys.number("residual_scale", 1.0),
-        "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
-        "logits_scaling": keys.number("logit_scale"),  # both sides divide the logits by it
-    }
-
-
-def _experts(keys: GgufKeys, config: dict[str, Any]) -> None:
-    config |= {
-        "num_local_experts": keys.count("expert_count"),
-        "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length", config["intermediate_size"]),
-    }
-
-
-def _experts_alone(keys: GgufKeys, config: dict[str, Any]) -> None:
-    """Of models without dense layers, whose config calls the width of an expert intermediate_size."""
-    _experts(keys, config)
-    config["intermediate_size"] = config["moe_intermediate_size"]
-
-
 def _llama(keys: GgufKeys, config: dict[str, Any]) -> None:
     if keys.get("expert_count"):
-        _experts_alone(keys, config)
+        experts_alone(keys, config)
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 
 
 def _qwen2_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts(keys, config)
+    experts(keys, config)
     width = keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
     config |= {"norm_topk_prob": False, "shared_expert_intermediate_size": width}
     config["qkv_bias"] = config["attention_bias"]
 
 
 def _qwen3_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts(keys, config)
+    experts(keys, config)
     config["norm_topk_prob"] = True
 
 
 def _granite_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _granite(keys, config)
-    _experts_alone(keys, config)
+    granite(keys, config)
+    experts_alone(keys, config)
     if keys.get("expert_shared_feed_forward_length"):
         raise CheckpointError(
             f"{keys.file.path}: {keys.architecture}.expert_shared_feed_forward_length is set; Granite models with a "
@@ -328,7 +234,7 @@ def _granite_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 
 def _gpt_oss(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts_alone(keys, config)
+    experts_alone(keys, config)
     config |= {
         "sliding_window": keys.count("attention.sliding_window", 128),
         "layer_types": _layer_types(keys, config["num_hidden_layers"], 2),
@@ -337,7 +243,7 @@ def _gpt_oss(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 def _deepseek_experts(keys: GgufKeys, config: dict[str, Any]) -> None:
     """Experts by the keys of DeepSeek-V3, which others took over."""
-    _experts(keys, config)
+    experts(keys, config)
     nextn = keys.get("nextn_predict_layers")
     config |= {
         "num_hidden_layers": config["num_hidden_layers"] - (nextn if isinstance(nextn, int) else 0),
@@ -376,14 +282,26 @@ def _deepseek(keys: GgufKeys, config: dict[str, Any]) -> None:
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight}
 
 
+def _minicpm3(keys: GgufKeys, config: dict[str, Any]) -> None:
+    rope_dim = keys.count("rope.dimension_count")
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": keys.count("attention.q_lora_rank"),
+        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": keys.count("attention.key_length") - rope_dim,
+        "head_dim": rope_dim,
+    }
+
+
 def _phi_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts_alone(keys, config)
+    experts_alone(keys, config)
     _phi3(keys, config)
     config["lm_head_bias"] = "output.bias" in keys.file.tensors
 
 
 def _ernie_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts(keys, config)
+    experts(keys, config)
     config |= {
         "moe_num_experts": config["num_local_experts"],
         "moe_k": config["num_experts_per_tok"],
@@ -395,77 +313,35 @@ def _ernie_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
 
 
 def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _experts_alone(keys, config)
+    experts_alone(keys, config)
     config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
 
 
 _SOFTMAX = 1  # as expert_gating_func numbers it
 
 
-def _mixers(keys: GgufKeys, config: dict[str, Any], recurrent: str) -> list[str]:
-    """Layers without heads of keys are recurrent."""
-    listed = keys.get("attention.head_count_kv")
-    count = config["num_hidden_layers"]
-    heads = listed if isinstance(listed, list) else [listed] * count
-    if len(heads) != count:
-        raise keys.wrong("attention.head_count_kv", heads, f"of {count} layers")
-    return ["full_attention" if each else recurrent for each in heads]
-
-
-def _lfm2(keys: GgufKeys, config: dict[str, Any]) -> None:
-    config |= {
-        "layer_types": _mixers(keys, config, "conv"),
-        "conv_L_cache": keys.count("shortconv.l_cache"),
-        "norm_eps": config["rms_norm_eps"],
-        "block_auto_adjust_ff_dim": False,
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in keys.file.tensors),
-    }
-
-
-def _granite_hybrid(keys: GgufKeys, config: dict[str, Any]) -> None:
-    _granite(keys, config)
-    heads, dense = keys.count("ssm.time_step_rank"), config["intermediate_size"]
-    config |= {
-        "layer_types": _mixers(keys, config, "linear_attention"),
-        "mamba_n_heads": heads,
-        "mamba_d_head": keys.count("ssm.inner_size") // heads,
-        "mamba_d_ssm": keys.count("ssm.inner_size"),
-        "mamba_d_state": keys.count("ssm.state_size"),
-        "mamba_d_conv": keys.count("ssm.conv_kernel"),
-        "mamba_n_groups": keys.count("ssm.group_count", 1),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.file.tensors),
-        "position_embedding_type": "nope" if keys.get("rope.scaling.finetuned") is False else "rope",
-        "num_local_experts": 0,
-        "shared_intermediate_size": dense,
-    }
-    if keys.get("expert_count"):
-        _experts_alone(keys, config)
-        config["shared_intermediate_size"] = keys.count("expert_shared_feed_forward_length", dense)
-
-
-_RECURRENT = ("lfm2", "granitehybrid")
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "smollm3": _smollm3,
-    "granite": _granite,
+    "granite": granite,
     "granitemoe": _granite_moe,
     "llama": _llama,
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
-    "olmoe": _experts_alone,
+    "olmoe": experts_alone,
     "gpt-oss": _gpt_oss,
-    "minimax-m2": _experts_alone,
+    "minimax-m2": experts_alone,
     "phimoe": _phi_moe,
     "ernie4_5-moe": _ernie_moe,
     "hunyuan-moe": _hunyuan_moe,
     "dots1": _deepseek_experts,
     "glm4moe": _deepseek_experts,
     "deepseek2": _deepseek,
-    "lfm2": _lfm2,
-    "granitehybrid": _granite_hybrid,
+    "minicpm3": _minicpm3,
+    **RECURRENT_KEYS,
 }
 
 
@@ -482,4 +358,4 @@ _SAMPLING = {
 def sampling_from_gguf(file: GgufFile) -> dict[str, Any]:
     """The keys of generation_config.json that say how to sample, as far as the file suggests any."""
     suggested = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    return {name: _shortest(value) for name, value in suggested.items() if value is not None}
+    return {name: shortest(value) for name, value in suggested.items() if value is not None}

@@ -22,6 +22,8 @@ class GgufArchitecture:
     norms_plus_one: bool = False
     layers: str = "model.layers"
     model_names: dict[str, str] | None = None  # of tensors outside of blocks; None: those of decoders
+    # Heads of values that share a head of keys lie apart: first one of each head of keys, then the next of each.
+    tiled_values: bool = False
     is_encoder: bool = False
 
 
@@ -124,6 +126,44 @@ _STATE_SPACE = {
     },
     **{"ssm_dt": "mamba.dt_bias$", "ssm_a": "mamba.A_log$", "ssm_d": "mamba.D$"},
 }
+_MIXED = {name: stem.replace("mamba.", "mixer.") for name, stem in _STATE_SPACE.items()} | {"attn_norm": "norm"}
+_SCAN = {
+    **{
+        name: f"{name_of}$" if name in ("ssm_a", "ssm_d") else name_of
+        for name, name_of in (
+            *(("ssm_in", "in_proj"), ("ssm_conv1d", "conv1d"), ("ssm_x", "x_proj"), ("ssm_dt", "dt_proj")),
+            *(("ssm_a", "A_log"), ("ssm_d", "D"), ("ssm_out", "out_proj"), ("ssm_dt_norm", "dt_layernorm")),
+            *(("ssm_b_norm", "b_layernorm"), ("ssm_c_norm", "c_layernorm")),
+        )
+    }
+}
+_NEMOTRON_H = ("NemotronHForCausalLM", "nemotron_h")
+_BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+_FORWARD = {
+    **{"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"},
+    **{f"ffn_{kind}": f"feed_forward.{kind}_proj" for kind in ("gate", "up", "down")},
+}
+_BARE_NORM = {"ffn_norm": "pre_ff_layernorm.weight$"}  # which files name without its kind
+_FINAL = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+_FORWARD_EXPERTS = {f"ffn_{kind}_exps": f"feed_forward.experts.all.{kind}_proj" for kind in ("gate", "up", "down")}
+_NEMOTRON = {
+    **_MIXED,
+    **{name: stem.replace("self_attn.", "mixer.") for name, stem in _ATTENTION.items()},
+    **{f"ffn_{kind}": f"mixer.{kind}_proj" for kind in ("up", "down")},
+    **{f"ffn_{kind}_exps": f"mixer.experts.all.{kind}_proj" for kind in ("up", "down")},
+    **{f"ffn_{kind}_shexp": f"mixer.shared_experts.{kind}_proj" for kind in ("up", "down")},
+    **{"ffn_gate_inp": "mixer.gate", "exp_probs_b": "mixer.gate.e_score_correction_bias$"},
+    **{"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"},
+}
+_DELTA = {
+    **_ATTENTION,
+    **_QK_NORMS,
+    **_LATE_NORMS,
+    **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
+    **{"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d"},
+    **{"ssm_a": "linear_attn.A_log$", "ssm_dt": "linear_attn.dt_bias$", "ssm_norm": "linear_attn.norm"},
+    "ssm_out": "linear_attn.out_proj",
+}
 _PHI3 = _PRE_NORMS | {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -147,6 +187,8 @@ _ENCODER_NAMES = {
     "token_embd_norm": "embeddings.LayerNorm",
 }
 
+_GATED_SHARED = _EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+
 # Mistral, Mixtral and SmolLM2 models are written as "llama".
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", _LLAMA | _EXPERTS, interleaved_qk=True),
@@ -168,11 +210,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, interleaved_qk=True),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", _LLAMA, interleaved_qk=True),
     "granitemoe": GgufArchitecture("GraniteMoeForCausalLM", "granitemoe", _LLAMA | _EXPERTS, interleaved_qk=True),
-    "qwen2moe": GgufArchitecture(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        _LLAMA | _EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
-    ),
+    "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", _LLAMA | _GATED_SHARED),
     "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", _LLAMA | _QK_NORMS | _EXPERTS),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", "olmoe", _LLAMA | _QK_NORMS | _EXPERTS),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", _GPT_OSS),
@@ -191,7 +229,44 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK),  # or V2, by its keys
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
+    "minicpm3": GgufArchitecture("MiniCPM3ForCausalLM", "minicpm3", _DEEPSEEK),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", _LFM2),
+    "lfm2moe": GgufArchitecture(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        _LFM2 | _FORWARD_EXPERTS | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias$"},
+    ),
+    "falcon-h1": GgufArchitecture(
+        "FalconH1ForCausalLM", "falcon_h1", _ATTENTION | _FORWARD | _STATE_SPACE | _BARE_NORM, model_names=_FINAL
+    ),
+    "nemotron_h": GgufArchitecture(*_NEMOTRON_H, _NEMOTRON, layers="backbone.layers", model_names=_BACKBONE),
+    "nemotron_h_moe": GgufArchitecture(*_NEMOTRON_H, _NEMOTRON, layers="backbone.layers", model_names=_BACKBONE),
+    "mamba": GgufArchitecture(
+        "MambaForCausalLM",
+        "mamba",
+        {name: f"mixer.{stem}" for name, stem in _SCAN.items()} | {"attn_norm": "norm"},
+        layers="backbone.layers",
+        model_names=_BACKBONE,
+    ),
+    "mamba2": GgufArchitecture(
+        "Mamba2ForCausalLM", "mamba2", _MIXED, layers="backbone.layers", model_names=_BACKBONE
+    ),
+    "jamba": GgufArchitecture(
+        "JambaForCausalLM",
+        "jamba",
+        _ATTENTION
+        | _FORWARD
+        | _FORWARD_EXPERTS
+        | {"ffn_gate_inp": "feed_forward.router"}
+        | {name: f"mamba.{stem}" for name, stem in _SCAN.items()},
+        model_names=_FINAL,
+    ),
+    "qwen35": GgufArchitecture(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA | _GATED_MLP, norms_plus_one=True, tiled_values=True
+    ),
+    "qwen35moe": GgufArchitecture(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA | _GATED_SHARED, norms_plus_one=True, tiled_values=True
+    ),
     "granitehybrid": GgufArchitecture(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",

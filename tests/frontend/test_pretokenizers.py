@@ -37,6 +37,7 @@ def test_every_pre_tokenizer_keeps_all_text(name: str, text: str) -> None:
         ("bloom", "a b.c", ["a", "Ġb", ".", "c"]),
         ("viking", "a12", ["a", "1", "2"]),
         ("kimi-k2", "a\u4e2db", ["a", "ä\u00b8Ń", "b"]),
+        ("qwen35", "ne\u0301 12", ["neÌģ", "Ġ", "1", "2"]),  # marks are parts of words
     ],
 )
 def test_what_sets_pre_tokenizers_apart(name: str, text: str, expected: list[str]) -> None:
@@ -53,5 +54,6 @@ def test_normalization_and_whole_tokens_are_facts_of_the_kind() -> None:
     assert normalizer is not None
     assert normalizer.normalize_str("e\u0301") == "\u00e9"
     assert pre_tokenizer_named("gpt-2").normalizer() is None
+    assert pre_tokenizer_named("qwen35").normalizer() is None  # unlike Qwen2's
     assert {name for name, rules in PRE_TOKENIZERS.items() if rules.add_bos} >= {"llama-bpe", "tekken"}
     assert pre_tokenizer_named("llama-bpe").ignore_merges

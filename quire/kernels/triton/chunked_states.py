@@ -33,6 +33,7 @@ from quire.kernels.triton.states import (
 from quire.types.cache import STATE_SHORT
 
 _ROWS = 64
+_SOME_ROWS = 16
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -374,7 +375,8 @@ def _recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.
     count, num_rows, heads = inputs.values.shape[0], places.rows.shape[0], shape.num_heads
     channels = shape.decay_dim > 1
     if not places.has_long or count <= STATE_SHORT or (channels and shape.num_key_heads < heads):
-        return recur(inputs, cache, places, shape, dtype)
+        # Many programs want whole matrices, few of them more programs.
+        return recur(inputs, cache, places, shape, dtype, (128, 4) if num_rows >= _SOME_ROWS else (32, 8))
     out = fold_tokens(inputs, cache, places, shape, dtype, STATE_SHORT)
     queries, keys, values, decays, strengths, skip = inputs
     delta = strengths is not None

@@ -110,7 +110,7 @@ def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, rec
     """x [n, K] @ weight [N, K].T + bias: own kernels where the library leaves bandwidth unused, else the library."""
     rows, (n, k) = x.shape[0], weight.shape
     if rows == 1:
-        few_outputs = n * k < 1 << 23 and n <= 2048
+        few_outputs = n * k < 1 << 23 and n < 2048
         return matmul_one_row(x, weight, bias, rows=1 if few_outputs or k > 8192 else 2)
     shape = None
     if _takes_tiles(x, weight):

@@ -76,10 +76,12 @@ def _few(
         out = torch.empty(k + 1, n, x.shape[1], dtype=torch.float32, device=x.device)
         between = torch.empty(n, shared[1].shape[1], dtype=x.dtype, device=x.device)
         first, second = SharedLines(x, shared[0], between), SharedLines(between, shared[1], out[k])
-    a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=256, shared=first)
+    cols = 1024 if x.shape[1] >= 1024 else 256
+    a = grouped_one_row(x, expert_ids, gate_up, gate_up_bias, k, activation, lines=16, cols=cols, shared=first)
     weighted = weights if in_parts else None
+    lines, cols = (4, 512) if a.shape[1] >= 1024 else (4, 256) if a.shape[1] > 512 else (8, 256)
     y = grouped_one_row(
-        a, expert_ids, down, down_bias, 1, lines=4, cols=256, weights=weighted, out=out, shared=second
+        a, expert_ids, down, down_bias, 1, lines=lines, cols=cols, weights=weighted, out=out, shared=second
     )
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 

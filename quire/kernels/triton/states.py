@@ -15,7 +15,9 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
-_CUT = (32, 4)  # columns of a program's part of a matrix, and its warps
+Cut = tuple[int, int]  # columns of a program's part of a matrix, and its warps
+ONE_CUT: Cut = (64, 4)  # where bits must not depend on the number of rows: they depend on this
+_MOST = 1 << 14  # values of a matrix that a program's registers hold
 
 
 @triton.jit
@@ -468,27 +470,34 @@ def _scan_inputs(
     return values, decays
 
 
-def recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype) -> Tensor:
-    out = fold_tokens(inputs, cache, places, shape, dtype)
+def recur(inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype, cut: Cut = ONE_CUT) -> Tensor:
+    out = fold_tokens(inputs, cache, places, shape, dtype, cut=cut)
     keep_inputs(inputs, cache, places, shape)
     return out
 
 
 def fold_tokens(
-    inputs: Inputs, cache: Tensor, places: Any, shape: Any, dtype: torch.dtype, longest: int = 1 << 30
+    inputs: Inputs,
+    cache: Tensor,
+    places: Any,
+    shape: Any,
+    dtype: torch.dtype,
+    longest: int = 1 << 30,
+    cut: Cut = ONE_CUT,
 ) -> Tensor:
     """Results of the rows of at most `longest` tokens, whose matrices it leaves in the cache.
 
     Those of tokens of no row are zero, those of longer rows are anything.
     """
-    queries, keys, values, decays, strengths, skip = inputs
+    queries, given, values, decays, strengths, skip = inputs
     num_rows = places.rows.shape[0]
     out = torch.empty(values.shape[0], shape.num_heads * shape.value_dim, dtype=dtype, device=values.device)
     factors, skipped = skip or (values, values)
-    columns, num_warps = min(_CUT[0], triton.next_power_of_2(shape.value_dim)), _CUT[1]
+    keys = triton.next_power_of_2(shape.key_dim)
+    columns = min(cut[0], triton.next_power_of_2(shape.value_dim), max(16, _MOST // keys))
     _recurrence_kernel[(num_rows + 1, shape.num_heads, triton.cdiv(shape.value_dim, columns))](
         queries,
-        keys,
+        given,
         values,
         decays,
         decays if strengths is None else strengths,
@@ -501,7 +510,7 @@ def fold_tokens(
         places.starts,
         out,
         queries.stride(0),
-        keys.stride(0),
+        given.stride(0),
         values.stride(0),
         skipped.stride(0),
         cache.stride(0),
@@ -518,9 +527,9 @@ def fold_tokens(
         DELTA=strengths is not None,
         HAS_SKIP=skip is not None,
         LONGEST=longest,
-        KEYS=triton.next_power_of_2(shape.key_dim),
+        KEYS=keys,
         COLUMNS=columns,
-        num_warps=num_warps,
+        num_warps=cut[1],
         **launch_options(),
     )
     return out
