@@ -136,8 +136,8 @@ def write_sizes(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
     else:
-        widths = [96 if kind == "mlp" else 0 for kind in types]
-        writer.add_feed_forward_length(widths if name == "nemotron_h" else 96)
+        widths = [{"mlp": 96, "moe": 32}.get(kind, 0) for kind in types]
+        writer.add_feed_forward_length(widths if name.startswith("nemotron") else 96)
         writer.add_head_count(4)
         uniform = name in ("qwen35", "qwen35moe", "falcon-h1", "minicpm3")
         heads = 4 if name == "minicpm3" else 2
@@ -232,12 +232,12 @@ class Converted:
         stem, _, kind = rest.rpartition(".")
         if rest.endswith(("A_log", ".D")):
             return [(f"{block}{self.stems[rest]}", tensor)]
-        if rest in self.stems:
-            return [(f"{block}{self.stems[rest]}", tensor)]
         if rest.endswith("dt_bias"):
             return [(f"{block}ssm_dt.bias", tensor)]
         if rest.endswith(("expert_bias", "e_score_correction_bias")):
             return [(f"{block}exp_probs_b.bias", tensor)]
+        if rest in self.stems:
+            return [(f"{block}{self.stems[rest]}", tensor)]
         return [(f"{block}{self.stems[stem]}.{kind}", tensor)]
 
     def changed(self, key: str, tensor: Tensor) -> Tensor:

@@ -173,49 +173,18 @@ def _leave_states(
                     tl.store(places_ptr + block * cache_stride, left, mask=in_matrix)
 
 
+# fmt: off
 @triton.jit
 def _across_chunks_kernel(
-    queries_ptr,
-    keys_ptr,
-    values_ptr,
-    decays_ptr,
-    scores_ptr,
-    w_ptr,
-    raw_keys_ptr,
-    sums_ptr,
-    skip_ptr,
-    skipped_ptr,
-    cache_ptr,
-    tables_ptr,
-    rows_ptr,
-    contexts_ptr,
-    starts_ptr,
-    out_ptr,
-    query_stride,
-    key_stride,
-    raw_key_stride,
-    value_stride,
-    skipped_stride,
-    cache_stride,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROLLBACK: tl.constexpr,
-    DELTA: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    SHORT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    LEAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    queries_ptr, keys_ptr, values_ptr, decays_ptr, scores_ptr, w_ptr, raw_keys_ptr, sums_ptr, skip_ptr, skipped_ptr,
+    cache_ptr, tables_ptr, rows_ptr, contexts_ptr, starts_ptr, out_ptr, query_stride, key_stride, raw_key_stride,
+    value_stride, skipped_stride, cache_stride, table_stride,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROLLBACK: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_SKIP: tl.constexpr, SHORT: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    ENTRIES: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
+    # fmt: on
     begin_dependent(PDL)
     index, head = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

@@ -165,43 +165,17 @@ def matrix_before(
     return matrix
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _recurrence_kernel(
-    queries_ptr,
-    keys_ptr,
-    values_ptr,
-    decays_ptr,
-    strengths_ptr,
-    skip_ptr,
-    skipped_ptr,
-    cache_ptr,
-    tables_ptr,
-    rows_ptr,
-    contexts_ptr,
-    starts_ptr,
-    out_ptr,
-    query_stride,
-    key_stride,
-    value_stride,
-    skipped_stride,
-    cache_stride,
-    table_stride,
-    num_rows,
-    num_tokens,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DECAY_DIM: tl.constexpr,
-    ROLLBACK: tl.constexpr,
-    DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    LONGEST: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    queries_ptr, keys_ptr, values_ptr, decays_ptr, strengths_ptr, skip_ptr, skipped_ptr, cache_ptr, tables_ptr,
+    rows_ptr, contexts_ptr, starts_ptr, out_ptr, query_stride, key_stride, value_stride, skipped_stride,
+    cache_stride, table_stride, num_rows, num_tokens,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, ROLLBACK: tl.constexpr, DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr, LONGEST: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
+    # fmt: on
     begin_dependent(PDL)
     index, head = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

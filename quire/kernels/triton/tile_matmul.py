@@ -105,8 +105,7 @@ def _tile_kernel(
     tokens = token_tile * BT + tl.arange(0, BT)
     lines, outputs, width = lines_of(tile, N, BN, GATED)
     inner = tl.arange(0, BK)
-    token_mask = tokens < M
-    line_mask = outputs < width
+    token_mask, line_mask = tokens < M, outputs < width
     begin = split * k_per_split
     end = K if IN_TURN else tl.minimum(begin + k_per_split, K)
     w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
@@ -114,8 +113,7 @@ def _tile_kernel(
     if PDL:
         prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
     wait_for_predecessor(PDL)
-    acc = tl.zeros([BN, BT], tl.float32)
-    total = acc  # of the splits before
+    acc = total = tl.zeros([BN, BT], tl.float32)  # of this split, and of those before
     for start in range(begin, end, BK):
         if IN_TURN:  # noqa: SIM102  known when it is compiled
             if start % k_per_split == 0:
