@@ -102,8 +102,8 @@ def test_heads_are_not_grouped_unless_the_file_says_so(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"architecture 'mamba'; supported: llama, .*qwen2"):
-        config_from_gguf(write(tmp_path / "m.gguf", "mamba"))
+    with pytest.raises(CheckpointError, match=r"architecture 'rwkv7'; supported: llama, .*qwen2"):
+        config_from_gguf(write(tmp_path / "m.gguf", "rwkv7"))
 
 
 def test_different_key_and_value_sizes_are_refused(tmp_path: Path) -> None:
