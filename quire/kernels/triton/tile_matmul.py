@@ -113,7 +113,7 @@ def _tile_kernel(
     if PDL:
         prefetch_lines(weight_ptr, lines, K, begin, end, N, BK, PREFETCH)
     wait_for_predecessor(PDL)
-    acc = total = tl.zeros([BN, BT], tl.float32)  # of this split, and of those before
+    acc, total = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)  # of this split, of those before
     for start in range(begin, end, BK):
         if IN_TURN:  # noqa: SIM102  known when it is compiled
             if start % k_per_split == 0:
