@@ -13,7 +13,6 @@ from quire.server.ollama.protocol import (
     RunningModels,
     ShowRequest,
 )
-from quire.types.errors import EngineUnavailableError
 
 _NEVER = "2318-01-01T00:00:00Z"  # what Ollama says of models that are not to be unloaded
 
@@ -76,11 +75,7 @@ def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
 
 def capabilities(context: ServerContext) -> list[str]:
     """In Ollama's words."""
-    try:
-        pools = context.provider.engine.info.pooler is not None
-    except EngineUnavailableError:
-        pools = False
-    if pools:
+    if "generate" not in (context.tasks() or ("generate",)):
         return ["embedding"]
     formats = context.formats
     extra = [("tools", formats.tool), ("thinking", formats.reasoning)]
