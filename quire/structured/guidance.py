@@ -31,6 +31,7 @@ _UNPRINTED = re.compile("[\x7f\ud800-\udfff]")
 _OUR_WORDS = (
     ("oneOf constraints are not supported", "oneOf has alternatives that cannot be shown to exclude each other"),
     ("Unsatisfiable schema: prefixItems", "no array obeys it"),
+    ("Unsatisfiable schema: incompatible types", "no value obeys all of it that a grammar can say"),
     ("circular references with sibling keys", "$ref leads back to a schema that it stands in, beside other keywords"),
 )
 _MAX_MASK_THREADS = 4  # more of them take longer to wake than they save

@@ -96,6 +96,10 @@ def test_matchers_of_one_grammar_are_apart(backend: GuidanceBackend) -> None:
         ({"grammar": "what is this"}, "neither Lark nor GBNF"),
         ({"grammar": "start: start"}, "grammar cannot be compiled: no text obeys it"),
         ({"json": {"$ref": "#"}}, "json cannot be compiled: no text obeys it"),
+        (
+            {"json": {"type": "number", "not": {"type": "integer"}}},
+            "json cannot be compiled: no value obeys all of it that a grammar can say",
+        ),
         ({"choice": ["a", ""]}, "strings that are not empty"),
         ({"regex": ""}, "text that is not empty"),
     ],
