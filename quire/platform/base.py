@@ -50,6 +50,16 @@ class NullEvent(Event):
         return None
 
 
+class HostCopy:
+    """Tensors that go to host memory and come back. This one is of tensors that are there already."""
+
+    def move(self) -> None:
+        """Free what they take of the device's memory; the tensors and all views of them are empty meanwhile."""
+
+    def put_back(self) -> None:
+        """Afterwards they may lie elsewhere. The copy of what is constant stays, for the next `move`."""
+
+
 class Platform(ABC):
     name: str
     device: torch.device
@@ -111,12 +121,9 @@ class Platform(ABC):
         gc.collect()
         return_free_memory()
 
-    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Free what they take of the device's memory, and keep their values; the result puts them back.
-
-        The tensors and all views of them stay, and are empty meanwhile; afterwards they may lie elsewhere.
-        """
-        return lambda: None  # they are in host memory
+    def host_copy(self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> HostCopy:
+        """Somewhere to keep these tensors while the device's memory is given back; nothing is copied yet."""
+        return HostCopy()
 
     def graph_pool(self, num_bytes: int) -> GraphPool:
         """Memory for captured graphs, taken at once. Only where there are graph_sizes."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import tempfile
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from quire.platform.base import DefaultMemory, Event, MemorySupply, Platform
+from quire.platform.base import DefaultMemory, Event, HostCopy, MemorySupply, Platform
 from quire.platform.recording import CudaGraphPool
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, EngineError
 from quire.utils.log import get_logger
 
 logger = get_logger(__name__)
 
 _OLDEST = (8, 0)  # Ampere, the first with bfloat16
 _KERNEL_BYTES = 1 << 20  # more than a compiled kernel has
+_CHUNK = 1 << 29  # bytes of pinned memory that are taken at a time
 
 
 class CudaEvent(Event):
@@ -102,30 +106,86 @@ class CudaPlatform(Platform):
         super().release_memory()
         torch.cuda.empty_cache()
 
-    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-        copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.is_cuda and storage.nbytes() and storage.data_ptr() not in copies:
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                copies[storage.data_ptr()] = storage, host.copy_(_bytes_of(storage), non_blocking=True)
-        torch.cuda.synchronize()
-        for storage, _ in copies.values():
-            storage.resize_(0)
-
-        def put_back() -> None:
-            for storage, host in copies.values():
-                storage.resize_(host.nbytes)
-                _bytes_of(storage).copy_(host, non_blocking=True)
-            torch.cuda.synchronize()
-
-        return put_back
+    def host_copy(self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> HostCopy:
+        return PinnedCopy(_storages(constant), _storages(changing))
 
     def event(self) -> Event:
         return CudaEvent()
 
     def graph_pool(self, num_bytes: int) -> CudaGraphPool:
         return CudaGraphPool(num_bytes)
+
+
+class PinnedCopy(HostCopy):
+    """In pinned memory, taken once: pinning takes longer than copying. What is constant is copied once, too.
+
+    In chunks of one size, so that many can be pinned at a time.
+    """
+
+    def __init__(
+        self, constant: Mapping[int, torch.UntypedStorage], changing: Mapping[int, torch.UntypedStorage]
+    ) -> None:
+        self._constant = list(constant.values())
+        self._changing = [storage for address, storage in changing.items() if address not in constant]
+        self._sizes = {id(storage): storage.nbytes() for storage in (*self._constant, *self._changing)}
+        with ThreadPoolExecutor() as pool:
+            chunks = range(-(-sum(self._sizes.values()) // _CHUNK))
+            self._chunks = list(pool.map(lambda _: _pinned_chunk(), chunks))
+        addresses = [chunk.data_ptr() for chunk in self._chunks]
+        weakref.finalize(self, lambda: [torch.cuda.cudart().cudaHostUnregister(each) for each in addresses])
+        self._is_copied = False
+
+    def move(self) -> None:
+        first = 0
+        for storages, copies in ((self._constant, not self._is_copied), (self._changing, True)):
+            for storage in storages:
+                if copies:
+                    self._each_piece(storage, first, lambda host, device: host.copy_(device, non_blocking=True))
+                first += self._sizes[id(storage)]
+        torch.cuda.synchronize()
+        self._is_copied = True
+        for storage in (*self._constant, *self._changing):
+            storage.resize_(0)
+
+    def put_back(self) -> None:
+        first = 0
+        for storage in (*self._constant, *self._changing):
+            storage.resize_(self._sizes[id(storage)])
+            self._each_piece(storage, first, lambda host, device: device.copy_(host, non_blocking=True))
+            first += self._sizes[id(storage)]
+        torch.cuda.synchronize()
+
+    def _each_piece(
+        self, storage: torch.UntypedStorage, first: int, copy: Callable[[torch.Tensor, torch.Tensor], object]
+    ) -> None:
+        """Its bytes are those from `first` on, of all chunks one after the other."""
+        device, done = _bytes_of(storage), 0
+        while done < len(device):
+            chunk, start = divmod(first + done, _CHUNK)
+            size = min(_CHUNK - start, len(device) - done)
+            copy(self._chunks[chunk][start : start + size], device[done : done + size])
+            done += size
+
+
+def _pinned_chunk() -> torch.Tensor:
+    """Pinned memory that goes back to the system; several times faster to get than from CUDA's own allocator."""
+    memory = mmap.mmap(-1, _CHUNK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    chunk.view(-1, mmap.PAGESIZE)[:, 0] = 0  # so that every page is there
+    failure = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), _CHUNK, 0))
+    if failure:
+        raise EngineError(
+            f"host memory for sleeping weights cannot be pinned (CUDA error {failure}); sleep at level 2"
+        )
+    return chunk
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Those with bytes on the device, by their address."""
+    found = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

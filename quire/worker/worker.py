@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from quire.models.registry import model_class
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline
 from quire.platform.allocator import return_free_memory
+from quire.platform.base import HostCopy
 from quire.runner.adapters import RowAdapters, make_room
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
@@ -73,7 +74,8 @@ class Worker:
         self.adapters: dict[str, AdapterLayers] = {}
         """Those in host memory, by digest; they stay while weights go."""
         self._runner: Runner | None = None
-        self._put_back: Callable[[], None] | None = None  # weights from host memory
+        self._host: HostCopy | None = None  # of the weights, while they stay the same
+        self._is_moved = False
         report("plan")
         features = sampling_features(load_processors(config.model.logits_processors))
         plan = plan_engine(config, group=group, pipeline=pipeline)
@@ -161,31 +163,49 @@ class Worker:
 
     def sleep(self, level: int) -> str:
         """Give memory back; level 1 keeps the weights in host memory, which on the CPU is where they are."""
+        times = _Times("asleep")
         if self._runner is not None:
             self._let_go()
-        if level == 1:
+        times.note("rows and graphs")
+        if level == 1 and not self._is_moved:
             assert self.model is not None
-            self._put_back = self.platform.move_to_host([*self.model.parameters(), *self.model.buffers()])
-        else:
-            self.model = self._put_back = None
+            if self._host is None:
+                self._host = self.platform.host_copy(self.model.parameters(), self.model.buffers())
+                times.note("host memory")
+            self._host.move()
+            self._is_moved = True
+            times.note("weights")
+        elif level == 2:
+            self._forget_weights()
         self.platform.release_memory()
+        times.note("memory")
+        times.log()
         return ""
 
     def wake(self) -> str:
+        times = _Times("awake")
         if self.model is None:
             self._load(self._config)
-        elif self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        elif self._is_moved:
+            assert self._host is not None
+            self._host.put_back()
+            self._is_moved = False
+        times.note("weights")
         self._build()
+        times.note("rows")
+        times.log()
         return ""
+
+    def _forget_weights(self) -> None:
+        self.model = self._host = None
+        self._is_moved = False
 
     def update_weights(self, path: str) -> str:
         """Load the weights of another folder in place of these; if they cannot be used, these stay."""
         before, config = self._config, self._config.with_model(path)
         checkpoint = check_same_model(self.plan, config)
         self._let_go()
-        self.model = None
+        self._forget_weights()
         self.platform.release_memory()
         try:
             self._load(config, checkpoint)
@@ -223,7 +243,23 @@ class Worker:
         self._runner.adapters.host = self.adapters
 
     def shutdown(self) -> None:
-        self.model = self._runner = None
+        self._runner = None
+        self._forget_weights()
+
+
+class _Times:
+    """Logs how long the parts of a change took."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._begin, self._parts = name, time.perf_counter(), list[str]()
+
+    def note(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts.append(f"{part} {now - self._begin:.2f} s")
+        self._begin = now
+
+    def log(self) -> None:
+        logger.info("%s: %s", self._name, ", ".join(self._parts))
 
 
 def find_ladders(plan: EnginePlan, model: Model) -> tuple[list[int], list[int]]:
@@ -287,7 +323,7 @@ def build_runner(
     backends, length = GroupBackends(plan.backends), ledger.max_model_len
     program = StepProgram(model, rows, tables, backends, sampler, length, inputs, tokens, max_samples)
     adapters = None if tokens is None else RowAdapters(model, tokens, plan.dtype)
-    head = LogitsHead(model, sample_ladder)
+    head = LogitsHead(model, sample_ladder, tokens)
     prompt_logprobs = PromptLogprobs(rows, head) if pipeline.is_last else NoPromptLogprobs()
     containment = Containment(model.cached_layers(), tables)
     # Where matmuls were checked, samples are padded to sizes that were admitted, as all tokens are.

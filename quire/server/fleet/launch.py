@@ -134,8 +134,9 @@ def make_residency(models: ModelsFile, plans: PlannedEngines) -> Residency:
     """The policy over what was planned. MemoryPlanError if a model does not fit the budget."""
     budget = {"host": plans.host} if plans.device is None else {"device": plans.device, "host": plans.host}
     residency = Residency(budget, models.min_residence)
+    spare = plans.host - sum(plan.num_ranks * PROCESS_MEMORY for plan in plans.engines)
     for entry, plan in zip(models.models, plans.engines, strict=True):
-        footprint = footprint_of(plan)
+        footprint = footprint_of(plan, spare)
         residency.add(entry.name, footprint)
         taken = ", ".join(f"{pool} {format_bytes(count)}" for pool, count in footprint.awake.items())
         logger.info("model %s takes %s; asleep, %s of weights", entry.name, taken, format_bytes(plan.weights))
@@ -144,8 +145,12 @@ def make_residency(models: ModelsFile, plans: PlannedEngines) -> Residency:
     return residency
 
 
-def footprint_of(plan: PlannedEngine) -> Footprint:
-    """What a model takes awake, asleep with its weights in host memory, and asleep without weights."""
+def footprint_of(plan: PlannedEngine, spare: int) -> Footprint:
+    """What a model takes awake, asleep with its weights in host memory, and asleep without weights.
+
+    A model that has slept keeps the copy of its weights in host memory, if that has room: it has `spare` bytes beside
+    all models' processes.
+    """
     if plan.error is not None:
         return Footprint({}, {}, {})
     process = plan.num_ranks * PROCESS_MEMORY
@@ -153,7 +158,7 @@ def footprint_of(plan: PlannedEngine) -> Footprint:
         return Footprint({"host": process + plan.total}, {"host": process + plan.weights}, {"host": process})
     device, weights = {"device": CONTEXT_MEMORY}, plan.num_ranks * plan.weights
     return Footprint(
-        {"device": CONTEXT_MEMORY + plan.total, "host": process},
+        {"device": CONTEXT_MEMORY + plan.total, "host": process + (weights if weights <= spare else 0)},
         device | {"host": process + weights},
         device | {"host": process},
     )
