@@ -207,6 +207,7 @@ def _check_parallel(config: EngineConfig) -> None:
         )
     if config.device.standby and parallel.data_parallel_size > 1:
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
+    _ = config.lora.buckets  # are they what they should be?
     if parallel.tp_exact and config.lora.enable_lora:
         raise ConfigError("tp_exact does not take LoRA adapters, whose sums it does not fix; unset one of the two")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.types.errors import ConfigError
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MoeBackend = Literal["auto", "native", "triton", "torch"]
 Activations = Literal["auto", "float32", "int16", "int8"]
@@ -222,7 +224,28 @@ class LoRAConfig:
     enable_lora: bool = setting(False, "Serve LoRA adapters: requests may name one that is added to the model.")
     max_loras: int = setting(8, "Adapters that are on the device at once, each with its own slot.")
     max_lora_rank: int = setting(16, "Highest rank of an adapter; slots take memory for it.")
+    lora_slots: str | None = setting(
+        None,
+        "Slots by rank, such as 16x6,64x2: six for ranks up to 16 and two for ranks up to 64, in place of max_loras"
+        " slots of max_lora_rank. Unset: these.",
+    )
+    lora_experts: bool = setting(
+        False, "Adapters may be on experts too; a slot then takes memory for a pair of matrices of each expert."
+    )
     max_cpu_loras: int = setting(64, "Adapters that are kept in host memory, so that a slot is filled at once.")
+
+    @property
+    def buckets(self) -> tuple[tuple[int, int], ...]:
+        """(rank, slots of it), the lowest rank first; ConfigError if lora_slots is not that."""
+        if self.lora_slots is None:
+            return ((self.max_lora_rank, self.max_loras),)
+        found: dict[int, int] = {}
+        for part in self.lora_slots.split(","):
+            rank, _, count = part.strip().partition("x")
+            if not (rank.isdecimal() and count.isdecimal() and int(rank) and int(count)):
+                raise ConfigError(f"lora_slots has {part!r}; write ranks and numbers of slots, such as 16x6,64x2")
+            found[int(rank)] = found.get(int(rank), 0) + int(count)
+        return tuple(sorted(found.items()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def scheduler_setup(config: EngineConfig, worker: WorkerDescription) -> Schedule
         step_sizes=tuple(worker.step_sizes),
         query_tile=worker.query_tile,
         steps_in_flight=settings.steps_in_flight,
-        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+        adapter_slots=config.lora.buckets if config.lora.enable_lora else (),
         max_num_drafts=settings.max_num_drafts,
         speculative=config.speculation.speculative_config,
         num_stages=config.parallel.pipeline_parallel_size,

@@ -36,7 +36,7 @@ class SchedulerSetup:
     step_times: tuple[float, float, float, float]
     step_sizes: tuple[int, ...]
     steps_in_flight: int
-    max_loras: int = 0  # 0: adapters are not served
+    adapter_slots: tuple[tuple[int, int], ...] = ()  # (rank, slots of it); none: adapters are not served
     max_num_drafts: int = 0  # of a step
     speculative: SpeculativeConfig | None = None
     num_stages: int = 1  # of a pipeline
@@ -62,6 +62,6 @@ class SchedulerSetup:
                 self.performance_mode,
                 StepTimes(prior, self.step_sizes, self.query_tile),
             ),
-            adapters=AdapterSlots(self.max_loras) if self.max_loras else None,
+            adapters=AdapterSlots(self.adapter_slots) if self.adapter_slots else None,
             drafting=make_drafting(self.speculative, StepTimes(prior), forced),
         )

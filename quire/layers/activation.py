@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quire.layers.fusion import PLAIN, Form, Forms, Passed
+from quire.layers.fusion import PLAIN, Form, Forms, Passed, whole
 from quire.layers.linear import Linear
 from quire.ops.activation import (
     GELU_TANH_AND_MUL,
@@ -53,12 +53,23 @@ def gated_activation(name: str, target: Target, accepted: Forms = PLAIN) -> Acti
 
 def gated_matmul(gate_up: Linear, name: str, target: Target, accepted: Forms = PLAIN) -> Callable[[Any], Passed]:
     """`gate_up` and the activation after it, as one kernel where its method has one."""
-    activation = gated_activation(name, target, accepted)
-    fused = None if Form.E4M3_PER_TOKEN in accepted else gate_up.method.gated(_ops(name).in_matmul)
-    if fused is None or gate_up.adapters is None:
-        return fused or (lambda hidden: activation(gate_up(hidden)))
-    adapters, alone = gate_up.adapters, fused
-    return lambda hidden: activation(gate_up(hidden)) if adapters.is_active else alone(hidden)
+    activation, in_matmul = gated_activation(name, target, accepted), _ops(name).in_matmul
+    quantizes, adapters = Form.E4M3_PER_TOKEN in accepted, gate_up.adapters
+
+    def apart(hidden: Passed) -> Passed:
+        return activation(whole(gate_up(hidden)))
+
+    fused = None if quantizes else gate_up.method.gated(in_matmul)
+    if adapters is None:
+        return fused or apart
+    slots, alone = adapters, fused or apart
+
+    def adapted(hidden: Passed) -> Passed:
+        if quantizes or not slots.gates:
+            return apart(hidden)
+        return slots.expand_gated(*gate_up.multiply_and_shrink(whole(hidden)), in_matmul)
+
+    return lambda hidden: adapted(hidden) if slots.is_active else alone(hidden)
 
 
 def activation_in_matmul(name: str) -> str:

@@ -7,6 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from quire.layers.adapters import Adaptable, AdapterSizes, LinearAdapters, LoraPair
+from quire.layers.fusion import whole
 from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import LinearMethod, MatrixSpec, TableMethod
 from quire.layers.quant.registry import choose_method
@@ -19,7 +21,7 @@ from quire.ops.soft_cap import SOFT_CAP
 from quire.parallel.groups import ParallelGroup
 
 
-class VocabParallelEmbedding(WeightedLayer):
+class VocabParallelEmbedding(WeightedLayer, Adaptable):
     """A [vocab, hidden] table; each rank holds a range of tokens and the ranks' rows are summed."""
 
     method: TableMethod
@@ -30,14 +32,36 @@ class VocabParallelEmbedding(WeightedLayer):
         self.first_token, self.num_tokens = group.share_of(vocab_size, "vocabulary")
         self._local, self._clear = TOKENS_IN_RANGE.bind(target), CLEAR_OUTSIDE_RANGE.bind(target)
         self._target, self._group, self._device = target, group, torch.get_default_device()
+        self.adapters: LinearAdapters | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [n] -> [n, hidden]."""
+        rows = self._rows(token_ids)
+        if self.adapters is None or not self.adapters.is_active:
+            return rows
+        return whole(self.adapters.expand(rows, self.adapters.look_up(token_ids)))
+
+    def adapt(self, sizes: AdapterSizes) -> None:
+        with self._device:
+            self.adapters = LinearAdapters(self.vocab_size, (self.hidden_size,), sizes, self._target)
+
+    def adapter_shape(self, piece: str | None) -> tuple[int, int] | None:
+        return self.hidden_size, self.vocab_size
+
+    def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
+        return {0: pair}  # every rank has all of it, and adds it to the sum of the ranks' rows
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self.method.embed(token_ids)
         held = (self.first_token, self.num_tokens)
         rows = self.method.embed(self._local(token_ids, *held))
         return self._group.collectives.all_reduce(self._clear(token_ids, rows, *held))
+
+    def head_adapters(self, sizes: AdapterSizes) -> LinearAdapters:
+        """Slots of a head that multiplies by this table."""
+        with self._device:
+            return LinearAdapters(self.hidden_size, (self.num_tokens,), sizes, self._target)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight",)
@@ -67,20 +91,34 @@ class VocabParallelEmbedding(WeightedLayer):
         return part_scheme(stored, 0, self.first_token, self.num_tokens, self.vocab_size)
 
 
-class TiedProjection(nn.Module):
+class TiedProjection(Adaptable):
     """hidden @ table^T over the embedding's own storage, so that the table exists once."""
 
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
         super().__init__()
         self.embedding = embedding
         self.vocab_size = embedding.vocab_size
+        self.adapters: LinearAdapters | None = None
+
+    def adapt(self, sizes: AdapterSizes) -> None:
+        self.adapters = self.embedding.head_adapters(sizes)
+
+    def adapter_shape(self, piece: str | None) -> tuple[int, int] | None:
+        return self.vocab_size, self.embedding.hidden_size
+
+    def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
+        first, count = self.embedding.first_token, self.embedding.num_tokens
+        return {0: LoraPair(pair.down, pair.up[:, first : first + count])}
 
     @property
     def method(self) -> LinearMethod:
         return self.embedding.method
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.embedding.method.multiply(hidden)
+        logits = self.embedding.method.multiply(hidden)
+        if self.adapters is None or not self.adapters.is_active:
+            return logits
+        return whole(self.adapters.expand(logits, self.adapters.shrink(hidden)))
 
 
 class HeadProjection(Linear):

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from quire.layers.adapters import Adaptable, AdapterSizes, LoraPair, TokenTiles
+from quire.layers.expert_adapters import ExpertAdapters
 from quire.layers.fusion import whole
 from quire.layers.linear import Linear, Piece
 from quire.layers.quant.base import GroupedMethod, MatrixSpec
@@ -26,6 +28,7 @@ from quire.layers.scheme import (
 )
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
+from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing, weigh
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
@@ -132,7 +135,7 @@ class TokenGate(Linear):
         super().load(parameter, piece, as_tensor(weight).view(1, -1))
 
 
-class GroupedLinear(WeightedLayer):
+class GroupedLinear(WeightedLayer, Adaptable):
     """A matrix for each expert, built from pieces one above the other.
 
     A checkpoint has a tensor for each piece of each expert ("7.up_proj"), one for a piece of all experts
@@ -155,12 +158,40 @@ class GroupedLinear(WeightedLayer):
     ) -> None:
         """`held`: the experts whose matrices are here; None: all."""
         super().__init__()
-        self.num_experts, self.full_in_features = num_experts, in_features
+        self.num_experts = self.num_matrices = num_experts
+        self.full_in_features = in_features
         self.held = held or range(num_experts)
         self.in_start, self.in_features = in_slice or (0, in_features)
         self._pieces, self._bias, self._layout = pieces, bias, layout
         self._target, self._device = target, torch.get_default_device()
         self.itemsize = target.dtype.itemsize  # of activations
+        self.adapters: ExpertAdapters | None = None
+
+    def takes(self, sizes: AdapterSizes) -> bool:
+        return sizes.on_experts
+
+    def adapt(self, sizes: AdapterSizes) -> None:
+        widths = [piece.size for piece in self._pieces]
+        with self._device:
+            self.adapters = ExpertAdapters(len(self.held), self.in_features, widths, sizes, self._target)
+
+    def adapter_shape(self, piece: str | None) -> tuple[int, int] | None:
+        """With piece None, of a matrix that holds all pieces of an expert."""
+        found = [part.full_size for part in self._pieces if piece is None or part.name == piece.partition(".")[2]]
+        return (sum(found), self.full_in_features) if found else None
+
+    def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
+        """piece "7.up_proj"; "7." is all pieces of an expert."""
+        number, _, name = (piece or "").partition(".")
+        if int(number) not in self.held:
+            return {}
+        down = pair.down[:, self.in_start : self.in_start + self.in_features]
+        first = (int(number) - self.held.start) * len(self._pieces)
+        return {
+            first + index: LoraPair(down, as_tensor(part_of(rows, 0, part.start, part.size)).T)
+            for index, rows in self._parts(pair.up.T.contiguous(), name or None, stored="rows")
+            for part in (self._pieces[index],)
+        }
 
     def allocate(self, path: str = "", schemes: Schemes = NO_SCHEMES) -> Self:
         sizes = tuple(piece.size for piece in self._pieces)
@@ -215,9 +246,9 @@ class GroupedLinear(WeightedLayer):
     def _shape(self, parameter: str, outputs: int) -> tuple[int, ...]:
         return (outputs, self.full_in_features) if parameter == "weight" else (outputs,)
 
-    def _parts(self, matrix: Weight, name: str | None) -> Iterator[tuple[int, Weight]]:
+    def _parts(self, matrix: Weight, name: str | None, stored: Layout | None = None) -> Iterator[tuple[int, Weight]]:
         """(index of a piece, its rows in the checkpoint) of one expert; `name` None: the matrix holds all pieces."""
-        if name is None and self._layout != "rows" and isinstance(matrix, Tensor):
+        if name is None and (stored or self._layout) != "rows" and isinstance(matrix, Tensor):
             matrix = matrix.t()
         start = 0
         for index, piece in enumerate(self._pieces):
@@ -243,6 +274,13 @@ class GroupedLinear(WeightedLayer):
         stored = next((schemes["weight", name] for name in names if ("weight", name) in schemes), F32)
         rows = part_scheme(stored, 0, piece.start, piece.size, piece.full_size)
         return part_scheme(rows, 1, self.in_start, self.in_features, self.full_in_features)
+
+
+def each_slot(method: GroupedMethod, rows: Tensor, expert_ids: Tensor) -> Tensor:
+    """rows [n * k, in], each times the matrix of its own expert of expert_ids [n, k]: [n * k, out]."""
+    slots = expert_ids.reshape(-1, 1)
+    ones = torch.ones(slots.shape, dtype=torch.float32, device=rows.device)
+    return method.down(rows.unsqueeze(1), slots, ones)
 
 
 def held_experts(num_experts: int, group: ParallelGroup) -> range | None:
@@ -279,6 +317,13 @@ class GroupedGateUp(GroupedLinear):
         """x [n, in_features], expert_ids [n, k] -> [n, k, width]."""
         return self.method.gate_up(x, expert_ids, self._activation)
 
+    def adapted(self, x: Tensor, expert_ids: Tensor, tiles: list[TokenTiles]) -> Tensor:
+        """The same with what adapters add before the activation; tiles: of rows, one for each slot of a token."""
+        assert self.adapters is not None
+        rows = x.repeat_interleave(expert_ids.shape[1], 0)
+        gate_up = self.adapters.add(each_slot(self.method, rows, expert_ids), rows, tiles)
+        return ACTIVATIONS[self._activation](gate_up).view(*expert_ids.shape, -1)
+
 
 class GroupedUp(GroupedLinear):
     """Each rank holds a slice of the outputs of every expert's up matrix, of experts without gates."""
@@ -291,10 +336,8 @@ class GroupedUp(GroupedLinear):
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         """x [n, in_features], expert_ids [n, k] -> [n, k, width]: each slot as a token with one expert."""
-        slots = expert_ids.reshape(-1, 1)
-        ones = torch.ones(slots.shape, dtype=torch.float32, device=x.device)
-        rows = x.repeat_interleave(expert_ids.shape[1], 0).unsqueeze(1)
-        return self.method.down(rows, slots, ones).view(*expert_ids.shape, -1)
+        rows = x.repeat_interleave(expert_ids.shape[1], 0)
+        return each_slot(self.method, rows, expert_ids).view(*expert_ids.shape, -1)
 
 
 class GroupedDown(GroupedLinear):
@@ -332,6 +375,18 @@ class GroupedDown(GroupedLinear):
     def forward(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """a [n, k, width], expert_ids and weights [n, k] -> [n, out_features]."""
         return self.summed(self.method.down(a, expert_ids, weights))
+
+    def adapted(self, a: Tensor, expert_ids: Tensor, weights: Tensor, tiles: list[TokenTiles]) -> Tensor:
+        """The same with what adapters add, before the ranks' results are summed."""
+        assert self.adapters is not None
+        n, k, width = a.shape
+        out = self.method.down(a, expert_ids, weights)
+        added = torch.zeros(n * k, out.shape[1], dtype=torch.float32, device=a.device)
+        self.adapters.add(added, a.reshape(n * k, width), tiles)
+        total = out.float()
+        for slot, part in enumerate(added.view(n, k, -1).unbind(1)):
+            total = total + part * weights[:, slot : slot + 1]
+        return total.to(out.dtype)
 
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         if parameter == "bias" and self._group.rank and not self._group.splits_experts:

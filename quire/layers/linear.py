@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quire.layers.adapters import AdapterSizes, LinearAdapters, LoraPair
+from quire.layers.adapters import Adaptable, AdapterSizes, LinearAdapters, LoraPair
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
-from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec
+from quire.layers.quant.base import LinearMethod, MatrixRole, MatrixSpec, Shrinking
 from quire.layers.quant.in_parts import NUM_PARTS, InParts
 from quire.layers.quant.registry import choose_method
 from quire.layers.scheme import F32, Scheme, Weight, as_tensor, part_of, part_scheme, rows_of
@@ -34,7 +34,7 @@ class Piece:
     size: int
 
 
-class Linear(WeightedLayer, Stage):
+class Linear(WeightedLayer, Stage, Adaptable):
     """y = x @ weight^T + bias, built from pieces one above the other.
 
     `in_slice` is the (start, size) of the checkpoint's inputs that this rank holds; None means all of them.
@@ -58,11 +58,18 @@ class Linear(WeightedLayer, Stage):
         self.out_features = sum(piece.size for piece in pieces)
         self._pieces, self._bias = tuple(pieces), bias
         self._target, self._device = target, torch.get_default_device()
+        self._beside: Shrinking | None = None
         self._split_k: Callable[[Tensor], Tensor | PartialSums] | None = None
         self.adapters: LinearAdapters | None = None
 
+    def takes(self, sizes: AdapterSizes) -> bool:
+        return self.role != "router"
+
+    def adapter_shape(self, piece: str | None) -> tuple[int, int] | None:
+        found = next((part for part in self._pieces if part.name == piece), None)
+        return None if found is None else (found.full_size, self.full_in_features)
+
     def adapt(self, sizes: AdapterSizes) -> None:
-        """Make room for LoRA adapters on this layer."""
         widths = [piece.size for piece in self._pieces]
         with self._device:
             self.adapters = LinearAdapters(self.in_features, widths, sizes, self._target)
@@ -72,6 +79,8 @@ class Linear(WeightedLayer, Stage):
         spec = MatrixSpec(self.in_features, sizes, self._bias, self._target, path, self.role)
         with self._device:
             self.method = choose_method(spec, self._loaded_schemes(schemes))
+        if self.adapters is not None:
+            self._beside = self.method.shrinking()
         return self
 
     @property
@@ -85,10 +94,18 @@ class Linear(WeightedLayer, Stage):
     def forward(self, x: Passed) -> Passed:
         """x: [n, in_features] -> [n, out_features]."""
         x = x if isinstance(x, QuantizedActivations) else whole(x)
-        if self.adapters is None:
+        if self.adapters is None or not self.adapters.is_active:
             return self._multiply(x)
-        shrunk = self.adapters.shrink(x)
-        return self.adapters.expand(self._multiply(x), shrunk)
+        return self.adapters.expand(*self.multiply_and_shrink(x))
+
+    def multiply_and_shrink(self, x: Tensor | QuantizedActivations) -> tuple[Passed, list[Tensor]]:
+        """The result without what adapters add, and what their `expand` takes; some token has an adapter."""
+        assert self.adapters is not None
+        if self._beside is None or isinstance(x, QuantizedActivations):
+            shrunk = self.adapters.shrink(x)  # first: the matmul need not wait for it
+            return self._multiply(x), shrunk
+        parts, shrunk = self.adapters.shrink_beside(self._beside, x, in_parts=self._split_k is not None)
+        return (parts[0] if len(parts) == 1 else PartialSums(parts, x.dtype)), shrunk
 
     def _multiply(self, x: Tensor | QuantizedActivations) -> Passed:
         if isinstance(x, QuantizedActivations):
@@ -129,7 +146,6 @@ class Linear(WeightedLayer, Stage):
         return rows
 
     def adapter_parts(self, piece: str | None, pair: LoraPair) -> dict[int, LoraPair]:
-        """Of an adapter on a checkpoint's matrix, what this rank holds, by the index of its piece here."""
         down = pair.down[:, self.in_start : self.in_start + self.in_features]
         for index, part in enumerate(self._pieces):
             if piece == part.name:

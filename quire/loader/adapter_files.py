@@ -56,11 +56,11 @@ def adapter_ref(name: str, path: str) -> AdapterRef:
     folder = Path(path)
     if not folder.is_dir():
         raise AdapterError(f"adapter {name!r}: {path} is no folder; give one that PEFT has saved an adapter into")
-    read_peft_config(folder)
+    config = read_peft_config(folder)
     size = existing(folder, WEIGHTS_FILE).stat().st_size
     if size > _MOST_WEIGHT_BYTES:
         raise AdapterError(f"{folder / WEIGHTS_FILE} has {size} bytes; an adapter has at most {_MOST_WEIGHT_BYTES}")
-    return AdapterRef(name, digest_of(folder), str(folder.resolve()))
+    return AdapterRef(name, digest_of(folder), str(folder.resolve()), max(config.r, *config.rank_pattern.values(), 0))
 
 
 def digest_of(folder: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
+from quire.layers.expert_adapters import ExpertAdapters
 from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.models.base import BuildContext
@@ -120,7 +121,7 @@ class Experts(Stage):
 
     def take_shared(self, shared: GatedMLP) -> bool:
         """Compute a shared expert beside the others, as partial sums for the reader, if there are kernels for it."""
-        if self.down_proj.is_whole and shared.gate_up_proj.adapters is None:
+        if self.down_proj.is_whole and shared.gate_up_proj.adapters is None and self.gate_up_proj.adapters is None:
             methods = shared.gate_up_proj.method, shared.down_proj.method
             self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation, True, methods)
         return self._joined is not None
@@ -138,11 +139,26 @@ class Experts(Stage):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
         if self._splits:
             expert_ids, weights = self._local(expert_ids, weights, self.places, self._elsewhere)
+        adapters = self.gate_up_proj.adapters
+        if adapters is not None and adapters.is_active:
+            return self.down_proj.summed(self._adapted(adapters, x, expert_ids, weights))
         if self._joined is not None:
             joined = self._joined(x, expert_ids, weights)
             return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined
         out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
+
+    def _adapted(self, adapters: ExpertAdapters, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Of this rank; tokens without an adapter keep the bits that they have where nobody has one."""
+        if self._joined is not None:
+            plain = whole(self._joined(x, expert_ids, weights))
+        else:
+            plain = self.down_proj.method.down(self.gate_up_proj(x, expert_ids), expert_ids, weights)
+        tiles = adapters.rows_of(expert_ids)
+        gated = self.gate_up_proj.adapted(x, expert_ids, tiles)
+        changed = self.down_proj.adapted(gated, expert_ids, weights, tiles)
+        has_one = torch.stack([part.slots.view(expert_ids.shape).amax(1) for part in tiles]).amax(0) >= 0
+        return torch.where(has_one.unsqueeze(1), changed, plain)
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Most memory that `num_tokens` tokens take between the two matmuls and inside them."""

@@ -12,22 +12,28 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Implementation, Op, native
+from quire.ops.gated_linear import ACTIVATIONS
+from quire.ops.split_k import linear_split_k
 
 TILE = 16  # tokens, at most
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 ShrinkLora = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+LinearShrinking = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]
+]
 ExpandLora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
     """[n, 1 + TILE] int32: the tokens of slots [n] int32 (-1: no adapter) in tiles, by slot and then by token.
 
-    A line is the slot and then its tokens, with -1 for a token or a tile that there is not.
+    A line is the slot and then its tokens, with -1 for a token or a tile that there is not. Tokens without an adapter
+    come last, in tiles whose slot is -1.
     """
     lines = [
         [slot, *tokens, *[-1] * (TILE - len(tokens))]
-        for slot in range(num_slots)
+        for slot in (*range(num_slots), -1)
         for tokens in (slots == slot).nonzero().flatten().split(TILE)
         if len(tokens)
     ]
@@ -64,6 +70,31 @@ def expand_lora(
         added = torch.cat([found[tokens, piece, :rank] @ part for piece, part in enumerate(parts)], dim=1)
         out[tokens] = (out[tokens].float() + added).to(out.dtype)
     return out
+
+
+def expand_lora_gated(
+    out: Tensor, shrunk: Tensor, up: Tensor, tiles: Tensor, ranks: Tensor, activation: str
+) -> Tensor:
+    """`expand_lora` into out [n, 2 * N], gates and what they gate, and the activation after it: [n, N]."""
+    width = out.shape[1] // 2
+    return ACTIVATIONS[activation](expand_lora(out.clone(), shrunk, up, tiles, ranks, (width, width)))
+
+
+def linear_shrinking(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    ranks: Tensor,
+    in_parts: bool,
+) -> tuple[Tensor, Tensor]:
+    """x @ weight.T + bias as `linear_split_k` gives it, and what `shrink_lora` makes of x.
+
+    slots [n]: of which the tiles are. Without `in_parts` the matmul is whole, [1, n, N] in x's type.
+    """
+    return linear_split_k(x, weight, bias), shrink_lora(x, down, tiles, ranks)
 
 
 def _filled(tiles: Tensor) -> list[tuple[int, Tensor]]:
@@ -106,6 +137,25 @@ def generate_expand_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return out, shrunk, up, tile_adapters(slots, 3), ranks, widths
 
 
+def generate_gated_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, str]:
+    out, shrunk, up, tiles, ranks, widths = generate_expand_inputs(3 * seed + 2)  # of two widths
+    assert len(widths) == 2
+    return out, shrunk, up, tiles, ranks, ("silu", "gelu_tanh")[seed % 2]
+
+
+def generate_shrinking_inputs(
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, bool]:
+    x, down, tiles, ranks = generate_shrink_inputs(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weight = torch.randn(24 + seed % 5, x.shape[1], generator=generator)
+    bias = torch.randn(len(weight), generator=generator) if seed % 2 else None
+    slots = torch.full((len(x),), -1, dtype=torch.int32)
+    for slot, tokens in _filled(tiles):
+        slots[tokens] = slot
+    return x, weight, bias, down, slots, tiles, ranks, bool(seed % 3)
+
+
 def _triton(function: str, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Implementation:
     return Implementation("triton", f"triton.lora:{function}", ("cuda",), dtypes)
 
@@ -134,6 +184,18 @@ EXPAND_LORA: Op[ExpandLora] = Op(
 )
 
 
+EXPAND_LORA_GATED: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = Op(
+    "expand_lora_gated", expand_lora_gated, generate_gated_inputs, 1e-3, (_triton("expand_lora_gated"),)
+)
+LINEAR_SHRINKING: Op[LinearShrinking] = Op(
+    "linear_shrinking",
+    linear_shrinking,
+    generate_shrinking_inputs,
+    1e-3,
+    (Implementation("triton", "triton.matmul:linear_shrinking", ("cuda",), varies=True),),
+)
+
+
 def gather_adapters(row_slots: Tensor, rows: Tensor, starts: Tensor, size: int) -> Tensor:
     """[size] int32: the slot of each token of rows [r] int64, -1 past the last; token t of row rows[i] has
     starts[i] <= t < starts[i + 1]. row_slots [max_rows] int32."""
@@ -141,6 +203,19 @@ def gather_adapters(row_slots: Tensor, rows: Tensor, starts: Tensor, size: int) 
     line = torch.searchsorted(starts, tokens, right=True) - 1
     found = row_slots[rows[line.clamp(max=len(rows) - 1)]]
     return torch.where(line < len(rows), found, -1)
+
+
+def pick_adapters(slots: Tensor, first: int, count: int) -> Tensor:
+    """slots [n] int32 as numbers within `count` slots from `first` on; -1 for all others."""
+    return torch.where((slots >= first) & (slots < first + count), slots - first, -1)
+
+
+def look_up_lora(token_ids: Tensor, down: Tensor, slots: Tensor) -> Tensor:
+    """What `shrink_lora` gives of one-hot inputs: columns of token_ids [n] int64, as [1, n, max_rank] float32.
+
+    down [slots, 1, max_rank, tokens], slots [n] int32; undefined for tokens without an adapter.
+    """
+    return down[slots.clamp(min=0).long(), 0, :, token_ids].float().unsqueeze(0)
 
 
 def select_adapters(slots: Tensor, tokens: Tensor) -> Tensor:
@@ -157,6 +232,19 @@ def generate_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
     return row_slots, rows, starts, int(starts[-1]) + 1 + seed % 3
 
 
+def generate_look_ups(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count, rank, vocab = 1 + 3 * (seed % 5), 2 + seed % 7, 11 + seed % 9
+    ids = torch.randint(vocab, (count,), generator=generator)
+    slots = torch.randint(3, (count,), generator=generator, dtype=torch.int32)
+    return ids, torch.randn(3, 1, rank, vocab, generator=generator), slots
+
+
+def generate_picks(seed: int) -> tuple[Tensor, int, int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 7, (1 + 4 * (seed % 5),), generator=generator, dtype=torch.int32), seed % 4, 1 + seed % 3
+
+
 def generate_tokens(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randint(-1, 3, (9,), generator=generator, dtype=torch.int32)
@@ -169,6 +257,12 @@ GATHER_ADAPTERS: Op[Callable[[Tensor, Tensor, Tensor, int], Tensor]] = Op(
     generate_rows,
     0.0,
     (native("gather_adapters", "lora"), _triton("gather_adapters", (torch.float32,))),
+)
+LOOK_UP_LORA: Op[Callable[[Tensor, Tensor, Tensor], Tensor]] = Op(
+    "look_up_lora", look_up_lora, generate_look_ups, 0.0, (native("look_up_lora", "lora"),)
+)
+PICK_ADAPTERS: Op[Callable[[Tensor, int, int], Tensor]] = Op(
+    "pick_adapters", pick_adapters, generate_picks, 0.0, (native("pick_adapters", "lora"),)
 )
 SELECT_ADAPTERS: Op[Callable[[Tensor, Tensor], Tensor]] = Op(
     "select_adapters", select_adapters, generate_tokens, 0.0, (native("select_adapters", "lora"),)

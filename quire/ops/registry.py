@@ -28,7 +28,17 @@ from quire.ops.index import SELECT_KEYS
 from quire.ops.keep_allowed import KEEP_ALLOWED
 from quire.ops.linear import LINEAR, LINEAR_TRANSPOSED
 from quire.ops.logprobs import LOGPROBS
-from quire.ops.lora import EXPAND_LORA, GATHER_ADAPTERS, SELECT_ADAPTERS, SHRINK_LORA, TILE_ADAPTERS
+from quire.ops.lora import (
+    EXPAND_LORA,
+    EXPAND_LORA_GATED,
+    GATHER_ADAPTERS,
+    LINEAR_SHRINKING,
+    LOOK_UP_LORA,
+    PICK_ADAPTERS,
+    SELECT_ADAPTERS,
+    SHRINK_LORA,
+    TILE_ADAPTERS,
+)
 from quire.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, ADD_RMS_NORM_FP8, LAYER_NORM, RMS_NORM, RMS_NORM_FP8
 from quire.ops.packed import PACKED_LINEAR, PACKED_SPARSE_MLP
 from quire.ops.per_head import PER_HEAD
@@ -84,6 +94,10 @@ OPS: tuple[Op[Any], ...] = (
     TILE_ADAPTERS,
     SHRINK_LORA,
     EXPAND_LORA,
+    EXPAND_LORA_GATED,
+    LINEAR_SHRINKING,
+    LOOK_UP_LORA,
+    PICK_ADAPTERS,
     PER_HEAD,
     SELECT_KEYS,
     LAYER_NORM,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire.layers.adapters import AdapterSizes, AdapterTokens
-from quire.layers.linear import Linear
+from quire.layers.adapters import Adaptable, AdapterSizes, AdapterTokens, LinearAdapters
 from quire.loader.peft import AdapterLayers, read_adapter
 from quire.models.base import Model
 from quire.types.errors import EngineError
@@ -46,10 +45,9 @@ class RowAdapters(NoAdapters):
         super().__init__()
         self._model, self._tokens, self._dtype = model, tokens, dtype
         self._rows: set[int] = set()  # that have one
-        self._linears = adapted_linears(model)
-        for linear in self._linears.values():
-            assert linear.adapters is not None
-            linear.adapters.tokens = tokens
+        self._layers = adapted_layers(model)
+        for adapters in self._layers.values():
+            adapters.tokens = tokens
 
     def are_in(self, rows: list[int]) -> bool:
         return bool(self._rows) and not self._rows.isdisjoint(rows)
@@ -67,9 +65,8 @@ class RowAdapters(NoAdapters):
         if load.digest not in self.host:
             raise EngineError(f"adapter {load.digest} is to go into slot {load.slot}, but was not read")
         layers = self.host[load.digest].layers
-        for name, linear in self._linears.items():
-            assert linear.adapters is not None
-            linear.adapters.load(load.slot, layers.get(name))
+        for name, adapters in self._layers.items():
+            adapters.load(load.slot, layers.get(name))
 
     def add_request(self, start: RowStart) -> None:
         if start.adapter_slot >= 0:
@@ -82,25 +79,21 @@ class RowAdapters(NoAdapters):
             self._tokens.row_slots[row] = -1
 
 
-def adapted_linears(model: Model) -> dict[str, Linear]:
-    """Those that adapters may be on, by name."""
-    found = model.named_modules()
-    return {name: layer for name, layer in found if isinstance(layer, Linear) and layer.role == "linear"}
+def adapted_layers(model: Model) -> dict[str, LinearAdapters]:
+    """The slots of each layer that has some, by its name."""
+    found = ((name, layer.adapters) for name, layer in model.named_modules() if isinstance(layer, Adaptable))
+    return {name: adapters for name, adapters in found if adapters is not None}
 
 
 def make_room(model: Model, sizes: AdapterSizes | None) -> None:
     """Give every layer its slots, before its weights are allocated."""
     if sizes is not None:
-        for linear in adapted_linears(model).values():
-            linear.adapt(sizes)
+        for layer in list(model.modules()):
+            if isinstance(layer, Adaptable) and layer.takes(sizes):
+                layer.adapt(sizes)
 
 
 def slots_line(model: Model) -> Iterable[LedgerLine]:
     """What the slots take."""
-    num_bytes = sum(
-        buffer.nbytes
-        for linear in adapted_linears(model).values()
-        if linear.adapters is not None
-        for buffer in linear.adapters.buffers()
-    )
+    num_bytes = sum(buffer.nbytes for adapters in adapted_layers(model).values() for buffer in adapters.buffers())
     return (LedgerLine("adapters", num_bytes, "slots of LoRA adapters"),) if num_bytes else ()

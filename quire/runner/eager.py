@@ -84,15 +84,17 @@ class Eager:
     def sample(self, step: Step) -> None:
         program, kind, rows = self._program, step.shape.sampling, step.sample_rows
         assert step.hidden is not None
-        logits = self._head(step.hidden[: len(rows)])
-        ahead = upload(step.tokens.samples.ahead, logits.device) if kind.drafted else None
-        out = program.sampler.sample(kind, logits, upload(rows, logits.device, torch.int64), program.rows, ahead)
+        device = step.hidden.device
+        places = upload(rows, device, torch.int64)
+        logits = self._head(step.hidden[: len(rows)], places if kind.adapted else None)
+        ahead = upload(step.tokens.samples.ahead, device) if kind.drafted else None
+        out = program.sampler.sample(kind, logits, places, program.rows, ahead)
         step.sampled = Sampled(Download(out), errors=program.sampler.errors(rows) if kind.eager else {})
         wanted = {} if kind.logprobs is None else program.sampler.wanted_logprobs(rows)
         if wanted:
-            places = upload(list(wanted), logits.device, torch.int64)
-            chosen = out[:, 0].index_select(0, places)
-            found = program.sampler.logprobs(logits.index_select(0, places), chosen, max(wanted.values()))
+            asking = upload(list(wanted), device, torch.int64)
+            chosen = out[:, 0].index_select(0, asking)
+            found = program.sampler.logprobs(logits.index_select(0, asking), chosen, max(wanted.values()))
             step.sampled.logprobs = Download(found)
             step.sampled.places, step.sampled.counts = list(wanted), list(wanted.values())
             step.sampled.lines = range(len(wanted))

@@ -7,6 +7,7 @@ list of CPU kernel calls.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -124,13 +125,11 @@ class StepProgram:
 
     def _run(self, input_ids: Tensor, index: Tensor, rows: Tensor, starts: Tensor, batch: ForwardBatch) -> Tensor:
         """The model over tokens at `index` of their sequences, which their slots have followed."""
-        positions = self.inputs.rotary_positions(index, rows, starts)
-        embeds = self.inputs.embeds(input_ids, index, rows, starts)
-        if batch.adapters is None:
+        count, adapters = input_ids.shape[0], batch.adapters
+        with nullcontext() if adapters is None else adapters.of_tokens(rows, starts, count):
+            positions = self.inputs.rotary_positions(index, rows, starts)
+            embeds = self.inputs.embeds(input_ids, index, rows, starts)
             hidden: Tensor = self.model(input_ids, positions, batch, embeds)
-            return hidden
-        with batch.adapters.of_tokens(rows, starts, input_ids.shape[0]):
-            hidden = self.model(input_ids, positions, batch, embeds)
         return hidden
 
     def kept(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +158,8 @@ class StepProgram:
 
         Returns [m, 2] int32 as Sampler.sample does, with packed log-probabilities behind where the kind has them.
         """
-        logits = self.model.compute_logits(hidden)
+        with nullcontext() if self.adapters is None or not kind.adapted else self.adapters.of_samples(rows):
+            logits = self.model.compute_logits(hidden)
         out = self.sampler.sample(kind, logits, rows, self.rows, ahead if kind.drafted else None)
         if kind.logprobs is None:
             return out

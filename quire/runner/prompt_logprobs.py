@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.ops.base import Target
@@ -54,7 +55,7 @@ class PromptLogprobs:
         for offset in range(0, count, self._head.max_rows):
             size = min(self._head.max_rows, count - offset)
             first = start + offset
-            logits = self._head(hidden[first : first + size])
+            logits = self._head(hidden[first : first + size], torch.full((size,), row, device=hidden.device))
             target = self._rows.token_ids[row, position + offset + 1 : position + offset + size + 1]
             entries += prompt_logprobs(self._gather, logits, target.long(), top)
         return entries

@@ -145,7 +145,8 @@ class Runner:
         tokens = None if is_decode else planned_tokens(plan, self.rows)
         rows = plan.rows if tokens is None else tokens.samples.rows
         drafts, unsettled = bool(plan.draft_token_ids), self.rows.unsettled
-        sampling = self.sampling_kind(rows, bool(plan.mask_slots))
+        adapted = self.adapters.are_in(plan.rows)
+        sampling = self.sampling_kind(rows, bool(plan.mask_slots))._replace(drafted=drafts, adapted=adapted)
         needs_eager = (
             self.inputs.begin_step(plan.rows, plan.num_tokens, computed)
             or self.prompt_logprobs.wants(plan.rows)
@@ -160,8 +161,8 @@ class Runner:
             or not self.stage.samples
             or self.proposer.wants_hidden
             or self.pooler.wants_every_token(plan.rows),
-            sampling=sampling._replace(drafted=True) if drafts else sampling,
-            adapted=self.adapters.are_in(plan.rows),
+            sampling=sampling,
+            adapted=adapted,
             eager=needs_eager,
             places_drafts=drafts or (bool(unsettled) and not unsettled.keys().isdisjoint(plan.rows)),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.sched.request import Request
 from quire.types.step import AdapterLoad
@@ -40,11 +41,15 @@ class NoAdapterSlots:
 class AdapterSlots(NoAdapterSlots):
     """An adapter leaves when another needs its slot and nobody runs with it, the least recently used first.
 
-    While a request waits for a slot, no other one with an adapter starts before it, so that its turn comes.
+    Slots are for ranks up to some number; an adapter takes one of the smallest that it fits into, a larger one if
+    there is nothing else. While a request waits for a slot, no other one with an adapter starts before it, so that
+    its turn comes.
     """
 
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count - 1, -1, -1))
+    def __init__(self, buckets: Sequence[tuple[int, int]]) -> None:
+        """`buckets`: (rank, slots of it), the lowest rank first."""
+        self._rooms = [rank for rank, count in buckets for _ in range(count)]  # by slot
+        self._free = list(range(len(self._rooms)))
         self._resident: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the least recently used first
         self._running: Counter[str] = Counter()  # requests by digest
         self._waits = False  # someone does, in this step
@@ -63,7 +68,7 @@ class AdapterSlots(NoAdapterSlots):
 
     def has_room(self, request: Request) -> bool:
         digest = _digest(request)
-        return digest is None or digest in self._resident or bool(self._free) or self._oldest_idle() is not None
+        return digest is None or digest in self._resident or self._vacant(request) is not None
 
     def take(self, request: Request) -> tuple[int, list[AdapterLoad]]:
         digest = _digest(request)
@@ -71,7 +76,7 @@ class AdapterSlots(NoAdapterSlots):
             return -1, []
         loads = []
         if digest not in self._resident:
-            self._resident[digest] = self._vacate()
+            self._resident[digest] = self._vacate(request)
             loads = [AdapterLoad(self._resident[digest], digest)]
         self._resident.move_to_end(digest)
         self._running[digest] += 1
@@ -85,22 +90,29 @@ class AdapterSlots(NoAdapterSlots):
     def forget(self, loads: Iterable[AdapterLoad]) -> None:
         for load in loads:
             if self._resident.get(load.digest) == load.slot:
-                self._free.append(self._resident.pop(load.digest))
+                insort(self._free, self._resident.pop(load.digest))
 
     def clear(self) -> None:
         assert not self._running.total(), "somebody runs with an adapter"
-        self._free += self._resident.values()
+        self._free = sorted([*self._free, *self._resident.values()])
         self._resident.clear()
 
-    def _vacate(self) -> int:
-        if self._free:
-            return self._free.pop()
-        idle = self._oldest_idle()
-        assert idle is not None, "there was no room"
-        return self._resident.pop(idle)
+    def _vacate(self, request: Request) -> int:
+        slot = self._vacant(request)
+        assert slot is not None, "there was no room"
+        if slot in self._free:
+            self._free.remove(slot)
+        else:
+            del self._resident[next(digest for digest, found in self._resident.items() if found == slot)]
+        return slot
 
-    def _oldest_idle(self) -> str | None:
-        return next((digest for digest in self._resident if not self._running[digest]), None)
+    def _vacant(self, request: Request) -> int | None:
+        """The slot that its adapter would take: a free one, else that of the least recently used idle adapter."""
+        adapter = request.engine_request.adapter
+        rank = 0 if adapter is None else min(adapter.rank, self._rooms[-1])  # it has been read, so it fits somewhere
+        idle = [slot for digest, slot in self._resident.items() if not self._running[digest]]
+        fitting = [slot for slot in (*self._free, *idle) if self._rooms[slot] >= rank]
+        return min(fitting, key=lambda slot: (slot not in self._free, self._rooms[slot]), default=None)
 
 
 def _digest(request: Request) -> str | None:

@@ -26,6 +26,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     name: str
     digest: str
     path: str  # of a folder that an operator named
+    rank: int = 0  # the highest of its matrices
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -326,7 +326,7 @@ def _allows(architecture: type[Model], model_config: dict[str, Any], context: Bu
 
 def adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
     lora = config.lora
-    return AdapterSizes(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+    return AdapterSizes(lora.buckets, lora.lora_experts) if lora.enable_lora else None
 
 
 def _buffer_bytes(model: Model) -> int:

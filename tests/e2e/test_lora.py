@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from msgspec import structs
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.loader.adapter_files import digest_of
+from quire.loader.adapter_files import CONFIG_FILE, WEIGHTS_FILE, digest_of
 from quire.types.request import AdapterRef, EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, Answer, make_engine, make_model, run_all
@@ -122,10 +125,9 @@ def test_other_mixers_are_the_merged_model_too(
 @pytest.mark.parametrize(
     ("kind", "sizes", "layers", "words"),
     [
-        ("qwen3_moe", EXPERTS, ["down_proj"], "holds experts, on which adapters are not"),
+        ("qwen3_moe", EXPERTS, ["down_proj"], "start the engine with --lora-experts"),
+        ("qwen3_moe", EXPERTS, ["gate"], "mlp.gate is no layer that adapters are served on"),
         ("deepseek_v3", LATENT, ["kv_b_proj"], "kv_b_proj is no linear layer"),
-        ("llama", {"tie_word_embeddings": False}, ["lm_head", "q_proj"], "lm_head is no layer that adapters are"),
-        ("llama", {}, ["embed_tokens", "q_proj"], "without the embeddings among its target_modules"),
     ],
 )
 def test_layers_without_adapters_are_refused_by_name(
@@ -134,6 +136,138 @@ def test_layers_without_adapters_are_refused_by_name(
     base = make_model(tmp_path / "base", kind, **sizes)
     ref = make_adapter(base, tmp_path / "it", 1, target_modules=layers)
     assert words in str(answers(base, [ask("it", PROMPTS[1], ref)])["it"].error)
+
+
+# PEFT makes parameters of the last two, and doubles the rank of the first of them, which is two matrices in one.
+ON_EXPERTS: dict[str, Any] = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}
+
+
+def check_mixed(model: Path, ref: AdapterRef, **settings: Any) -> dict[str, Answer]:
+    """Answers with and without the adapter, which have the same bits alone and together."""
+    requests = [ask(f"{i}-{j}", p, a) for i, p in enumerate(PROMPTS) for j, a in enumerate([None, ref])]
+    core = make_engine(model, **{**SETTINGS, **settings})
+    together = run_all(core, requests)
+    alone = {request.request_id: run_all(core, [request])[request.request_id] for request in requests}
+    core.executor.shutdown()
+    assert all(answer.error is None for answer in together.values()), together["0-1"].error
+    assert all(together[name].content() == alone[name].content() for name in together)
+    plain = answers(model, [request for request in requests if request.adapter is None], enable_lora=False)
+    assert all(answer.content() == together[name].content() for name, answer in plain.items())
+    return together
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "config", "settings"),
+    [
+        ("llama", {"tie_word_embeddings": False}, {"target_modules": ["lm_head", "q_proj"]}, {}),
+        ("llama", {"tie_word_embeddings": False}, {"target_modules": ["embed_tokens"]}, {}),
+        ("qwen3_moe", EXPERTS, ON_EXPERTS, {"lora_experts": True}),
+    ],
+    ids=["head", "embeddings", "experts"],
+)
+def test_heads_embeddings_and_experts(
+    tmp_path: Path, kind: str, sizes: dict[str, Any], config: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    base = make_model(tmp_path / "base", kind, **sizes)
+    ref = make_adapter(base, tmp_path / "it", 1, **config)
+    together = check_mixed(base, ref, **settings)
+    merged = answers(
+        Path(ref.path) / "merged",
+        [ask(f"{number}-1", prompt, None) for number, prompt in enumerate(PROMPTS)],
+        enable_lora=False,
+    )
+    for name, answer in merged.items():
+        assert together[name].token_ids == answer.token_ids
+        assert together[name].token_ids != together[f"{name[0]}-0"].token_ids
+        for mine, theirs in zip(together[name].logprobs, answer.logprobs, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-3, rtol=1e-3
+            )
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Model with `tie_word_embeddings")
+def test_a_tied_head_is_adapted_alone(tmp_path: Path) -> None:
+    """The embeddings, which are the same table, stay as they are: as PEFT has it while it is not merged."""
+    base = make_model(tmp_path / "base", "llama", tie_word_embeddings=True)
+    ref = make_adapter(base, tmp_path / "it", 1, target_modules=["lm_head"])
+    together = check_mixed(base, ref)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ref.path)
+    for number, prompt in enumerate(PROMPTS):
+        expected = adapted(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        first = together[f"{number}-1"].logprobs[0]
+        torch.testing.assert_close(
+            torch.tensor(first.logprobs), expected[torch.tensor(first.token_ids)], atol=1e-3, rtol=1e-3
+        )
+
+
+def test_experts_by_themselves_are_all_experts_at_once(tmp_path: Path) -> None:
+    """PEFT's layout of models whose experts are modules: the same matrices, so the same bits."""
+    base = make_model(tmp_path / "base", "qwen3_moe", **EXPERTS)
+    fused = make_adapter(base, tmp_path / "fused", 1, **ON_EXPERTS)
+    tensors = load_file(tmp_path / "fused" / WEIGHTS_FILE)
+    apart: dict[str, torch.Tensor] = {}
+    for name, down in tensors.items():
+        if ".experts." not in name or "lora_A" not in name:
+            continue
+        layer, up = name.split(".experts.")[0], tensors[name.replace("lora_A", "lora_B")]
+        halves = {"gate_proj": slice(0, 32), "up_proj": slice(32, 64)} if "base_layer" in name else None
+        for expert, lines in enumerate(down.chunk(8)):
+            for piece, rows in (halves or {"down_proj": slice(None)}).items():
+                stem = f"{layer}.experts.{expert}.{piece}"
+                apart[f"{stem}.lora_A.weight"] = lines.clone()
+                apart[f"{stem}.lora_B.weight"] = up[rows, expert::8].contiguous()
+    folder = tmp_path / "apart"
+    folder.mkdir()
+    save_file({**{name: t for name, t in tensors.items() if ".experts." not in name}, **apart}, folder / WEIGHTS_FILE)
+    patterns = {"gate_proj": 8, "up_proj": 8}
+    config = json.loads((tmp_path / "fused" / CONFIG_FILE).read_text()) | {"rank_pattern": patterns}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    ref = AdapterRef("apart", digest_of(folder), str(folder))
+    asked = [ask("fused", PROMPTS[0], fused), ask("apart", PROMPTS[0], ref)]
+    found = answers(base, asked, lora_experts=True)
+    assert found["apart"].error is None
+    assert found["apart"].content() == found["fused"].content()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_adapters_in_eight_bits(model: Path, adapters: list[AdapterRef], tmp_path: Path, stored: torch.dtype) -> None:
+    """Matrices with a scale for each row are what they stand for; int8 without scales is refused."""
+    folders = {name: tmp_path / name for name in ("packed", "plain", "bare")}
+    files: dict[str, dict[str, torch.Tensor]] = {name: {} for name in folders}
+    for name, matrix in load_file(Path(adapters[0].path) / WEIGHTS_FILE).items():
+        scale = matrix.abs().amax(1, keepdim=True) / (127 if stored == torch.int8 else 448)
+        packed = (matrix / scale).round().to(stored) if stored == torch.int8 else (matrix / scale).to(stored)
+        files["packed"] |= {name: packed, f"{name}_scale": scale}
+        files["plain"][name] = packed.float() * scale
+        files["bare"][name] = packed
+    refs = {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        save_file(files[name], folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text((Path(adapters[0].path) / CONFIG_FILE).read_text())
+        refs[name] = AdapterRef(name, digest_of(folder), str(folder))
+    found = answers(model, [ask(name, PROMPTS[0], ref) for name, ref in refs.items()])
+    assert found["packed"].content() == found["plain"].content()
+    assert found["plain"].error is None
+    if stored == torch.int8:
+        assert "is int8 but has no" in str(found["bare"].error)
+    else:
+        assert found["bare"].error is None, "eight-bit floats may stand for themselves"
+
+
+def test_slots_by_rank(model: Path, adapters: list[AdapterRef]) -> None:
+    """Two buckets give the bits of one; an adapter of rank 8 gets the slot that has room for it."""
+    ranked = [structs.replace(ref, rank=rank) for ref, rank in zip(adapters, (4, 8, 4), strict=True)]
+    requests = mixed(ranked)
+    expected = answers(model, requests)
+    core = make_engine(model, **{**SETTINGS, "lora_slots": "4x2,8x1"})
+    found = run_all(core, requests)
+    alone = run_all(core, requests[-1:])
+    core.executor.shutdown()
+    assert {name: answer.content() for name, answer in found.items()} == {
+        name: answer.content() for name, answer in expected.items()
+    }
+    assert alone[requests[-1].request_id].content() == found[requests[-1].request_id].content()
 
 
 @pytest.mark.parametrize("base", ["Q4_K", "Q8_0", "int8", "int4"])

@@ -26,6 +26,7 @@ TILES = (
     "triton.sparse_mlp:",
     "triton.packed_mlp:",
     "triton.lora:",
+    "triton.matmul:linear_shrinking",
     "triton.latent:",
 )  # modules whose matmuls are always of tiles
 HALF_CASES = [
@@ -51,7 +52,7 @@ OWN_TYPE = {
     "selective_scan": (4, 5, 6, 7),
     "linear_attention": (1, 2, 3),
 }
-FLOAT32_RESULTS = ("shrink_lora", "prompt_sums")
+FLOAT32_RESULTS = ("shrink_lora", "linear_shrinking", "prompt_sums")
 HALF_TOLERANCE = 2e-2  # relative to the largest value
 
 
@@ -65,6 +66,8 @@ def load(implementation: Implementation) -> Any:
         return lambda x, *others: sum_of(run(x, *others), x.dtype).unsqueeze(0)
     if implementation.path.endswith("shrink_lora"):
         return lambda *inputs: sum_of(run(*inputs), torch.float32).unsqueeze(0)
+    if implementation.path.endswith("linear_shrinking"):
+        return lambda x, *others: tuple(sum_of(parts, torch.float32).unsqueeze(0) for parts in run(x, *others))
     return run
 
 

@@ -69,7 +69,11 @@ def test_every_matrix_has_its_place(adapter: Path, model: Model) -> None:
         (lambda t: t.update(extra=torch.ones(2)), "extra"),
         (
             lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 199)}),
-            "without the embeddings among its target_modules",
+            "embed_tokens has lora_A or lora_B alone",
+        ),
+        (
+            lambda t: t.update({f"{PREFIX}.mlp.up_proj.lora_A.weight_scale": torch.ones(3)}),
+            r"has 3 scales; a matrix of \[4, 64\] takes 1 or 4",
         ),
         (
             lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(199, 64)}),

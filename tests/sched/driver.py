@@ -73,7 +73,7 @@ class Driver:
             max_model_len=max_model_len,
             kv=self.kv,
             shares=make_shares(step_time, "balanced", StepTimes()),
-            adapters=AdapterSlots(adapter_slots),
+            adapters=AdapterSlots(((16, adapter_slots),)),
             drafting=drafting if drafter is None else Drafts(drafter),
             num_stages=num_stages,
         )

@@ -165,11 +165,12 @@ void expand_lora(const float* shrunk, const float* up, const int32_t* tiles, con
     });
 }
 
-// Tokens by slot: lines of a slot and up to WIDTH - 1 of its tokens, -1 for what there is not
+// Tokens by slot, those without one last: lines of a slot and up to WIDTH - 1 of its tokens, -1 for what there is not
 void tile_adapters(const int32_t* slots, int32_t* tiles, int64_t tokens, int64_t num_slots) {
     for (int64_t i = 0; i < tokens * WIDTH; ++i) tiles[i] = -1;
     int32_t* line = tiles;
-    for (int64_t slot = 0; slot < num_slots; ++slot) {
+    for (int64_t i = 0; i <= num_slots; ++i) {
+        const int64_t slot = i < num_slots ? i : -1;
         int64_t count = 0;
         for (int64_t t = 0; t < tokens; ++t) {
             if (slots[t] != slot) continue;
@@ -187,6 +188,21 @@ void gather_adapters(const int32_t* row_slots, const int64_t* rows, const int32_
     for (int64_t t = starts[count]; t < tokens; ++t) out[t] = -1;
     for (int64_t i = 0; i < count; ++i)
         for (int64_t t = starts[i]; t < starts[i + 1]; ++t) out[t] = row_slots[rows[i]];
+}
+
+// shrunk[t] = the column of token ids[t] in the matrix [max_rank, tokens] of its slot
+void look_up_lora(const int64_t* ids, const float* down, const int32_t* slots, float* shrunk, int64_t count,
+                  int64_t max_rank, int64_t tokens) {
+    for (int64_t t = 0; t < count; ++t) {
+        if (slots[t] < 0) continue;
+        const float* column = down + slots[t] * max_rank * tokens + ids[t];
+        for (int64_t r = 0; r < max_rank; ++r) shrunk[t * max_rank + r] = column[r * tokens];
+    }
+}
+
+void pick_adapters(const int32_t* slots, int32_t* out, int64_t tokens, int64_t first, int64_t count) {
+    for (int64_t t = 0; t < tokens; ++t)
+        out[t] = slots[t] >= first && slots[t] < first + count ? (int32_t)(slots[t] - first) : -1;
 }
 
 void select_adapters(const int32_t* slots, const int64_t* tokens, int32_t* out, int64_t count) {

@@ -68,6 +68,22 @@ def gather_adapters(row_slots: Tensor, rows: Tensor, starts: Tensor, size: int) 
     return out
 
 
+def look_up_lora(token_ids: Tensor, down: Tensor, slots: Tensor) -> Tensor:
+    _, _, max_rank, tokens = down.shape
+    out = empty(1, token_ids.shape[0], max_rank)
+    bound().look_up_lora(
+        *(token_ids.data_ptr(), down.data_ptr(), slots.data_ptr(), out.data_ptr()),
+        *(token_ids.shape[0], max_rank, tokens),
+    )
+    return out
+
+
+def pick_adapters(slots: Tensor, first: int, count: int) -> Tensor:
+    out = empty(slots.shape[0], dtype=torch.int32)
+    bound().pick_adapters(slots.data_ptr(), out.data_ptr(), slots.shape[0], first, count)
+    return out
+
+
 def select_adapters(slots: Tensor, tokens: Tensor) -> Tensor:
     out = empty(tokens.shape[0], dtype=torch.int32)
     bound().select_adapters(slots.data_ptr(), tokens.data_ptr(), out.data_ptr(), tokens.shape[0])

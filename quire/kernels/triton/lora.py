@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, begin_dependent, launch_options, wait_for_predecessor
 
 _TOKENS = 16  # of a tile; the narrowest of a matrix unit
@@ -62,7 +63,7 @@ def _tile_adapters_kernel(
     slots_ptr, tiles_ptr, num_tokens, num_slots,
     SLOTS: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the tiles of one slot; the last program writes those that there are not."""
+    """A program writes the tiles of one slot; the last one those of no slot, and those that there are not."""
     begin_dependent(PDL)
     slot = tl.program_id(0)
     WIDTH: tl.constexpr = 1 + TOKENS
@@ -73,26 +74,26 @@ def _tile_adapters_kernel(
         counts += tl.histogram(tl.where(found < 0, SLOTS - 1, found), SLOTS)
     num_tiles = tl.where(bins < num_slots, (counts + TOKENS - 1) // TOKENS, 0)
     first = tl.sum(tl.where(bins < slot, num_tiles, 0))
+    count = 0
+    for start in range(0, num_tokens, AT_ONCE):
+        inside = start + tokens < num_tokens
+        found = tl.load(slots_ptr + start + tokens, mask=inside, other=num_slots)
+        mine = (inside & (tl.where(found < 0, num_slots, found) == slot)).to(tl.int32)
+        rank = count + tl.cumsum(mine, axis=0) - 1
+        at = (first + rank // TOKENS) * WIDTH + 1 + rank % TOKENS
+        tl.store(tiles_ptr + at, start + tokens, mask=mine > 0)
+        count += tl.sum(mine)
+    mine = tl.cdiv(count, TOKENS)
+    for start in range(0, mine, AT_ONCE):
+        named = tl.zeros([AT_ONCE], tl.int32) + tl.where(slot < num_slots, slot, -1)
+        tl.store(tiles_ptr + (first + start + tokens) * WIDTH, named, mask=start + tokens < mine)
+    left = mine * TOKENS - count  # of the last tile
+    last = tiles_ptr + (first + mine) * WIDTH - TOKENS
+    tl.store(last + places, tl.full([TOKENS], -1, tl.int32), mask=places >= TOKENS - left)
     if slot == num_slots:
-        for start in range(first * WIDTH, num_tokens * WIDTH, AT_ONCE):
+        for start in range((first + mine) * WIDTH, num_tokens * WIDTH, AT_ONCE):
             none = tl.full([AT_ONCE], -1, tl.int32)
             tl.store(tiles_ptr + start + tokens, none, mask=start + tokens < num_tokens * WIDTH)
-    else:
-        count = 0
-        for start in range(0, num_tokens, AT_ONCE):
-            found = tl.load(slots_ptr + start + tokens, mask=start + tokens < num_tokens, other=-1)
-            mine = (found == slot).to(tl.int32)
-            rank = count + tl.cumsum(mine, axis=0) - 1
-            at = (first + rank // TOKENS) * WIDTH + 1 + rank % TOKENS
-            tl.store(tiles_ptr + at, start + tokens, mask=mine > 0)
-            count += tl.sum(mine)
-        mine = tl.cdiv(count, TOKENS)
-        for start in range(0, mine, AT_ONCE):
-            named = tl.zeros([AT_ONCE], tl.int32) + slot
-            tl.store(tiles_ptr + (first + start + tokens) * WIDTH, named, mask=start + tokens < mine)
-        left = mine * TOKENS - count  # of the last tile
-        last = tiles_ptr + (first + mine) * WIDTH - TOKENS
-        tl.store(last + places, tl.full([TOKENS], -1, tl.int32), mask=places >= TOKENS - left)
 
 
 def tile_adapters(slots: Tensor, num_slots: int) -> Tensor:
@@ -166,6 +167,17 @@ def shrink_lora(x: Tensor, down: Tensor, tiles: Tensor, ranks: Tensor) -> Tensor
     return partial if rank == room else partial.view(-1, count, pieces, rank)[..., :room].flatten(2)
 
 
+@triton.jit
+def _added(partial_ptr, up, tokens, rank, num_tokens, lines, piece, RANK: tl.constexpr, SPLITS: tl.constexpr):
+    """The sum of the splits of one piece times up, float32 [tokens, columns]."""
+    line = tl.arange(0, RANK)
+    shrunk = tl.zeros([tokens.shape[0], RANK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = (tokens[:, None].to(tl.int64) + split * num_tokens) * lines + piece * RANK + line[None, :]
+        shrunk += tl.load(partial_ptr + place, mask=(tokens >= 0)[:, None] & (line < rank)[None, :], other=0.0)
+    return tl.dot(shrunk.to(up.dtype), up, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     partial_ptr, up_ptr, tiles_ptr, ranks_ptr, blocks_ptr, out_ptr,
@@ -188,15 +200,10 @@ def _expand_kernel(
     )
     wait_for_predecessor(PDL)  # also where there is nothing to do: who waits for this kernel waits for those before
     if rank > 0:
-        there = (tokens >= 0)[:, None]
-        shrunk = tl.zeros([TOKENS, RANK], tl.float32)
-        for split in tl.static_range(SPLITS):
-            place = (tokens[:, None].to(tl.int64) + split * num_tokens) * lines + piece * RANK + line[None, :]
-            shrunk += tl.load(partial_ptr + place, mask=there & (line < rank)[None, :], other=0.0)
         place = out_ptr + tokens[:, None].to(tl.int64) * out_stride + columns[None, :]
-        mask = there & (columns < end)[None, :]
+        mask = (tokens >= 0)[:, None] & (columns < end)[None, :]
         before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        added = tl.dot(shrunk.to(up.dtype), up, input_precision="ieee")
+        added = _added(partial_ptr, up, tokens, rank, num_tokens, lines, piece, RANK, SPLITS)
         tl.store(place, (before + added).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -217,6 +224,58 @@ def expand_lora(
         RANK=rank, SPLITS=splits, TOKENS=_TOKENS, COLUMNS=columns, **launch_options(),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand_gated_kernel(
+    partial_ptr, up_ptr, tiles_ptr, ranks_ptr, x_ptr, out_ptr,
+    num_tokens, width, lines, x_stride,
+    GELU: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [n, width] = the activation of gates x[:, :width] times x[:, width:], with what adapters add to both."""
+    allow_dependents(PDL)
+    tile, columns = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    line, inside = tl.arange(0, RANK), columns < width
+    slot = tl.load(tiles_ptr + tile * (1 + TOKENS))
+    tokens = tl.load(tiles_ptr + tile * (1 + TOKENS) + 1 + tl.arange(0, TOKENS))
+    rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+    up_at = up_ptr + (slot.to(tl.int64) * RANK + line)[:, None] * (2 * width) + columns[None, :]
+    wanted = inside[None, :] & (line < rank)[:, None]
+    of_gate = tl.load(up_at, mask=wanted, other=0.0)
+    of_up = tl.load(up_at + width, mask=wanted, other=0.0)
+    wait_for_predecessor(PDL)
+    if tl.max(tokens) >= 0:
+        mask = (tokens >= 0)[:, None] & inside[None, :]
+        place = x_ptr + tokens[:, None].to(tl.int64) * x_stride + columns[None, :]
+        gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(place + width, mask=mask, other=0.0).to(tl.float32)
+        if rank > 0:  # rounded as two kernels would do it
+            gate += _added(partial_ptr, of_gate, tokens, rank, num_tokens, lines, 0, RANK, SPLITS)
+            up += _added(partial_ptr, of_up, tokens, rank, num_tokens, lines, 1, RANK, SPLITS)
+            gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+            up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
+        out = gate_times_up(gate, up, GELU).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tokens[:, None].to(tl.int64) * width + columns[None, :], out, mask=mask)
+
+
+def expand_lora_gated(
+    out: Tensor, shrunk: Tensor, up: Tensor, tiles: Tensor, ranks: Tensor, activation: str
+) -> Tensor:
+    """See quire/ops/lora.py."""
+    num_slots, room, outputs = up.shape
+    rank, (splits, count, _), width = _padded(room), shrunk.shape, outputs // 2
+    if rank > room:
+        up = torch.nn.functional.pad(up, (0, 0, 0, rank - room))
+        shrunk = torch.nn.functional.pad(shrunk.view(splits, count, -1, room), (0, rank - room)).flatten(2)
+    found = torch.empty(count, width, dtype=out.dtype, device=out.device)
+    num_tiles = min(count, 1 + _num_tiles(count, num_slots))
+    _expand_gated_kernel[(num_tiles, triton.cdiv(width, _COLUMNS))](
+        shrunk, up, tiles, ranks, out, found, count, width, shrunk.shape[2], out.stride(0),
+        GELU=activation == "gelu_tanh", RANK=rank, SPLITS=splits, TOKENS=_TOKENS, COLUMNS=_COLUMNS,
+        **launch_options(),
+    )  # fmt: skip
+    return found
 
 
 def _padded(rank: int) -> int:

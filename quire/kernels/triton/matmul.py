@@ -15,6 +15,8 @@ from torch import Tensor
 from quire.kernels.triton.activation import GATED as ACTIVATIONS
 from quire.kernels.triton.activation import gate_times_up
 from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
+from quire.kernels.triton.lora import shrink_lora
+from quire.kernels.triton.shrink_beside import Beside, beside_arguments, num_programs, room_of, shrink_row
 from quire.kernels.triton.tile_matmul import TileShape, lines_of, matmul_tiles
 from quire.kernels.triton.wide_matmul import matmul_wide, wide_fits
 
@@ -25,8 +27,15 @@ def _one_row_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    down_ptr,  # what is shrunk beside it, see shrink_beside.py
+    slots_ptr,
+    ranks_ptr,
+    shrunk_ptr,
     N,
     K,
+    lines_of_one,
+    RANK: tl.constexpr,
+    SHRINKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -34,8 +43,17 @@ def _one_row_kernel(
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    place = tl.program_id(0)
+    if SHRINKS:
+        beside = tl.cdiv(lines_of_one, ROWS)
+        if place < beside:
+            shrink_row(
+                x_ptr, down_ptr, slots_ptr, ranks_ptr, shrunk_ptr, place, K, lines_of_one, RANK, ROWS, COLS, PDL
+            )
+            return
+        place -= beside
     allow_dependents(PDL)
-    lines, outputs, width = lines_of(tl.program_id(0), N, ROWS, GATED)
+    lines, outputs, width = lines_of(place, N, ROWS, GATED)
     inner = tl.arange(0, COLS)
     inside = outputs < width
     at = weight_ptr + lines.to(tl.int64)[:, None] * K + inner[None, :]
@@ -56,7 +74,7 @@ def _one_row_kernel(
     if GATED:  # of what the product alone would be, rounded
         gate, up = tl.split(tl.reshape(out.to(out_ptr.dtype.element_ty).to(tl.float32), [ROWS // 2, 2]))
         out = gate_times_up(gate, up, GELU)
-        outputs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        outputs = place * (ROWS // 2) + tl.arange(0, ROWS // 2)
     tl.store(out_ptr + outputs, out.to(out_ptr.dtype.element_ty), mask=outputs < width)
 
 
@@ -70,17 +88,26 @@ def matmul_one_row(
     *,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """x [1, K] @ weight [N, K].T + bias -> [1, N], or [1, N / 2] with an activation. A program has `rows` lines."""
     n, k = weight.shape
     out = torch.empty(1, n if activation is None else n // 2, dtype=out_dtype or x.dtype, device=x.device)
-    _one_row_kernel[(triton.cdiv(n, rows),)](
+    down, slots, ranks, shrunk, _, lines = beside_arguments(beside, out)
+    _one_row_kernel[(triton.cdiv(n, rows) + num_programs(beside, rows, 0),)](
         x,
         weight,
         weight if bias is None else bias,
         out,
+        down,
+        slots,
+        ranks,
+        shrunk,
         n,
         k,
+        lines,
+        RANK=room_of(beside),
+        SHRINKS=beside is not None,
         HAS_BIAS=bias is not None,
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
@@ -108,16 +135,54 @@ _WIDE = 1 << 16
 
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: object = None) -> Tensor:
     """x [n, K] @ weight [N, K].T + bias: own kernels where the library leaves bandwidth unused, else the library."""
-    rows, (n, k) = x.shape[0], weight.shape
+    rows = x.shape[0]
     if rows == 1:
-        few_outputs = n * k < 1 << 23 and n < 2048
-        return matmul_one_row(x, weight, bias, rows=1 if few_outputs or k > 8192 else 2)
-    shape = None
-    if _takes_tiles(x, weight):
-        shape = few_rows_shape(rows, n) if rows <= _MAX_FEW_ROWS else some_rows_shape(rows, n, k)
+        return matmul_one_row(x, weight, bias, rows=_lines_of_one_row(weight))
+    shape = _whole_shape(x, weight)
     if shape is None:
         return torch.nn.functional.linear(x, weight, bias)
     return matmul_tiles(x, weight, bias, shape=shape, counters=arrival_counters(x.device))
+
+
+def _lines_of_one_row(weight: Tensor) -> int:
+    n, k = weight.shape
+    return 1 if (n * k < 1 << 23 and n < 2048) or k > 8192 else 2
+
+
+def _whole_shape(x: Tensor, weight: Tensor) -> TileShape | None:
+    """None: the library."""
+    rows, (n, k) = x.shape[0], weight.shape
+    if not _takes_tiles(x, weight):
+        return None
+    return few_rows_shape(rows, n) if rows <= _MAX_FEW_ROWS else some_rows_shape(rows, n, k)
+
+
+def linear_shrinking(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    ranks: Tensor,
+    in_parts: bool,
+) -> tuple[Tensor, Tensor]:
+    """See quire/ops/lora.py. With few rows the shrinking is beside the matmul, in one launch."""
+    rows, splits = x.shape[0], _parts_shape(x, weight) if in_parts else None
+    shape = splits or _whole_shape(x, weight)
+    if rows > _MAX_FEW_ROWS or (rows > 1 and shape is None) or down.shape[2] & (down.shape[2] - 1):
+        shrunk = shrink_lora(x, down, tiles, ranks)
+        whole = linear_split_k(x, weight, bias) if in_parts else linear_transposed(x, weight, bias).unsqueeze(0)
+        return whole, shrunk
+    lines = down.shape[1] * down.shape[2]
+    shrunk = torch.empty(shape.splits if rows > 1 and shape else 1, rows, lines, dtype=torch.float32, device=x.device)
+    beside = Beside(down, slots, ranks, shrunk)
+    if rows == 1:
+        return matmul_one_row(x, weight, bias, rows=_lines_of_one_row(weight), beside=beside).unsqueeze(0), shrunk
+    assert shape is not None
+    counters = arrival_counters(x.device)
+    out = matmul_tiles(x, weight, bias, shape=shape, counters=counters, in_parts=splits is not None, beside=beside)
+    return out if splits else out.unsqueeze(0), shrunk
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -138,13 +203,22 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, K] @ weight [N, K].T + bias as float32 [parts, n, N], or whole as [1, n, N] in x's type."""
     rows, (n, k) = x.shape[0], weight.shape
-    splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1
-    if splits > 1 and (rows <= _MAX_FEW_ROWS or n * k <= _SMALL):
-        shape = TileShape(splits, bt=_TOKENS if rows > _TOKENS else 0)
+    shape = _parts_shape(x, weight)
+    if shape is not None:
         return matmul_tiles(x, weight, bias, shape=shape, in_parts=True)
+    splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1
     if splits > 1 and wide_fits(x, weight):
         return matmul_wide(x, weight, bias, splits)
     return linear_transposed(x, weight, bias).unsqueeze(0)
+
+
+def _parts_shape(x: Tensor, weight: Tensor) -> TileShape | None:
+    """Tiles of a product that stays in parts; None: it stays whole, or others cut it."""
+    rows, (n, k) = x.shape[0], weight.shape
+    splits = parts_of(rows, n, k) if _takes_tiles(x, weight) else 1
+    if splits == 1 or (rows > _MAX_FEW_ROWS and n * k > _SMALL):
+        return None
+    return TileShape(splits, bt=_TOKENS if rows > _TOKENS else 0)
 
 
 def split_k_shape(rows: int, weight: Tensor) -> TileShape:

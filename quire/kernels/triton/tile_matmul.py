@@ -25,6 +25,7 @@ from quire.kernels.triton.launch import (
     stages_within,
     wait_for_predecessor,
 )
+from quire.kernels.triton.shrink_beside import Beside, beside_arguments, num_programs, room_of, shrink_tile
 
 _MIN_TOKENS = 16  # the narrowest tile of a matrix unit
 # Where a tile is not full, a mask costs more than reading the last token again in shorter lines, less in longer ones.
@@ -63,51 +64,49 @@ def add_splits(acc, parts_ptr, counters_ptr, size, at, mask, SPLITS: tl.constexp
 
 @triton.jit
 def _tile_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
     parts_ptr,  # [splits, M, N] float32, to be added up here
     counters_ptr,  # [tiles] int32, zero before and after
     x_scale_ptr,  # [M] float32
     weight_scale_ptr,  # [N] float32
-    M,
-    N,
-    K,
-    k_per_split,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
+    down_ptr, slots_ptr, ranks_ptr, shrunk_ptr,  # what is shrunk beside it, see shrink_beside.py
+    M, N, K, k_per_split, down_lines, lines_of_one,
+    RANK: tl.constexpr, SHRINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr,
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # every split is whole pieces of BK
     AGAIN: tl.constexpr,  # beyond the last token it is read again, and not stored
     IN_PARTS: tl.constexpr,  # out is [splits, M, N]
     SPLITS: tl.constexpr,
     IN_TURN: tl.constexpr,  # one program does all splits, with the same bits
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PREFETCH: tl.constexpr,  # pieces of the weight asked for while the kernel before still runs
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    allow_dependents(PDL)
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token_tiles = tl.cdiv(M, BT)
     tiles = tl.cdiv(N, BN)
-    # Programs that run together share weights and activations: GROUP tiles of lines at a time walk over the tokens.
     place = tl.program_id(0)
+    split = tl.program_id(1)
+    begin = split * k_per_split
+    end = K if IN_TURN else tl.minimum(begin + k_per_split, K)
+    if SHRINKS:
+        beside = tl.cdiv(down_lines, BN) * token_tiles
+        if place < beside:
+            shrink_tile(
+                x_ptr, down_ptr, slots_ptr, ranks_ptr, shrunk_ptr, place // token_tiles, place % token_tiles, split,
+                M, K, begin, end, down_lines, lines_of_one, RANK, BT, BN, BK, PRECISION, PDL,
+            )  # fmt: skip
+            return
+        place -= beside
+    allow_dependents(PDL)
+    # Programs that run together share weights and activations: GROUP tiles of lines at a time walk over the tokens.
     first = place // (GROUP * token_tiles) * GROUP
     group = tl.minimum(tiles - first, GROUP)
     tile = first + place % (GROUP * token_tiles) % group
     token_tile = place % (GROUP * token_tiles) // group
-    split = tl.program_id(1)
     tokens = token_tile * BT + tl.arange(0, BT)
     lines, outputs, width = lines_of(tile, N, BN, GATED)
     inner = tl.arange(0, BK)
     token_mask, line_mask = tokens < M, outputs < width
-    begin = split * k_per_split
-    end = K if IN_TURN else tl.minimum(begin + k_per_split, K)
     w_at = weight_ptr + lines.to(tl.int64)[:, None] * K + (begin + inner)[None, :]
     x_at = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[None, :] * K + (begin + inner)[:, None]
     if PDL:
@@ -195,13 +194,14 @@ def matmul_tiles(
     in_parts: bool = False,
     parts: Tensor | None = None,
     precision: str = "ieee",
+    beside: Beside | None = None,
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias -> [M, N], or [M, N / 2] with an activation of GATED.
 
     `scales` are those of x's lines [M] and of the weight's lines [N], both float32. More than one split needs
     `counters`: zeros, int32, one for each tile of lines x tokens. `in_parts`: the splits, [splits, M, N] float32;
     `parts`: where to. `precision` is that of float32 weights, to whose type x is brought; "halves": x of 16 bits is
-    multiplied as it is, with three parts of the weight.
+    multiplied as it is, with three parts of the weight. `beside`: what adapters shrink x to, in as many parts.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -214,7 +214,10 @@ def matmul_tiles(
     out = parts if in_parts else torch.empty(m, width, dtype=out_dtype or x.dtype, device=x.device)
     k_per_split = triton.cdiv(triton.cdiv(k, splits), bk) * bk
     x_scale, weight_scale = (out, out) if scales is None else scales
-    _tile_kernel[(triton.cdiv(n, bn) * triton.cdiv(m, bt), 1 if shape.in_turn else splits)](
+    token_tiles = triton.cdiv(m, bt)
+    programs = triton.cdiv(n, bn) * token_tiles + num_programs(beside, bn, token_tiles)
+    down, slots, ranks, shrunk, down_lines, lines = beside_arguments(beside, out)
+    _tile_kernel[(programs, 1 if shape.in_turn else splits)](
         x,
         weight,
         weight if bias is None else bias,
@@ -223,10 +226,18 @@ def matmul_tiles(
         out if counters is None else counters,
         x_scale,
         weight_scale,
+        down,
+        slots,
+        ranks,
+        shrunk,
         m,
         n,
         k,
         k_per_split,
+        down_lines,
+        lines,
+        RANK=room_of(beside),
+        SHRINKS=beside is not None,
         HAS_BIAS=bias is not None,
         SCALED=scales is not None,
         GATED=activation is not None,

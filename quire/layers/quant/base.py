@@ -22,6 +22,8 @@ from quire.ops.split_k import PartialSums
 from quire.types.errors import ConfigError
 from quire.utils.units import format_bytes
 
+# `linear_shrinking` of ops/lora.py on a layer's own weight and bias.
+Shrinking = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
 
 
@@ -87,6 +89,10 @@ class LinearMethod(nn.Module, ABC):
 
     def split_k(self) -> Callable[[Tensor], Tensor | PartialSums] | None:
         """`multiply` for readers that add up split-K partial sums, where that is faster; see ops/split_k.py."""
+        return None
+
+    def shrinking(self) -> Shrinking | None:
+        """`multiply` beside the shrinking of LoRA adapters, where one kernel does both; see ops/lora.py."""
         return None
 
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, TableMethod
+from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, Shrinking, TableMethod
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
@@ -15,6 +15,7 @@ from quire.ops.gated_linear import GATED_LINEAR
 from quire.ops.grouped import GROUPED_DOWN, GROUPED_GATE_UP, SPARSE_MLP
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import DIRECT, LINEAR_TRANSPOSED, Product, choose_product, linear, linear_transposed
+from quire.ops.lora import LINEAR_SHRINKING
 from quire.ops.split_k import LINEAR_SPLIT_K, PartialSums
 
 # Transposing in blocks that fit the cache was measured 5 to 20 times faster than one strided copy.
@@ -63,6 +64,12 @@ class PlainLinear(LinearMethod):
             return parts[0] if parts.shape[0] == 1 else PartialSums(parts, x.dtype)
 
         return multiply
+
+    def shrinking(self) -> Shrinking | None:
+        run = LINEAR_SHRINKING.bind(self.spec.target)
+        if run is LINEAR_SHRINKING.reference:
+            return None
+        return lambda x, *adapters: run(x, self.weight, self.bias, *adapters)
 
     @property
     def is_invariant(self) -> bool:

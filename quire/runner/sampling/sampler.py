@@ -53,6 +53,7 @@ class SamplingKind(NamedTuple):
     logprobs: int | None = None  # number of top logprobs
     eager: bool = False  # some row asks for what cannot be captured
     drafted: bool = False  # some row has drafts, so rows come several times
+    adapted: bool = False  # some row has a LoRA adapter, which may be on the head too
 
 
 class Sampler:

@@ -84,7 +84,7 @@ COVERED = {
     **dict.fromkeys(("shrink_lora", "expand_lora"), Held(*["test_adapters_are_added_token_by_token"] * 3)),
     **{
         name: Held(*["test_tokens_have_the_slots_of_their_rows"] * 3)
-        for name in ("gather_adapters", "select_adapters", "tile_adapters")
+        for name in ("gather_adapters", "select_adapters", "tile_adapters", "look_up_lora", "pick_adapters")
     },
     "linear": Held(
         "test_a_row_of_a_product_has_the_same_bits_in_any_batch", "test_plain_products", "test_plain_products"

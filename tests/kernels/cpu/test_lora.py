@@ -9,9 +9,13 @@ from quire.kernels.cpu import lora
 from quire.ops.lora import (
     expand_lora,
     gather_adapters,
+    generate_look_ups,
+    generate_picks,
     generate_rows,
     generate_slots,
     generate_tokens,
+    look_up_lora,
+    pick_adapters,
     select_adapters,
     shrink_lora,
     tile_adapters,
@@ -57,7 +61,10 @@ def test_adapters_are_added_token_by_token(isa: str, inner: int) -> None:
 def test_tokens_have_the_slots_of_their_rows(isa: str, seed: int) -> None:
     """Rows without tokens among them, padding behind them."""
     rows, tokens, slots = generate_rows(seed), generate_tokens(seed), generate_slots(seed)
+    picks, columns = generate_picks(seed), generate_look_ups(seed)
     with using(isa):
         assert_bits(lora.gather_adapters(*rows), gather_adapters(*rows))
         assert_bits(lora.select_adapters(*tokens), select_adapters(*tokens))
         assert_bits(lora.tile_adapters(*slots), tile_adapters(*slots))
+        assert_bits(lora.pick_adapters(*picks), pick_adapters(*picks))
+        assert_bits(lora.look_up_lora(*columns), look_up_lora(*columns))

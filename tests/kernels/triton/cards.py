@@ -107,10 +107,13 @@ def products(all_shapes: bool) -> None:
     for rows, widths in product((1, 64, 4096) if all_shapes else (1, 4096), ((4096, 1024, 1024), (14336, 14336))):
         lora.gather_adapters(ranks, numbers(rows, dtype=torch.int64), numbers(rows + 1, dtype=torch.int32), rows)
         tiles = lora.tile_adapters(numbers(rows, dtype=torch.int32), 8)
-        shrunk = lora.shrink_lora(numbers(rows, 4096), numbers(8, len(widths), 16, 4096), tiles, ranks)
+        x, down = numbers(rows, 4096), numbers(8, len(widths), 16, 4096)
+        matmul.linear_shrinking(x, numbers(4096, 4096), None, down, tiles, tiles, ranks, True)
+        shrunk = lora.shrink_lora(x, down, tiles, ranks)
         for dtype in (BF16, torch.float32):
             out = numbers(rows, sum(widths), dtype=dtype)
             lora.expand_lora(out, shrunk, numbers(8, 16, sum(widths)), tiles, ranks, widths)
+        lora.expand_lora_gated(numbers(rows, 28672), shrunk, numbers(8, 16, 28672), tiles, ranks, "silu")
     if not has_fp8():
         return
     for rows in (1, 64) if all_shapes else (1,):

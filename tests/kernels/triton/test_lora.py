@@ -63,6 +63,44 @@ def test_it_is_the_reference() -> None:
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_the_activation_in_the_same_kernel_changes_no_bit(dtype: torch.dtype) -> None:
+    """Also for tokens without an adapter, and where columns end within a program."""
+    from quire.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
+
+    layer, generator = Layer(40, 600, dtype), torch.Generator().manual_seed(3)
+    out = torch.randn(40, 2 * 150, generator=generator).to(DEVICE, dtype)
+    up = torch.randn(SLOTS, RANK, 2 * 150, generator=generator).to(DEVICE, dtype)
+    tiles, ranks = lora.tile_adapters(layer.slots, SLOTS), RANKS.to(DEVICE)
+    shrunk = lora.shrink_lora(layer.x, layer.down[:, :2].contiguous(), tiles, ranks)
+    added = lora.expand_lora(out.clone(), shrunk, up, tiles, ranks, (150, 150))
+    for name, activation in (("silu", silu_and_mul), ("gelu_tanh", gelu_tanh_and_mul)):
+        found = lora.expand_lora_gated(out, shrunk, up, tiles, ranks, name)
+        assert torch.equal(found, activation(added))
+
+
+@pytest.mark.parametrize(("count", "in_parts"), [(1, True), (5, False), (5, True), (20, True)])
+def test_shrinking_beside_a_matmul(count: int, in_parts: bool) -> None:
+    """The matmul keeps its bits, and each token gets what its own adapter shrinks it to."""
+    from quire.kernels.triton import matmul
+
+    layer, generator = Layer(count, 1024, HALF), torch.Generator().manual_seed(count)
+    weight = torch.randn(256, 1024, generator=generator).to(DEVICE, HALF)
+    layer.slots[0] = 1
+    tiles, ranks = lora.tile_adapters(layer.slots, SLOTS), RANKS.to(DEVICE)
+    adapters = (layer.down, layer.slots, tiles, ranks)
+    out, found = matmul.linear_shrinking(layer.x, weight, None, *adapters, in_parts)
+    alone = (
+        matmul.linear_split_k(layer.x, weight, None) if in_parts else matmul.linear_transposed(layer.x, weight)[None]
+    )
+    assert torch.equal(out, alone)
+    expected = shrink_lora(layer.x.cpu(), layer.down.cpu(), tiles.cpu(), RANKS)[0].view(count, len(WIDTHS), RANK)
+    for token, slot in enumerate(layer.slots.tolist()):
+        rank = int(RANKS[slot]) if slot >= 0 else 0
+        mine = found.sum(0).view(count, len(WIDTHS), RANK)[token, :, :rank].cpu()
+        torch.testing.assert_close(mine, expected[token, :, :rank], atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("count", [1, 16, 17, 2100])
 def test_tiles_of_any_number_of_tokens(count: int) -> None:
     for num_slots, share in ((1, 1.0), (3, 0.5), (12, 1.0), (3, 0.0)):

@@ -1,0 +1,45 @@
+"""Slots of adapters by rank: which one an adapter takes, and who leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from quire.sched.adapters import AdapterSlots
+from quire.sched.request import Request
+from quire.types.request import AdapterRef
+
+
+def asking(name: str, rank: int) -> Request:
+    """All that slots look at."""
+    adapter = AdapterRef(name, name, "", rank)
+    return cast(Request, SimpleNamespace(engine_request=SimpleNamespace(adapter=adapter)))
+
+
+def test_an_adapter_takes_the_smallest_slot_that_it_fits_into() -> None:
+    slots = AdapterSlots(((8, 2), (64, 1)))  # slots 0 and 1, and 2
+    first, large, second, third = asking("a", 8), asking("large", 33), asking("b", 4), asking("c", 8)
+    assert slots.take(first)[0] == 0
+    assert slots.take(large)[0] == 2
+    assert slots.take(second)[0] == 1
+    assert not slots.has_room(third), "all run"
+    slots.give_back(large)
+    slot, (load,) = slots.take(third)
+    assert (slot, load.slot, load.digest) == (2, 2, "c"), "a larger one is better than none"
+    slots.give_back(second)
+    assert not slots.has_room(large), "its slot is in use, and the idle one is too small"
+
+
+def test_the_least_recently_used_of_the_smallest_leaves() -> None:
+    slots = AdapterSlots(((8, 2), (16, 1)))
+    requests = [asking(name, 8) for name in "abc"]
+    for request in requests:
+        slots.take(request)
+    for request in requests:
+        slots.give_back(request)
+    assert slots.take(asking("a", 8)) == (0, []), "it is still there, and now the one that was used last"
+    slots.give_back(asking("a", 8))
+    slot, _ = slots.take(asking("d", 2))
+    assert slot == 1, "b's; c is in a larger slot"
+    slot, _ = slots.take(asking("e", 16))
+    assert slot == 2
