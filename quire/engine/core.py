@@ -5,30 +5,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from quire.engine.constraints import Constraints
 from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
 from quire.engine.step_log import NO_LOG, StepLog
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import InFlight
 from quire.types.console import Memory
 from quire.types.errors import EngineDeadError, RequestError
 from quire.types.outputs import EngineOutput, EngineOutputs, EngineStats
 from quire.types.request import EngineRequest
-from quire.types.step import StepPlan
+from quire.types.step import MaskedRow, StepPlan
 from quire.utils.log import get_logger
-from quire.worker.executor import Executor, StartedStep
+from quire.worker.executor import Executor
 
 logger = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _InFlight:
-    plan: StepPlan
-    step: StartedStep
-    started: float
-    needs_masks: bool  # before it can sample; true of the newest step only
 
 
 class EngineCore:
@@ -56,7 +48,6 @@ class EngineCore:
         self._said: list[EngineOutput] = []  # goes out with the next step
         self._depth = steps_in_flight
         self._clock = clock
-        self._in_flight: deque[_InFlight] = deque()
         self._last_result = 0.0  # when a step was last known to be done
 
     def add_request(self, request: EngineRequest) -> list[EngineOutput]:
@@ -135,11 +126,12 @@ class EngineCore:
                 raise EngineDeadError("the scheduler has requests, but plans none of them; this is a bug in Quire")
             return EngineOutputs(refused, self.stats())
         self.scheduler.work_ahead()
-        oldest = self._in_flight.popleft()
+        oldest = self._in_flight[0]
+        assert oldest.handle is not None, "a step was planned and not started"
         try:
-            result = oldest.step.result()
+            result = oldest.handle.result()
         except Exception as error:  # whatever a step raises must not take the other requests down
-            outputs = self._contain(oldest.plan, error)
+            outputs = self._contain(oldest, error)
             self.parked.note_ends(outputs)
             return EngineOutputs([*refused, *outputs], self.stats())
         seconds = self._seconds(oldest.started)
@@ -167,24 +159,32 @@ class EngineCore:
         newest = self._in_flight[-1]
         if len(self._in_flight) >= self._depth or newest.needs_masks or self.hold.is_active:
             return False
-        return not newest.step.done() or newest.step.exception() is None
+        handle = newest.handle
+        return handle is None or not handle.done() or handle.exception() is None
 
     def _launch(self, plan: StepPlan) -> None:
         """Start a step. Where it samples under grammars and every token before is known, masks are made meanwhile."""
-        begin = self._clock()
+        newest = self._in_flight[-1]
+        newest.started = self._clock()
         self.log.planned(plan)
         self.watch.planned(plan)
-        if plan.mask_slots and (not self._in_flight or self.scheduler.awaits_tokens):
-            masks = self.constraints.start_masks(self.scheduler.masked_rows(plan))
-            step = self.executor.execute(plan)
-            step.sample(masks)
-            self._in_flight.append(_InFlight(plan, step, begin, needs_masks=False))
+        if plan.mask_slots and (len(self._in_flight) == 1 or self.scheduler.awaits_tokens):
+            masks = self.constraints.start_masks(_masked_rows(newest))
+            newest.handle = self.executor.execute(plan)
+            newest.handle.sample(masks)
         else:
-            self._in_flight.append(_InFlight(plan, self.executor.execute(plan), begin, bool(plan.mask_slots)))
+            newest.handle = self.executor.execute(plan)
+            newest.needs_masks = bool(plan.mask_slots)
 
-    def _give_masks(self, newest: _InFlight) -> None:
-        newest.step.sample(self.constraints.start_masks(self.scheduler.masked_rows(newest.plan)))
+    def _give_masks(self, newest: InFlight) -> None:
+        assert newest.handle is not None
+        newest.handle.sample(self.constraints.start_masks(_masked_rows(newest)))
         newest.needs_masks = False
+
+    @property
+    def _in_flight(self) -> deque[InFlight]:
+        """The steps whose results are to come, the oldest first. The scheduler adds and takes them."""
+        return self.scheduler.state.in_flight
 
     def _admit_parked(self) -> list[EngineOutput]:
         """Queue the parked requests that have what they waited for; those that cannot have it are answered."""
@@ -193,14 +193,14 @@ class EngineCore:
             self.scheduler.add_request(request)
         return refused
 
-    def _contain(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
+    def _contain(self, failed: InFlight, error: Exception) -> list[EngineOutput]:
         """A step failed: retry each of its requests alone, so that only the culprit fails."""
+        plan = failed.plan
         self.log.failed(plan, error)
         logger.error("step %d with %d requests failed", plan.step_id, len(plan.rows), exc_info=error)
         if self.executor.is_sticky(error):
             raise EngineDeadError(f"the device failed and cannot go on: {error}; restart the engine") from error
-        self._in_flight.clear()  # planned on top of the failed step
-        if self.scheduler.is_retry(plan):
+        if failed.retry:
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         self.scheduler.recover(plan)
         return []
@@ -209,3 +209,12 @@ class EngineCore:
         self.log.close()
         self.parked.shutdown()
         self.executor.shutdown()
+
+
+def _masked_rows(step: InFlight) -> list[MaskedRow]:
+    """What the plan's mask_slots are about, in their order; some requests may have ended since it was planned."""
+    return [
+        MaskedRow(request.request_id, step.drafts.get(index, ()))
+        for index, (row, request) in enumerate(zip(step.plan.rows, step.requests, strict=True))
+        if row in step.plan.mask_slots
+    ]

@@ -25,7 +25,7 @@ from quire.types.control import LiveLimits
 from quire.types.errors import ConfigError, EngineError
 from quire.types.outputs import EngineOutput, EngineStats
 from quire.types.request import EngineRequest
-from quire.types.step import MaskedRow, StepPlan, StepResult
+from quire.types.step import StepPlan, StepResult
 
 
 class Scheduler:
@@ -93,15 +93,6 @@ class Scheduler:
         """End requests whose last output has been made, also while they are in flight."""
         self._drop(request_ids)
 
-    def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
-        """What plan.mask_slots is about, in its order; some requests may have ended since it was planned."""
-        step = next(step for step in reversed(self._state.in_flight) if step.plan.step_id == plan.step_id)
-        return [
-            MaskedRow(request.request_id, step.drafts.get(index, ()))
-            for index, (row, request) in enumerate(zip(plan.rows, step.requests, strict=True))
-            if row in plan.mask_slots
-        ]
-
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute now. `now` is on the clock of arrival times."""
         state = self._state
@@ -131,13 +122,9 @@ class Scheduler:
     def recover(self, plan: StepPlan) -> None:
         """The oldest plan's execution raised: its requests, and those planned after it, run again, each alone.
 
-        Plans after it are void: the caller drops their results.
+        Plans after it are void, and not in flight any more. If it was a retry, call fail() instead.
         """
         unwind(self._state, self._oldest(plan))
-
-    def is_retry(self, plan: StepPlan) -> bool:
-        """Whether this plan runs one request alone after a failure: if it raises too, call fail()."""
-        return any(step.retry for step in self._state.in_flight if step.plan.step_id == plan.step_id)
 
     def fail(self, plan: StepPlan, message: str) -> list[EngineOutput]:
         """The oldest plan's execution raised and is not to be retried: its requests end, all others go on."""

@@ -14,7 +14,7 @@ from quire.sched.adapters import NoAdapterSlots
 from quire.sched.queues import WaitingQueue
 from quire.sched.request import OrderKey, Request, Status
 from quire.sched.step_times import StepWork, pairs_of
-from quire.types.step import AdapterLoad, RowStart, StepPlan, StepResult
+from quire.types.step import AdapterLoad, RowStart, StartedStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.sched.draft_lengths import Offer
@@ -123,7 +123,7 @@ class StepDraft:
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan that was handed out and whose result has not come back."""
+    """A plan that was handed out and whose result has not come back. How it runs, the engine's core notes."""
 
     plan: StepPlan
     requests: list[Request]  # parallel to plan.rows
@@ -133,6 +133,9 @@ class InFlight:
     work: StepWork
     offers: Sequence[Offer] = ()
     predicted: Collection[int] = ()
+    handle: StartedStep | None = None  # None: it was not started yet
+    started: float = 0.0  # on the core's clock
+    needs_masks: bool = False  # before it can sample; true of the newest step only
 
 
 @dataclass(slots=True)

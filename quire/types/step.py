@@ -7,12 +7,17 @@ are msgspec structs, so an executor may send them to another process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from quire.types.request import PromptEmbeds
 from quire.types.sampling import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from quire.types.masks import Masks
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True):
@@ -122,3 +127,21 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     routed_experts: dict[int, RoutedExperts] = {}
     way: str = ""  # how it ran, by the name of its way
     proposals: dict[int, list[int]] = {}  # what the worker's drafter says may follow, as num_proposals asks
+
+
+class StartedStep(Protocol):
+    """A step that may still be running."""
+
+    def sample(self, masks: Future[Masks]) -> None:
+        """Give a step the masks that it waits for, as its mask_slots tell, a line per sample position.
+
+        May block until they are there; never raises.
+        """
+
+    def done(self) -> bool: ...
+
+    def exception(self) -> BaseException | None:
+        """Why it failed, if it did. Waits for the step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step, and raises its exception."""

@@ -8,35 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.types.errors import ConfigError, QuireError
 from quire.types.masks import Masks
 from quire.types.request import AdapterRef
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import StartedStep, StepPlan
 
 if TYPE_CHECKING:  # it knows the ledger, and the ledger torch
     from quire.worker.description import WorkerDescription
-
-
-class StartedStep(Protocol):
-    """A step that may still be running."""
-
-    def sample(self, masks: Future[Masks]) -> None:
-        """Give a step the masks that it waits for, as its mask_slots tell, a line per sample position.
-
-        May block until they are there; never raises.
-        """
-
-    def done(self) -> bool: ...
-
-    def exception(self) -> BaseException | None:
-        """Why it failed, if it did. Waits for the step."""
-
-    def result(self) -> StepResult:
-        """Waits for the step, and raises its exception."""
 
 
 class Executor(ABC):

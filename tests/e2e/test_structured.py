@@ -28,8 +28,8 @@ from quire.sched.draft_lengths import EveryDraft
 from quire.sched.drafts import Drafts
 from quire.types.errors import BatchError, RequestError
 from quire.types.outputs import RequestOutput
-from quire.types.step import StepPlan
-from quire.worker.executor import Executor, StartedStep
+from quire.types.step import StartedStep, StepPlan
+from quire.worker.executor import Executor
 from quire.worker.inproc import InProcStep
 from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows

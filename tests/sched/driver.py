@@ -126,7 +126,7 @@ class Driver:
             result = self.executor.execute(plan, fail=fail, apply_before_failing=apply_before_failing)
         except FakeStepError as error:
             self.in_flight.clear()
-            if self.scheduler.is_retry(plan):
+            if self.scheduler.state.in_flight[0].retry:
                 self._collect(self.scheduler.fail(plan, str(error)))
             else:
                 self.scheduler.recover(plan)

@@ -53,7 +53,7 @@ def test_a_retry_runs_alone_up_to_the_point_of_failure() -> None:
     for _ in range(3):
         plan = driver.plan()
         assert plan is not None
-        assert (plan.rows, driver.scheduler.is_retry(plan)) == ([0], True)
+        assert (plan.rows, driver.scheduler.state.in_flight[-1].retry) == ([0], True)
         assert driver.plan() is None, "nothing is planned beside a retry"
         assert not driver.scheduler.has_schedulable
         driver.finish()

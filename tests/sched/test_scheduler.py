@@ -126,7 +126,7 @@ def test_every_trace_gives_what_each_request_gives_alone(
             driver.finish()
         elif action == "fail" and driver.in_flight:
             plan = driver.in_flight[0]
-            if driver.scheduler.is_retry(plan):
+            if driver.scheduler.state.in_flight[0].retry:
                 retried_in_vain.add(plan.step_id)
             driver.finish(fail=True, apply_before_failing=data.draw(st.booleans()))
         elif action == "abort" and added:

@@ -23,8 +23,8 @@ from quire.server.console.feed import ConsoleFeed
 from quire.server.console.monitor import ConsoleMonitor
 from quire.server.console.router import console_router
 from quire.types.request import EngineRequest
-from quire.types.step import StepPlan
-from quire.worker.executor import Executor, StartedStep
+from quire.types.step import StartedStep, StepPlan
+from quire.worker.executor import Executor
 from tests.e2e.tiny import make_model
 from tests.e2e.tiny_tokenizer import write_tokenizer
 from tests.server.helpers import MODEL, FakeProvider
