@@ -55,6 +55,11 @@ def hosts_secret() -> str:
     return os.environ.get("QUIRE_HOSTS_SECRET", "").strip()
 
 
+def prepare_ray() -> None:
+    """Before Quire starts or joins Ray: RAY_USAGE_STATS_ENABLED is 0 unless the user has set it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def system_date() -> str | None:
     """QUIRE_SYSTEM_DATE: what --system-date is when it is not set."""
     return os.environ.get("QUIRE_SYSTEM_DATE") or None

@@ -23,7 +23,7 @@ MetricsNames = Literal["quire", "vllm"]
 RunnerName = Literal["auto", "generate", "pooling"]
 Conversion = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
-ExecutorName = Literal["auto", "inproc", "multiproc", "hosts"]
+ExecutorName = Literal["auto", "inproc", "multiproc", "hosts", "ray"]
 
 DEFAULT_MODEL = "smollm2"
 
@@ -330,8 +330,8 @@ class ParallelConfig:
     )
     executor: ExecutorName = setting(
         "auto",
-        "Where steps run: inproc (the engine's process), multiproc (processes of this host) or hosts (workers that"
-        " join with `quire worker`). auto: multiproc for several ranks.",
+        "Where steps run: inproc (the engine's process), multiproc (processes of this host), hosts (workers that"
+        " join with `quire worker`) or ray (workers that Ray places). auto: multiproc for several ranks.",
     )
     hosts_address: str | None = setting(
         None, "With executor hosts: the HOST:PORT of this machine where workers join; port 0 takes a free one."
@@ -341,7 +341,7 @@ class ParallelConfig:
         "File with the secret that the engine and its workers share, 16 bytes or more. Unset: the environment"
         " variable QUIRE_HOSTS_SECRET.",
     )
-    join_timeout: float = setting(300.0, "Seconds that the engine waits for its workers to join.", unit="seconds")
+    join_timeout: float = setting(300.0, "Seconds to wait for workers of other hosts to join.", unit="seconds")
 
     @property
     def num_ranks(self) -> int:

@@ -23,6 +23,7 @@ EXECUTORS: Registry[MakeExecutor] = Registry(
         "inproc": "inproc:make_inproc_executor",
         "multiproc": "multiproc:make_multiproc_executor",
         "hosts": "hosts:make_hosts_executor",
+        "ray": "ray_executor:make_ray_executor",
     },
 )
 
