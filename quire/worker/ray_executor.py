@@ -33,13 +33,22 @@ def _actor_class() -> type:
     class QuireRank:
         def run(self, environment: dict[str, str], order: bytes) -> int:
             """The exit status of the rank. It ends with this process."""
-            import os
             import subprocess
             import sys
 
-            command = [sys.executable, "-P", "-m", "quire.worker.remote_rank"]
-            inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's: 1
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=inherited | environment)
+            values = [f"{name}={value}" for name, value in environment.items()]
+            # Ray sets OMP_NUM_THREADS, for work that is not ours.
+            command = [
+                "env",
+                "-u",
+                "OMP_NUM_THREADS",
+                *values,
+                sys.executable,
+                "-P",
+                "-m",
+                "quire.worker.remote_rank",
+            ]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
             process.communicate(order + b"\n")
             return process.returncode
 

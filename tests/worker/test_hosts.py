@@ -266,7 +266,7 @@ def test_settings_of_hosts_that_cannot_be_are_refused(settings: dict[str, Any], 
 
 
 def can_make_namespaces() -> bool:
-    command = ["unshare", "-rn", "ip", "link", "add", "a", "type", "veth", "peer", "name", "b"]
+    command = ["unshare", "-rn", "ip", "link", "add", "name", "one", "type", "veth", "peer", "name", "two"]
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return False
     return subprocess.run(command, capture_output=True).returncode == 0
@@ -292,7 +292,7 @@ def test_two_network_namespaces(model: Path, tmp_path: Path) -> None:
         ip link set lo up
         unshare -n sleep 60 & other=$!
         until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-        ip link add one type veth peer name two
+        ip link add name one type veth peer name two
         ip link set two netns $other
         ip addr add 10.99.0.1/24 dev one
         ip link set one up
