@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, SIZES, VOCAB, make_model
@@ -202,14 +204,25 @@ def medusa(folder: Path, target: Target, *, converted: bool = False) -> tuple[Pa
 
 
 def mtp_deepseek(folder: Path) -> tuple[Path, Draft]:
+    sizes = {**LATENT, "head_dim": 8, "num_nextn_predict_layers": 1}
+    kinds = deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RotaryEmbedding, deepseek.DeepseekV3RMSNorm
+    return mtp_behind(make_model(folder, "deepseek_v3", **sizes), *kinds)
+
+
+def mtp_glm(folder: Path) -> tuple[Path, Draft]:
+    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
+    sizes = {**{name: LATENT[name] for name in names}, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+    kinds = glm.Glm4MoeDecoderLayer, glm.Glm4MoeRotaryEmbedding, glm.Glm4MoeRMSNorm
+    return mtp_behind(make_model(folder, "glm4_moe", **sizes), *kinds)
+
+
+def mtp_behind(
+    folder: Path, layer_kind: type[nn.Module], rotary_kind: type[nn.Module], norm_kind: type[nn.Module]
+) -> tuple[Path, Draft]:
     """A target whose checkpoint has one layer more."""
-    make_model(folder, "deepseek_v3", **LATENT, head_dim=8, num_nextn_predict_layers=1)
     target = Target(folder)
-    layer, rotary = (
-        deepseek.DeepseekV3DecoderLayer(target.config, 1),
-        deepseek.DeepseekV3RotaryEmbedding(target.config),
-    )
-    enorm, hnorm, norm = (deepseek.DeepseekV3RMSNorm(HIDDEN, target.config.rms_norm_eps) for _ in range(3))
+    layer, rotary = layer_kind(target.config, 1), rotary_kind(target.config)
+    enorm, hnorm, norm = (norm_kind(HIDDEN, target.config.rms_norm_eps) for _ in range(3))
     project = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
     for seed, module in enumerate((layer, enorm, hnorm, norm, project)):
         random_weights(module, seed)
@@ -232,13 +245,26 @@ def mtp_deepseek(folder: Path) -> tuple[Path, Draft]:
 
 
 def mtp_qwen(folder: Path) -> tuple[Path, Draft]:
-    make_model(folder, "qwen3_next", **{**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32})
+    sizes = {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32}
+    kinds = qwen.Qwen3NextDecoderLayer, qwen.Qwen3NextRotaryEmbedding, qwen.Qwen3NextRMSNorm
+    return mtp_under(make_model(folder, "qwen3_next", **sizes), *kinds)
+
+
+def mtp_qwen35(folder: Path) -> tuple[Path, Draft]:
+    kinds = qwen35.Qwen3_5DecoderLayer, qwen35.Qwen3_5TextRotaryEmbedding, qwen35.Qwen3_5RMSNorm
+    return mtp_under(make_model(folder, "qwen3_5_text", **RECURRENT), *kinds)
+
+
+def mtp_under(
+    folder: Path, layer_kind: type[nn.Module], rotary_kind: type[nn.Module], norm_kind: type[nn.Module]
+) -> tuple[Path, Draft]:
+    """A target whose checkpoint has a module of its own under `mtp.`."""
     target = Target(folder)
     config = AutoConfig.from_pretrained(folder)
     config.layer_types, config.num_hidden_layers, config._attn_implementation = ["full_attention"], 1, "eager"
-    layer, rotary = qwen.Qwen3NextDecoderLayer(config, 0), qwen.Qwen3NextRotaryEmbedding(config)
+    layer, rotary = layer_kind(config, 0), rotary_kind(config)
     names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    norms = {name: qwen.Qwen3NextRMSNorm(HIDDEN, config.rms_norm_eps) for name in names}
+    norms = {name: norm_kind(HIDDEN, config.rms_norm_eps) for name in names}
     project = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
     for seed, module in enumerate((layer, *norms.values(), project)):
         random_weights(module, seed)

@@ -24,7 +24,9 @@ HEADS: dict[str, Callable[[Path, Target], tuple[Path, Draft]]] = {
 }
 MTP: dict[str, Callable[[Path], tuple[Path, Draft]]] = {
     "deepseek": draft_heads.mtp_deepseek,
+    "glm": draft_heads.mtp_glm,
     "qwen": draft_heads.mtp_qwen,
+    "qwen3.5": draft_heads.mtp_qwen35,
 }
 Case = tuple[Path, dict[str, Any], Draft]
 
