@@ -70,7 +70,9 @@ def test_proposals_are_those_of_the_reference(case: Case) -> None:
     assert len(seen) > 8
 
 
+@pytest.mark.parametrize("case", ["glm", "qwen", "qwen3.5"], indirect=True)
 def test_tokens_are_those_of_no_speculation(case: Case) -> None:
+    """Of the heads that test_speculation_covering.py leaves out."""
     target, config, _ = case
     core = engine(target, speculative_config=config)
     draft_always(core)

@@ -30,6 +30,9 @@ from quire.worker.planning import plan_memory
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import CAPACITY, NOTICE
 from tests.corpus.requests import corpus_jobs
+from tests.e2e import draft_heads
+from tests.e2e.draft_heads import Target
+from tests.e2e.drafting import draft_always
 from tests.e2e.test_lora import answers, make_adapter, mixed
 from tests.e2e.tiny import RECURRENT, Answer, Driver, make_engine, make_model, run_all
 from tests.e2e.tiny_grammar import VOCABULARY
@@ -304,3 +307,32 @@ def test_an_idle_engine_hears_that_a_rank_is_gone(two_ranks: EngineCore) -> None
     assert loop.wait()  # else for ever
     with pytest.raises(EngineDeadError, match="rank 1"):
         loop.run_once()
+
+
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("draft_model", marks=pytest.mark.nightly)])
+def test_two_ranks_draft(name: str, tmp_path: Path) -> None:
+    """Hidden states of all tokens reach a head on every rank, out of recorded steps, and all ranks propose alike."""
+    target = make_model(tmp_path / "target", "llama", num_attention_heads=8, head_dim=8)
+    if name == "eagle3":
+        draft, _ = draft_heads.eagle3(tmp_path / "head", Target(target))
+    else:
+        draft = target
+    config = {"method": name, "model": str(draft), "num_speculative_tokens": 3}
+    cores = [make_engine(target, max_model_len=512, dtype="float32")]
+    cores.append(
+        make_engine(target, max_model_len=512, dtype="float32", tensor_parallel_size=2, speculative_config=config)
+    )
+    draft_always(cores[1])
+    found = []
+    for core in cores:
+        driver = Driver(core)
+        for index, length in enumerate((1, 7, 30)):
+            params = SamplingParams(temperature=0.7 * index, seed=index, max_tokens=16, ignore_eos=True)
+            driver.add(str(index), [(5 + 3 * place + index) % 190 + 3 for place in range(length)], params)
+        found.append(driver.finish())
+        stats = core.scheduler.stats()
+        core.shutdown()
+    assert_alike(found[1], found[0])
+    assert stats.num_draft_tokens > 20
+    if name == "draft_model":
+        assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens, "a target that drafts for itself is right"

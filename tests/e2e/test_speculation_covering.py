@@ -1,0 +1,153 @@
+"""Every drafter beside every combination of three things that requests ask for: the answers of no speculation.
+
+What requests ask for is a covering array of its own, all of whose rows are sent to each engine; engines differ in who
+drafts, in layers that see a window, in steps in flight, and in a cache that is too small for all requests at once.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.core import EngineCore
+from quire.structured.sources import make_source
+from quire.types.sampling import SamplingParams
+from quire.types.structured import StructuredOutputsParams
+from quire.worker.planning import plan_memory
+from tests.e2e import draft_heads
+from tests.e2e.covering import Row, covering_rows
+from tests.e2e.draft_heads import Target
+from tests.e2e.drafting import Counting, assert_same, draft_always, engine
+from tests.e2e.test_draft_model import GEMMA
+from tests.e2e.tiny import VOCAB, Answer, Driver, make_model
+from tests.e2e.tiny_grammar import regex
+
+TAGS = [{"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</f>"}]
+TOOLS = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}}
+GRAMMARS = {
+    "regex": regex(r"([a-f]{1,3}[0-9]){2,12}"),
+    "tools": make_source(StructuredOutputsParams(structural_tag=json.dumps(TOOLS))),
+}
+ASKED: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.9],
+    "grammar": [None, "regex", "tools"],
+    "logprobs": [None, 2],
+    "penalties": [False, True],
+    "min_tokens": [0, 8],
+    "bad_words": [False, True],
+    "n": [1, 2],
+    "shares_prefix": [False, True],
+}
+ENGINES: dict[str, list[Any]] = {
+    "drafter": ["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3", "medusa", "mtp"],
+    "window": [False, True],
+    "steps_in_flight": [1, 2, 3],
+    "is_small": [False, True],
+}
+PAIRS, TRIPLES = covering_rows(ENGINES, strength=2), covering_rows(ENGINES, strength=3)
+STEM = [random.Random(5).randrange(3, VOCAB) for _ in range(34)]
+
+
+def send(driver: Driver, known: dict[str, Answer] | None = None) -> None:
+    """All requests; with what they will say for an answer as their predictions, a few tokens of it wrong."""
+    rng = random.Random(1)
+    for number, row in enumerate(covering_rows(ASKED)):
+        own = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))]
+        prompt = STEM + own if row["shares_prefix"] else own * 3  # what is repeated is found by its n-grams
+        for copy in range(row["n"]):
+            name = f"{number}-{copy}"
+            fields: dict[str, Any] = {} if row["grammar"] is None else {"grammar": GRAMMARS[row["grammar"]]}
+            if known is not None:
+                tokens = known[name].token_ids
+                fields["prediction"] = [(t + 1) % VOCAB if at % 7 == 5 else t for at, t in enumerate(tokens)]
+            driver.add(name, prompt, params_of(row, 100 * number + copy), **fields)
+        if number % 3 == 0:
+            driver.step()
+
+
+def params_of(row: Row, seed: int) -> SamplingParams:
+    fields: dict[str, Any] = {"temperature": row["temperature"], "logprobs": row["logprobs"]}
+    if row["penalties"]:
+        fields |= {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    if row["bad_words"]:
+        fields["bad_words_token_ids"] = tuple((token, other) for token in range(9, 70) for other in (7, 8, 9))
+    if row["grammar"] is None:
+        fields |= {"min_tokens": row["min_tokens"], "stop_token_ids": tuple(range(30, 40))}
+    return SamplingParams(seed=seed, max_tokens=14, **fields)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[Path, dict[str, Any]]]:
+    """By drafter and whether layers see a window: the target, and the settings."""
+    folder = tmp_path_factory.mktemp("covering")
+    targets = {
+        False: make_model(folder / "llama", "llama"),
+        True: make_model(folder / "gemma3", "gemma3_text", **GEMMA),
+    }
+    small = make_model(folder / "small", "llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    found: dict[tuple[str, bool], tuple[Path, dict[str, Any]]] = {}
+    for window, target in targets.items():
+        heads = {"eagle": draft_heads.eagle, "eagle3": draft_heads.eagle3, "medusa": draft_heads.medusa}
+        for name, make in heads.items():
+            head, _ = make(folder / f"{name}-{window}", Target(target))
+            found[name, window] = target, {"method": name, "model": str(head)}
+        found["draft_model", window] = target, {"method": "draft_model", "model": str(small)}
+        for name in ("ngram", "suffix", "prediction"):
+            found[name, window] = target, {"method": name}
+    mtp, _ = draft_heads.mtp_deepseek(folder / "mtp")  # no published module drafts for layers with windows
+    return {**found, ("mtp", False): (mtp, {"method": "mtp"}), ("mtp", True): (mtp, {"method": "mtp"})}
+
+
+@pytest.fixture(scope="module")
+def expected(
+    drafters: dict[tuple[str, bool], tuple[Path, dict[str, Any]]],
+) -> dict[Path, dict[str, Answer]]:
+    found = {}
+    for target in dict.fromkeys(target for target, _ in drafters.values()):
+        driver = Driver(engine(target, max_model_len=140))
+        send(driver)
+        found[target] = driver.finish()
+    return found
+
+
+def make_core(target: Path, config: dict[str, Any], row: Row) -> EngineCore:
+    config = {**config, "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {"max_model_len": 140, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    if row["is_small"]:
+        layout = plan_memory(EngineConfig.from_flat(model=str(target), speculative_config=config)).layout
+        settings["kv_cache_memory"] = (sum(layout.blocks_for(140, 64)) + 2) * layout.page_bytes
+    return engine(target, speculative_config=config, steps_in_flight=row["steps_in_flight"], **settings)
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(PAIRS, id="pairs"), pytest.param(TRIPLES, id="triples", marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize("drafter", ENGINES["drafter"])
+def test_answers_are_those_of_no_speculation(
+    drafters: dict[tuple[str, bool], tuple[Path, dict[str, Any]]],
+    expected: dict[Path, dict[str, Answer]],
+    drafter: str,
+    rows: list[Row],
+) -> None:
+    num_drafts = num_accepted = num_preemptions = 0
+    for row in (row for row in rows if row["drafter"] == drafter):
+        target, config = drafters[drafter, row["window"]]
+        core = make_core(target, config, row)
+        draft_always(core)
+        counted, driver = Counting(core), Driver(core)
+        send(driver, expected[target] if drafter == "prediction" else None)
+        assert_same(driver.finish(), expected[target])
+        core.scheduler.check_integrity()
+        stats = core.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks, f"blocks of drafts are given back: {row}"
+        num_drafts, num_accepted = num_drafts + counted.num_drafts, num_accepted + counted.num_accepted
+        num_preemptions += stats.num_preemptions
+    assert num_drafts > 20
+    assert num_preemptions > 0
+    if drafter in ("prediction", "suffix"):
+        assert num_accepted > 10
