@@ -69,13 +69,6 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return _gumbel(words.flatten(1))[:, :vocab_size]
 
 
-def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise for chosen tokens only: [m, k] float32 from token_ids [m, k] int64. Equal to gumbel_noise there."""
-    words = torch.stack(_words(seeds, positions, token_ids >> 2), dim=-1)
-    chosen = words.gather(-1, (token_ids & 3).unsqueeze(-1)).squeeze(-1)
-    return _gumbel(chosen.to(torch.float32))
-
-
 def gumbel_from_words(words: Tensor) -> Tensor:
     """Noise from raw words, int64 in [0, 2^32)."""
     return _gumbel(words.to(torch.float32))

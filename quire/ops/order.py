@@ -12,14 +12,6 @@ from torch import Tensor
 _CHUNK = 1 << 17  # tokens at a time in a radix select: its int64 temporaries should stay in a core's cache
 
 
-def first_max_of(scores: Tensor, token_ids: Tensor) -> Tensor:
-    """The first token in order among candidates: scores [m, k] of token_ids [m, k]. Returns [m] int64."""
-    equal = scores == scores.amax(-1, keepdim=True)
-    nowhere = torch.iinfo(torch.int64).max
-    first = torch.where(equal, token_ids, nowhere).amin(-1)
-    return torch.where(first == nowhere, token_ids[:, 0], first)
-
-
 def top_k_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` tokens in order: values and token ids, both [m, count]."""
     size = logits.shape[1]
