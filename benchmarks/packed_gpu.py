@@ -13,8 +13,10 @@ import argparse
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from quire.kernels.packed import PackedWeight
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_matmul import GroupedShape
 from quire.kernels.triton.packed_matmul import packed_tiles
+from quire.kernels.triton.packed_rows import packed_rows
+from quire.kernels.triton.packed_wide import packed_wide
 
 BANDWIDTH = 4.3e12
 INT4 = {
@@ -34,21 +38,49 @@ INT4 = {
 EXPERTS, TOP_K = 32, 4
 MXFP4 = {"gate_up": (5760, 2880, "clamped_swiglu"), "down": (2880, 2880, "")}
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
-Way = tuple[GroupedShape, int]  # and splits
+
+
+class Way(NamedTuple):
+    """How a matmul is computed: `tiles` and `wide` by matrix instructions, `rows` without; and how it is cut."""
+
+    kind: str
+    bt: int  # of rows: columns of codes at a time
+    bn: int
+    warps: int
+    stages: int
+    splits: int
+    bk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.bt}x{self.bn}x{self.bk} w{self.warps} s{self.stages} /{self.splits}"
 
 
 def ways(rows: int, piece: int) -> Iterator[Way]:
+    if rows == 1:
+        cuts = [(64, 32, 4), (64, 64, 4), (64, 32, 2), (64, 16, 4), (128, 16, 4), (32, 64, 4)]
+        for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
+            yield Way("rows", block, lines, warps, 0, splits)
     if rows <= 16:
-        shapes = [(16, 64, 4, 4), (16, 64, 2, 4), (16, 128, 4, 4), (16, 128, 4, 6), (16, 256, 8, 4), (16, 128, 2, 4)]
-        splits = [1, 2, 4, 8]
+        shapes, splits = [(16, 128, 4, 4), (16, 64, 2, 4)], [2, 8]
+        wide = [(16, 128, 128, 8, 4), (16, 64, 128, 4, 6)]
+        wide_splits = [1, 2, 4, 8]
     elif rows <= 64:
-        shapes = [(64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 8, 3), (32, 128, 4, 4), (32, 64, 4, 4)]
-        splits = [1, 2, 4]
+        shapes, splits = [(64, 128, 8, 4), (32, 64, 4, 4)], [1, 4]
+        wide = [(64, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (64, 256, 128, 8, 3)]
+        wide_splits = [1, 2, 4]
+        if piece == 64:
+            wide = [(16, 128, 128, 4, 4), (16, 128, 128, 8, 4), (16, 64, 128, 4, 4), (32, 128, 128, 8, 4)]
+            wide_splits = [1, 2]
     else:
-        shapes = [(128, 128, 8, 3), (256, 64, 4, 3), (256, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 4)]
-        splits = [1, 2]
+        shapes, splits = [(128, 128, 8, 3), (64, 128, 4, 4)], [1, 2]
+        wide = [(128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (256, 64, 128, 4, 3), (128, 256, 64, 8, 3)]
+        wide_splits = [1, 2]
+        if piece == 64:
+            wide = [(64, 128, 128, 8, 3), (32, 128, 128, 8, 4), (64, 128, 128, 4, 3)]
     for (bt, bn, warps, stages), count in product(shapes, splits):
-        yield GroupedShape(bt, bn, piece, warps, stages), count
+        yield Way("tiles", bt, bn, warps, stages, count, piece)
+    for (bt, bn, bk, warps, stages), count in product(wide, wide_splits):
+        yield Way("wide", bt, bn, warps, stages, count, bk)
 
 
 def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
@@ -63,18 +95,31 @@ def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
 
 def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callable[[], Tensor]]:
     """The matmul over different weights."""
-    shape, splits = way
     n, k, activation = (INT4 if kind == "int4" else MXFP4)[name]
+    torch.manual_seed(0)
     if kind == "int4":
+        slots, ids, per_row = None, None, 1
         x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(1, n, k, kind) for _ in range(copies)]
-        return [lambda w=w: packed_tiles(x, None, w, None, 1, shape, activation, splits=splits) for w in weights]
-    ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
-    slots = sort_slots(ids, EXPERTS, shape.bt)
-    per_row = TOP_K if name == "gate_up" else 1
-    x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
-    weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
-    return [lambda w=w: packed_tiles(x, slots, w, None, per_row, shape, activation, splits=splits) for w in weights]
+    else:
+        ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
+        slots = None if way.kind == "rows" else sort_slots(ids, EXPERTS, way.bt)
+        per_row = TOP_K if name == "gate_up" and way.kind != "wide" else 1
+        x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
+        weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
+
+    def run(weight: PackedWeight) -> Tensor:
+        if way.kind == "rows":
+            return packed_rows(
+                x, ids, weight, None, activation, per_row=per_row,
+                splits=way.splits, lines=way.bn, block=way.bt, num_warps=way.warps,
+            )  # fmt: skip
+        shape = GroupedShape(way.bt, way.bn, way.bk, way.warps, way.stages)
+        if way.kind == "wide":
+            return packed_wide(x, slots, weight, None, shape, activation, splits=way.splits)
+        return packed_tiles(x, slots, weight, None, per_row, shape, activation, splits=way.splits)
+
+    return [partial(run, weight) for weight in weights]
 
 
 def floor_us(kind: str, name: str, rows: int) -> float:
@@ -133,15 +178,14 @@ def main() -> None:
         pool.map(compile_one, few.values(), chunksize=1)
     found: dict[str, list[tuple[float, str]]] = {}
     for case in cases:
-        kind, name, rows, (shape, splits) = case
+        kind, name, rows, way = case
         key = f"{kind} {name} {rows}"
         try:
             time = time_one(case)
         except Exception as error:
             print("left out", case, type(error).__name__, flush=True)
             continue
-        way = f"{shape.bt}x{shape.bn} w{shape.num_warps} s{shape.num_stages} /{splits}"
-        found.setdefault(key, []).append((time, way))
+        found.setdefault(key, []).append((time, str(way)))
     for key, times in found.items():
         kind, name, rows = key.split()
         ways_by_time = "  ".join(f"{time:.1f} ({way})" for time, way in sorted(times)[: args.best])

@@ -21,7 +21,10 @@ KERNELS = {
 }
 PARTS = {
     "products": {"lora", "matmul", "tile_matmul", "wide_matmul"},
-    "experts": {"add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "routing"},
+    "experts": {
+        *("add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "packed_rows"),
+        *("packed_wide", "routing"),
+    },
     "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
     "attention": {
         *("decode_attention", "even_attention", "prefill_attention", "tile_attention", "whole_attention"),

@@ -77,6 +77,74 @@ def test_experts(k: int) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
+ROUNDING = 1e-3 if HALF == torch.float16 else 1e-2  # of a result, beside the largest
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert float((found.float().cpu() - expected).abs().max()) <= ROUNDING * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"), [(32, "e2m1"), (128, "zeros"), (64, "implied"), (32, "zeros"), (384, "implied")]
+)
+def test_one_row_without_matrix_instructions(group: int, kind: str) -> None:
+    from quire.kernels.triton.packed_rows import packed_rows
+
+    k = 384
+    weight, dense = make_packed(1, 40, k, group, kind)
+    x, bias = torch.randn(2, k).to(HALF), torch.randn(1, 40)
+    expected = x.float() @ dense[0].T + bias
+    for splits in (1, 2):
+        out = packed_rows(x.to(DEVICE), None, weight, bias.to(DEVICE), splits=splits, block=16)
+        close(out, expected)
+
+
+def test_experts_of_one_row() -> None:
+    from quire.kernels.triton.packed_rows import packed_rows
+    from quire.ops.grouped import grouped_gate_up
+
+    weight, dense = make_packed(4, 48, 192, 32, "e2m1", 1)
+    x = torch.randn(2, 192).to(HALF)
+    ids = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    expected = grouped_gate_up(x.float(), ids, dense, None, "clamped_swiglu").flatten(0, 1)
+    out = packed_rows(x.to(DEVICE), ids.to(DEVICE), weight, None, "clamped_swiglu", per_row=2)
+    close(out, expected)
+
+
+@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "zeros"), (128, "implied")])
+def test_tiles_copied_by_the_tensor_memory_unit(group: int, kind: str) -> None:
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_wide import packed_wide
+
+    k = 192 if group == 32 else 256
+    weight, dense = make_packed(1, 144, k, group, kind)
+    x, bias = torch.randn(19, k).to(HALF) / 16, torch.randn(1, 144)
+    expected = x.float() @ dense[0].T + bias
+    for splits in (1, 2):
+        shape = GroupedShape(16, 128, 128, 4, 2)
+        close(packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, splits=splits), expected)
+    gate, up = expected.to(HALF).float().chunk(2, -1)
+    out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, "silu")
+    close(out, torch.nn.functional.silu(gate) * up)
+
+
+def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
+    from quire.kernels.triton.expert_slots import sort_slots
+    from quire.kernels.triton.grouped_matmul import GroupedShape
+    from quire.kernels.triton.packed_wide import packed_wide
+    from quire.ops.grouped import grouped_gate_up
+
+    weight, dense = make_packed(4, 144, 192, 32, "e2m1", 1)
+    x = torch.randn(3, 192).to(HALF)
+    ids = torch.tensor([[0, 2], [2, 1], [3, 2]], dtype=torch.int32)
+    expected = grouped_gate_up(x.float(), ids, dense, None, "clamped_swiglu").flatten(0, 1)
+    slots = sort_slots(ids.to(DEVICE), 4, 16)
+    order = slots.order.cpu().long()
+    shape = GroupedShape(16, 128, 128, 4, 2)
+    out = packed_wide(x[order // 2].to(DEVICE), slots, weight, None, shape, "clamped_swiglu")
+    close(out, expected[order])
+
+
 @pytest.mark.parametrize("kind", ["e2m1", "zeros"])
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp_fixed

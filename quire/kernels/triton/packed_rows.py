@@ -1,0 +1,377 @@
+"""Matmuls of few slots with packed weights: multiply and add over long pieces of lines, without matrix instructions.
+
+A thread reads 16 bytes of a line, which have one scale or two. Codes become float32 by setting bits alone: integers in
+the last places of a power of two, 4-bit floats where exponent and mantissa of a float32 meet. What that adds or takes
+is put right once for each 16 bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.packed import CHUNK, PackedWeight
+from quire.kernels.triton.grouped_matmul import _put_line, empty_slots
+from quire.kernels.triton.launch import begin_dependent, launch_options
+from quire.kernels.triton.matmul import arrival_counters
+from quire.kernels.triton.packed_matmul import _kind, _parts, has_fp8_arithmetic
+from quire.kernels.triton.packed_values import byte_values, scale_of
+from quire.kernels.triton.tile_matmul import add_splits, lines_of
+
+
+@triton.jit
+def _pair(x_ptr, at, mask, SLICE: tl.constexpr, FACTOR: tl.constexpr):
+    """Two neighbours of x, float32 times FACTOR, for each word of 32 bits."""
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        both = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at + 8 * SLICE, mask=mask, other=0)
+        low = (both << 16).to(tl.float32, bitcast=True)
+        high = (both & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = tl.load(x_ptr + 2 * at + 16 * SLICE, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(x_ptr + 2 * at + 16 * SLICE + 1, mask=mask, other=0.0).to(tl.float32)
+    return low * FACTOR, high * FACTOR
+
+
+@triton.jit
+def _integers(words, ASM: tl.constexpr):
+    """Codes of a word, first those of its lower half: as float32, some of them 128 or 2048 more than themselves.
+
+    Slices 0 to 3 of the lower half are 0, 2048, 128 and 2048 more, of the upper half 128, 0, 2048 and 128: a code in
+    the last places of a power of two needs no shift of its own.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 left, right, part;
+            shl.b32 left, $8, 8;
+            shr.u32 right, $8, 12;
+            lop3.b32 part, left, 0xF00, 0x47000000, 0xEA;
+            add.f32 $0, part, 0fC7000000;
+            lop3.b32 $1, left, 0xF000, 0x45000000, 0xEA;
+            lop3.b32 $2, left, 0xF0000, 0x43000000, 0xEA;
+            lop3.b32 $3, $8, 0xF000, 0x45000000, 0xEA;
+            lop3.b32 $4, $8, 0xF0000, 0x43000000, 0xEA;
+            lop3.b32 part, right, 0xF00, 0x47000000, 0xEA;
+            add.f32 $5, part, 0fC7000000;
+            lop3.b32 $6, right, 0xF000, 0x45000000, 0xEA;
+            lop3.b32 $7, right, 0xF0000, 0x43000000, 0xEA;
+            }
+            """,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    a0, a1 = (words & 15).to(tl.float32), ((words >> 4) & 15).to(tl.float32) + 2048.0
+    a2, a3 = ((words >> 8) & 15).to(tl.float32) + 128.0, ((words >> 12) & 15).to(tl.float32) + 2048.0
+    b0, b1 = ((words >> 16) & 15).to(tl.float32) + 128.0, ((words >> 20) & 15).to(tl.float32)
+    b2, b3 = ((words >> 24) & 15).to(tl.float32) + 2048.0, ((words >> 28) & 15).to(tl.float32) + 128.0
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def _float_pair(words, SIGN: tl.constexpr, REST: tl.constexpr):
+    """E2M1 in both halves of a word, moved by SIGN and REST bits, as float32: 2 ** -126 of what they mean."""
+    sign = (words << SIGN) & -2147450880  # 0x80008000
+    rest = (words << REST) & 0x01C001C0 if REST > 0 else (words >> -REST) & 0x01C001C0
+    both = sign | rest
+    return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _floats(words, ASM: tl.constexpr):
+    """The same of E2M1, each 2 ** -126 of what it means."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sign, part;
+            shl.b32 sign, $8, 12;
+            and.b32 sign, sign, 0x80008000;
+            shl.b32 part, $8, 6;
+            lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+            shl.b32 $0, part, 16;
+            and.b32 $4, part, 0xFFFF0000;
+            shl.b32 sign, $8, 8;
+            and.b32 sign, sign, 0x80008000;
+            shl.b32 part, $8, 2;
+            lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+            shl.b32 $1, part, 16;
+            and.b32 $5, part, 0xFFFF0000;
+            shl.b32 sign, $8, 4;
+            and.b32 sign, sign, 0x80008000;
+            shr.u32 part, $8, 2;
+            lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+            shl.b32 $2, part, 16;
+            and.b32 $6, part, 0xFFFF0000;
+            and.b32 sign, $8, 0x80008000;
+            shr.u32 part, $8, 6;
+            lop3.b32 part, part, 0x01C001C0, sign, 0xEA;
+            shl.b32 $3, part, 16;
+            and.b32 $7, part, 0xFFFF0000;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    a0, b0 = _float_pair(words, 12, 6)
+    a1, b1 = _float_pair(words, 8, 2)
+    a2, b2 = _float_pair(words, 4, -2)
+    a3, b3 = _float_pair(words, 0, -6)
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def _of_words(grid, LINES: tl.constexpr, QUADS: tl.constexpr):
+    """A number for each 16 bytes [LINES, QUADS] -> one for each word."""
+    return tl.reshape(tl.broadcast_to(grid[:, :, None], [LINES, QUADS, 4]), [LINES, 4 * QUADS])
+
+
+@triton.jit
+def _words_times_row(
+    x_ptr,
+    codes_ptr,  # words of 32 bits
+    scale_ptr,
+    zero_ptr,
+    line,
+    inside,
+    begin,
+    end,
+    K,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """[LINES] float32: columns from begin to end of one row of x times those of some lines."""
+    QUADS: tl.constexpr = WORDS // 4
+    FACTOR: tl.constexpr = 18446744073709551616.0 if KIND == "e2m1" else 1.0  # 2 ** 64
+    word, quad = tl.arange(0, WORDS), tl.arange(0, QUADS)
+    x_at = word // 8 * 32 + word % 8
+    width = tl.multiple_of(K // 8, 8)
+    last = tl.multiple_of(end // 8, 8)
+    codes_at = codes_ptr + line[:, None] * width + word[None, :]
+    groups = line * (K // GROUP)
+    acc = tl.zeros([LINES, WORDS], tl.float32)
+    for start in range(begin, end, 8 * WORDS):
+        first = tl.multiple_of(start // 8, 8)
+        present = first + word < last
+        words = tl.load(
+            codes_at + first, mask=inside[:, None] & present[None, :], other=0, eviction_policy="evict_first"
+        )
+        there = inside[:, None] & (first + 4 * quad < last)[None, :]
+        at = groups[:, None] + ((start + quad // 2 * 64) // GROUP)[None, :]
+        scale = _of_words(scale_of(scale_ptr, at, there), LINES, QUADS)
+        x0, y0 = _pair(x_ptr, start // 2 + x_at, present, 0, FACTOR)
+        x1, y1 = _pair(x_ptr, start // 2 + x_at, present, 1, FACTOR)
+        x2, y2 = _pair(x_ptr, start // 2 + x_at, present, 2, FACTOR)
+        x3, y3 = _pair(x_ptr, start // 2 + x_at, present, 3, FACTOR)
+        if KIND == "e2m1":
+            a0, a1, a2, a3, b0, b1, b2, b3 = _floats(words, ASM)
+            low = a0 * x0[None, :]
+            high = a2 * x2[None, :]
+        else:
+            a0, a1, a2, a3, b0, b1, b2, b3 = _integers(words, ASM)
+            more = (x1 * 2048.0 + y0 * 128.0)[None, :]
+            more_high = ((x3 + y2) * 2048.0 + (x2 + y3) * 128.0)[None, :]
+            if zero_ptr is None:
+                low = a0 * x0[None, :] - ((x0 + y0 + x1 + y1) * 8.0)[None, :] - more
+                high = a2 * x2[None, :] - ((x2 + y2 + x3 + y3) * 8.0)[None, :] - more_high
+            else:
+                zero = _of_words(-tl.load(zero_ptr + at, mask=there, other=0).to(tl.float32), LINES, QUADS)
+                low = a0 * x0[None, :] + (zero * (x0 + y0 + x1 + y1)[None, :] - more)
+                if GROUP == 32:
+                    zero = _of_words(-tl.load(zero_ptr + at + 1, mask=there, other=0).to(tl.float32), LINES, QUADS)
+                high = a2 * x2[None, :] + (zero * (x2 + y2 + x3 + y3)[None, :] - more_high)
+        low += b0 * y0[None, :]
+        low += a1 * x1[None, :]
+        low += b1 * y1[None, :]
+        high += b2 * y2[None, :]
+        high += a3 * x3[None, :]
+        high += b3 * y3[None, :]
+        if GROUP == 32:
+            acc += low * scale
+            acc += high * _of_words(scale_of(scale_ptr, at + 1, there), LINES, QUADS)
+        else:
+            acc += (low + high) * scale
+    out = tl.sum(acc, axis=1)
+    return out * 4611686018427387904.0 if KIND == "e2m1" else out  # 2 ** 62
+
+
+@triton.jit
+def _bytes_times_row(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    line,
+    inside,
+    begin,
+    end,
+    K,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The same of weights that are bytes."""
+    PIECES: tl.constexpr = COLUMNS // 16
+    column, piece = tl.arange(0, COLUMNS), tl.arange(0, PIECES)
+    width = tl.multiple_of(K, CHUNK_COLUMNS)
+    last = tl.multiple_of(end, CHUNK_COLUMNS)
+    codes_at = codes_ptr + line[:, None] * width + column[None, :]
+    groups = line * (K // GROUP)
+    acc = tl.zeros([LINES, PIECES], tl.float32)
+    for start in range(begin, end, COLUMNS):
+        present = start + column < last
+        codes = tl.load(
+            codes_at + start, mask=inside[:, None] & present[None, :], other=0, eviction_policy="evict_first"
+        )
+        x = tl.load(x_ptr + start + column, mask=present, other=0.0).to(tl.float32)
+        there = inside[:, None] & (start + 16 * piece < last)[None, :]
+        scale = scale_of(scale_ptr, groups[:, None] + ((start + 16 * piece) // GROUP)[None, :], there)
+        values = byte_values(codes, tl.float32, KIND, NATIVE_FP8) * x[None, :]
+        acc += tl.sum(tl.reshape(values, [LINES, PIECES, 16]), axis=2) * scale
+    return tl.sum(acc, axis=1)
+
+
+CHUNK_COLUMNS: tl.constexpr = tl.constexpr(CHUNK)
+
+
+@triton.jit
+def _packed_row_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    line_scale_ptr,
+    bias_ptr,
+    ids_ptr,  # [slots] int32: the expert of each
+    weights_ptr,  # [slots] float32
+    out_ptr,  # [slots, width], or where weighted [TOP_K, rows, width] float32
+    parts_ptr,  # [SPLITS, slots, N] float32, added up here
+    counters_ptr,  # [slots x tiles of lines] int32, zero before and after
+    num_slots,
+    num_rows,
+    N,
+    K,
+    k_per_split,
+    KIND: tl.constexpr,  # of codes: int4, e2m1, int8, e4m3
+    ACTIVATION: tl.constexpr,
+    TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
+    PER_ROW: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a scale
+    ASM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,  # words of 32 bits, or bytes, of a line at a time
+    PDL: tl.constexpr,
+):
+    """Some lines of the expert of one slot."""
+    begin_dependent(PDL)
+    tiles = tl.cdiv(N, LINES)
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    expert = tl.zeros([], tl.int64)
+    if ids_ptr is not None:
+        expert = tl.load(ids_ptr + slot).to(tl.int64)
+    lines, outputs, width = lines_of(tile, N, LINES, ACTIVATION != "")
+    inside = outputs < width
+    line = expert * N + lines
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    x = x_ptr + (slot // PER_ROW).to(tl.int64) * K
+    begin = tl.multiple_of(tl.program_id(1) * k_per_split, CHUNK_COLUMNS)
+    end = tl.minimum(begin + k_per_split, K)
+    if KIND == "int8" or KIND == "e4m3":
+        out = _bytes_times_row(
+            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, NATIVE_FP8, LINES, BLOCK
+        )
+    else:
+        out = _words_times_row(
+            x, codes_ptr, scale_ptr, zero_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, BLOCK
+        )
+    if SPLITS > 1:
+        split_at = slot.to(tl.int64) * N + lines
+        out, is_last = add_splits(out, parts_ptr, counters_ptr, num_slots * N, split_at, inside, SPLITS)
+        if not is_last:
+            return
+    if line_scale_ptr is not None:
+        out *= tl.load(line_scale_ptr + line, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + line, mask=inside, other=0.0).to(tl.float32)
+    place = slot
+    if TOP_K > 0:
+        out = out.to(kind).to(tl.float32) * tl.load(weights_ptr + slot)
+        place = slot % TOP_K * num_rows + slot // TOP_K
+    _put_line(out, tile, out_ptr + place.to(tl.int64) * width, width, kind, ACTIVATION, LINES)
+
+
+def packed_rows(
+    x: Tensor,
+    expert_ids: Tensor | None,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str = "",
+    weights: Tensor | None = None,
+    *,
+    per_row: int = 1,
+    splits: int = 1,
+    lines: int = 32,
+    block: int = 64,
+    num_warps: int = 4,
+) -> Tensor:
+    """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`; no fine weights.
+
+    Without `expert_ids` there is one matrix, and every line of x is a slot.
+    """
+    assert not weight.is_fine
+    _, n, k = weight.sizes
+    num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
+    out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
+    codes, scales, zeros, _, line_scale = _parts(weight)
+    assert codes is not None
+    codes = codes if weight.has_bytes else weight.codes.view(torch.int32)
+    columns = block if weight.has_bytes else 8 * block
+    parts, counters = out, out
+    if splits > 1:
+        parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
+        counters = arrival_counters(x.device)
+    _packed_row_kernel[(num_slots * triton.cdiv(n, lines), splits)](
+        x,
+        codes,
+        scales,
+        zeros,
+        line_scale,
+        bias,
+        expert_ids,
+        out if weights is None else weights,
+        out,
+        parts,
+        counters,
+        num_slots,
+        out.shape[1],
+        n,
+        k,
+        triton.cdiv(triton.cdiv(k, splits), columns) * columns,
+        KIND=_kind(weight),
+        ACTIVATION=activation,
+        TOP_K=0 if weights is None else weights.shape[1],
+        PER_ROW=per_row,
+        GROUP=weight.group,
+        ASM=torch.cuda.is_available(),
+        NATIVE_FP8=has_fp8_arithmetic(),
+        SPLITS=splits,
+        LINES=lines,
+        BLOCK=block,
+        num_warps=num_warps,
+        **launch_options(),
+    )
+    return out
