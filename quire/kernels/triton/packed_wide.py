@@ -45,34 +45,65 @@ def _scales_at(
         at = start // 32 + 2 * tl.arange(0, CHUNKS)
         there = mask[:, None] & (at < end // 32)[None, :]
         both = scale_ptr + groups[:, None] + at[None, :]
-        return tl.load(both, mask=there, other=0), tl.load(both + 1, mask=there, other=0)
-    at = groups + start // GROUP
-    there = mask & (start + tl.zeros_like(groups) < end)
-    scale = tl.load(scale_ptr + at, mask=there, other=0)
-    return scale, scale if zero_ptr is None else tl.load(zero_ptr + at, mask=there, other=0)
+        first, second = tl.load(both, mask=there, other=0), tl.load(both + 1, mask=there, other=0)
+    else:
+        at = groups + start // GROUP
+        first = tl.load(scale_ptr + at, mask=mask, other=0)
+        second = first if zero_ptr is None else tl.load(zero_ptr + at, mask=mask, other=0)
+    return first, second
 
 
 @triton.jit
-def _floats_of(words, low, high, kind: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Words of E2M1 and the exponents of their scales -> the columns in their order; if ASM, 2 ** -63 of them."""
-    if ASM:
-        low = (((low.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
-        high = (((high.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
-        w0, w1, w2, w3 = float_slices(
-            words, _spread_words(low, LINES, CHUNKS), _spread_words(high, LINES, CHUNKS)
-        )
-    else:
-        low = _spread_words(((low.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
-        high = _spread_words(((high.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
+def _columns(
+    words, first, second, kind: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
+    LINES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Words and what `_scales_at` gives -> what is multiplied, in the order of columns.
+
+    Of integers, codes less zero points; of E2M1 the weights, if ASM 2 ** -63 of them.
+    """
+    WORDS: tl.constexpr = CHUNKS * 16
+    if KIND == "e2m1" and ASM:
+        low = (((first.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
+        high = (((second.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
+        w0, w1, w2, w3 = float_slices(words, _spread_words(low, LINES, CHUNKS), _spread_words(high, LINES, CHUNKS))
+    elif KIND == "e2m1":
+        low = _spread_words(((first.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
+        high = _spread_words(((second.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
         w0, w1 = (slice_of(words, low, 0, True) * low).to(kind), (slice_of(words, low, 1, True) * low).to(kind)
         w2, w3 = (slice_of(words, low, 2, True) * high).to(kind), (slice_of(words, low, 3, True) * high).to(kind)
+    else:
+        zero = tl.full([LINES, WORDS], 136.0, tl.bfloat16)
+        if HAS_ZEROS:
+            zero = tl.broadcast_to((second.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None], [LINES, WORDS])
+        w0, w1, w2, w3 = slices_of(words, zero, zero, kind, False, ASM, LINES, WORDS)
     return _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
+
+
+@triton.jit
+def _factor(first, KIND: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr):
+    """What the sums of a piece are multiplied with, float32 [LINES]."""
+    if KIND == "e2m1":
+        factor = tl.full([LINES], 9223372036854775808.0 if ASM else 1.0, tl.float32)  # 2 ** 63
+    else:
+        factor = first.to(tl.float32)
+    return factor
+
+
+@triton.jit
+def _with_line(acc, line_scale_ptr, bias_ptr, line, mask):
+    """Sums times the scale of their line, plus its bias."""
+    if line_scale_ptr is not None:
+        acc *= tl.load(line_scale_ptr + line, mask=mask, other=0.0)[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + line, mask=mask, other=0.0).to(tl.float32)[:, None]
+    return acc
 
 
 @triton.jit
 def _packed_wide_kernel(
     x_tiles,  # descriptor of x [slots, K], tiles of [BT, BK]
-    word_tiles,  # descriptor of codes [experts * PARTS, N / PARTS, K / 4], tiles of [PARTS, BN / PARTS, BK / 4]
+    word_tiles,  # descriptor of codes [experts * N, K / 4], tiles of [BN, BK / 4]
     scale_ptr,
     zero_ptr,
     line_scale_ptr,
@@ -102,13 +133,10 @@ def _packed_wide_kernel(
     PDL: tl.constexpr,
 ):
     begin_dependent(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION == "" else 2
-    EACH: tl.constexpr = BN // PARTS
     CHUNKS: tl.constexpr = BK // 64
-    WORDS: tl.constexpr = BK // 4
     kind: tl.constexpr = x_tiles.dtype
-    width = N // PARTS
-    line_tiles = tl.cdiv(width, EACH)
+    width = N if ACTIVATION == "" else N // 2
+    line_tiles = tl.cdiv(width, BN)
     tile, line_tile = tl.program_id(0) // line_tiles, tl.program_id(0) % line_tiles
     if GROUPED:
         expert = tl.load(tiles_ptr + tile)
@@ -122,52 +150,50 @@ def _packed_wide_kernel(
         last_slot = num_slots
     place = first_slot + tl.arange(0, BT)
     inside = place < last_slot
-    index = tl.arange(0, BN)
-    outputs = line_tile * EACH + index % EACH
-    lines = outputs + index // EACH * width
-    line_mask = outputs < width
-    line = (expert * N + lines).to(tl.int64)
-    groups = line * (K // GROUP)
     begin = tl.program_id(1) * k_per_split
     end = tl.minimum(begin + k_per_split, K)
+    outputs = line_tile * BN + tl.arange(0, BN)
+    line_mask = outputs < width
+    line = (expert * N + outputs).to(tl.int64)
+    groups = line * (K // GROUP)
+    more_groups = (line + width) * (K // GROUP)
     acc = tl.zeros([BN, BT], tl.float32)
-    # Scales are asked for one piece ahead: they come by no copy of their own.
-    first, second = _scales_at(scale_ptr, zero_ptr, groups, begin, end, line_mask, KIND, GROUP, CHUNKS)
+    more = tl.zeros([BN, BT], tl.float32)
+    HAS_ZEROS: tl.constexpr = zero_ptr is not None
     for start in range(begin, end, BK):
-        words = word_tiles.load([expert * PARTS, line_tile * EACH, start // 4]).reshape([BN, WORDS])
+        words = word_tiles.load([expert * N + line_tile * BN, start // 4])
         x = x_tiles.load([first_slot, start])
-        next_first, next_second = _scales_at(
-            scale_ptr, zero_ptr, groups, start + BK, end, line_mask, KIND, GROUP, CHUNKS
-        )
-        if KIND == "e2m1":
-            w = _floats_of(words, first, second, kind, ASM, BN, CHUNKS)
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        else:
-            zero = tl.full([BN, WORDS], 136.0, tl.bfloat16)
-            if zero_ptr is not None:
-                zero = tl.broadcast_to((second.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None], [BN, WORDS])
-            w0, w1, w2, w3 = slices_of(words, zero, zero, kind, False, ASM, BN, WORDS)
-            part = tl.dot(_side_by_side(w0, w1, w2, w3, BN, CHUNKS), x.T, input_precision="ieee")
-            acc += part * first.to(tl.float32)[:, None]
-        first, second = next_first, next_second
-    if KIND == "e2m1" and ASM:
-        acc *= 9223372036854775808.0  # 2 ** 63
+        a, b = _scales_at(scale_ptr, zero_ptr, groups, start, end, line_mask, KIND, GROUP, CHUNKS)
+        w = _columns(words, a, b, kind, KIND, HAS_ZEROS, ASM, BN, CHUNKS)
+        # Sums of a piece are awaited: what a matrix instruction reads in registers cannot be filled while it runs.
+        part = tl.dot(w, x.T, input_precision="ieee")
+        acc += part * _factor(a, KIND, ASM, BN)[:, None]
+        if ACTIVATION != "":
+            words = word_tiles.load([expert * N + width + line_tile * BN, start // 4])
+            a, b = _scales_at(scale_ptr, zero_ptr, more_groups, start, end, line_mask, KIND, GROUP, CHUNKS)
+            w = _columns(words, a, b, kind, KIND, HAS_ZEROS, ASM, BN, CHUNKS)
+            part = tl.dot(w, x.T, input_precision="ieee")
+            more += part * _factor(a, KIND, ASM, BN)[:, None]
     slots = place
     if SPLITS > 1:
-        split_at = place.to(tl.int64)[None, :] * N + lines[:, None]
+        split_at = place.to(tl.int64)[None, :] * N + outputs[:, None]
         mask = inside[None, :] & line_mask[:, None]
-        acc, is_last = add_splits(acc, parts_ptr, counters_ptr, num_slots * N, split_at, mask, SPLITS)
+        size = num_slots * N
+        if ACTIVATION != "":  # before the sums of the first half are counted
+            tl.store(parts_ptr + tl.program_id(1).to(tl.int64) * size + split_at + width, more, mask=mask)
+        acc, is_last = add_splits(acc, parts_ptr, counters_ptr, size, split_at, mask, SPLITS)
         if not is_last:
             return
-    if line_scale_ptr is not None:
-        acc *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + line, mask=line_mask, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            more = tl.zeros_like(more)
+            for other in tl.static_range(SPLITS):
+                part_ptr = parts_ptr + tl.full([], other, tl.int64) * size + width
+                more += tl.load(part_ptr + split_at, mask=mask, other=0.0, cache_modifier=".cg")
+    acc = _with_line(acc, line_scale_ptr, bias_ptr, line, line_mask)
     if ACTIVATION != "":
-        rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.permute(tl.reshape(rounded, [2, EACH, BT]), (1, 2, 0)))
-        acc = gated(gate, up, ACTIVATION)
-        outputs = line_tile * EACH + tl.arange(0, EACH)
+        more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
+        rounded: tl.constexpr = out_ptr.dtype.element_ty
+        acc = gated(acc.to(rounded).to(tl.float32), more.to(rounded).to(tl.float32), ACTIVATION)
     if TOP_K > 0:
         slots = tl.load(order_ptr + place, mask=inside, other=0)
         acc = weighted(acc, weights_ptr, slots, inside, kind)
@@ -199,15 +225,15 @@ def packed_wide(
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
     codes, scales, zeros, _, line_scale = _parts(weight)
     assert codes is not None
-    codes = codes.view(experts * halves, n // halves, k // 4)
+    codes = codes.view(experts * n, k // 4)
     parts, counters = out, out
     if splits > 1:
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
     bk = shape.bk
-    _packed_wide_kernel[(num_tiles * triton.cdiv(n, shape.bn), splits)](
+    _packed_wide_kernel[(num_tiles * triton.cdiv(n // halves, shape.bn), splits)](
         TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, bk]),
-        TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [halves, shape.bn // halves, bk // 4]),
+        TensorDescriptor(codes, list(codes.shape), [k // 4, 1], [shape.bn, bk // 4]),
         scales,
         zeros,
         line_scale,
@@ -235,7 +261,7 @@ def packed_wide(
         BN=shape.bn,
         BK=bk,
         num_warps=shape.num_warps,
-        num_stages=stages_within(shape.num_stages, (shape.bt * 2 + shape.bn // 2) * bk, 4096),
+        num_stages=stages_within(shape.num_stages, (shape.bt * 2 + halves * shape.bn // 2) * bk, 4096),
         **launch_options(),
     )
     return out
