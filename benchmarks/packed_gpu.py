@@ -41,10 +41,10 @@ IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
 class Way(NamedTuple):
-    """How a matmul is computed: `tiles` and `wide` by matrix instructions, `rows` without; and how it is cut."""
+    """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights."""
 
     kind: str
-    bt: int  # of rows: columns of codes at a time
+    bt: int
     bn: int
     warps: int
     stages: int
@@ -57,30 +57,32 @@ class Way(NamedTuple):
 
 def ways(rows: int, piece: int) -> Iterator[Way]:
     if rows == 1:
-        cuts = [(64, 32, 4), (64, 64, 4), (64, 32, 2), (64, 16, 4), (128, 16, 4), (32, 64, 4)]
-        for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
-            yield Way("rows", block, lines, warps, 0, splits)
+        for (lines, warps), splits in product([(64, 4), (32, 2), (128, 8), (32, 4)], [1, 2, 4, 8]):
+            yield Way("rows", 0, lines, warps, 4, splits)
     if rows <= 16:
-        shapes, splits = [(16, 128, 4, 4), (16, 64, 2, 4)], [2, 8]
-        wide = [(16, 128, 128, 8, 4), (16, 64, 128, 4, 6)]
+        shapes, splits = [(16, 128, 4, 4)], [2, 8]
+        wide = [(16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 128, 128, 8, 4), (16, 128, 128, 4, 4)]
         wide_splits = [1, 2, 4, 8]
     elif rows <= 64:
-        shapes, splits = [(64, 128, 8, 4), (32, 64, 4, 4)], [1, 4]
-        wide = [(64, 128, 128, 8, 4), (64, 64, 128, 4, 4), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)]
-        wide_splits = [1, 2, 4]
+        shapes, splits = [(64, 128, 8, 4)], [1, 4]
+        wide = [(64, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (64, 64, 128, 4, 3)]
+        wide_splits = [1, 2, 4, 8]
         if piece == 64:
-            wide = [(16, 64, 128, 4, 4), (16, 128, 128, 8, 4), (16, 64, 64, 4, 6), (32, 64, 128, 4, 4)]
-            wide_splits = [1, 2]
+            wide = [(16, 64, 64, 4, 6), (16, 128, 64, 8, 6), (16, 128, 64, 4, 6), (32, 64, 64, 4, 6)]
+            wide_splits = [1]
     else:
-        shapes, splits = [(128, 128, 8, 3), (64, 128, 4, 4)], [1, 2]
-        wide = [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 64, 8, 3), (128, 128, 64, 8, 4)]
+        shapes, splits = [(128, 128, 8, 3)], [1, 2]
+        wide = [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
         wide_splits = [1, 2]
         if piece == 64:
-            wide = [(64, 128, 128, 8, 3), (32, 128, 128, 8, 4), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)]
+            wide = [(64, 128, 64, 8, 4), (32, 128, 64, 8, 6), (64, 64, 64, 4, 4), (32, 64, 64, 4, 6)]
+            wide_splits = [1]
     for (bt, bn, warps, stages), count in product(shapes, splits):
         yield Way("tiles", bt, bn, warps, stages, count, piece)
     for (bt, bn, bk, warps, stages), count in product(wide, wide_splits):
         yield Way("wide", bt, bn, warps, stages, count, bk)
+        if piece == 128 and rows > 16:
+            yield Way("scaled", bt, bn, warps, stages, count, bk)
 
 
 def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
@@ -104,7 +106,7 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
     else:
         ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
         slots = None if way.kind == "rows" else sort_slots(ids, EXPERTS, way.bt)
-        per_row = TOP_K if name == "gate_up" and way.kind != "wide" else 1
+        per_row = TOP_K if name == "gate_up" and way.kind in ("tiles", "rows") else 1
         x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
 
@@ -112,11 +114,12 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
         if way.kind == "rows":
             return packed_rows(
                 x, ids, weight, None, activation, per_row=per_row,
-                splits=way.splits, lines=way.bn, block=way.bt, num_warps=way.warps,
+                splits=way.splits, lines=way.bn, num_warps=way.warps, stages=way.stages,
             )  # fmt: skip
         shape = GroupedShape(way.bt, way.bn, way.bk, way.warps, way.stages)
-        if way.kind == "wide":
-            return packed_wide(x, slots, weight, None, shape, activation, splits=way.splits)
+        if way.kind in ("wide", "scaled"):
+            in_sums = way.kind == "wide"
+            return packed_wide(x, slots, weight, None, shape, activation, splits=way.splits, in_sums=in_sums)
         return packed_tiles(x, slots, weight, None, per_row, shape, activation, splits=way.splits)
 
     return [partial(run, weight) for weight in weights]

@@ -13,12 +13,14 @@ _MAX_BLOCK = 4096
 
 
 @triton.jit
-def _gather_lines_kernel(table_ptr, indices_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gather_lines_kernel(
+    table_ptr, indices_ptr, out_ptr, width, PER_LINE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     begin_dependent(PDL)
     line = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    source = tl.load(indices_ptr + line).to(tl.int64)
+    source = (tl.load(indices_ptr + line) // PER_LINE).to(tl.int64)
     values = tl.load(table_ptr + source * width + columns, mask=inside)
     tl.store(out_ptr + line * width + columns, values, mask=inside)
 
@@ -37,14 +39,16 @@ def _rotation_kernel(cos_sin_ptr, positions_ptr, cos_ptr, sin_ptr, width, BLOCK:
     tl.store(sin_ptr + line * width + columns, sin.to(sin_ptr.dtype.element_ty), mask=inside)
 
 
-def gather_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """table [n, ...], contiguous, at indices [m]: [m, ...]."""
+def gather_rows(table: Tensor, indices: Tensor, per_line: int = 1) -> Tensor:
+    """table [n, ...], contiguous, at indices [m], of which each line has `per_line`: [m, ...]."""
     out = torch.empty(indices.shape[0], *table.shape[1:], dtype=table.dtype, device=table.device)
     if out.numel():
         width = out[0].numel()
         block = min(_MAX_BLOCK, triton.next_power_of_2(width))
         grid = (indices.shape[0], triton.cdiv(width, block))
-        _gather_lines_kernel[grid](table, indices, out, width, BLOCK=block, num_warps=4, **launch_options())
+        _gather_lines_kernel[grid](
+            table, indices, out, width, PER_LINE=per_line, BLOCK=block, num_warps=4, **launch_options()
+        )
     return out
 
 

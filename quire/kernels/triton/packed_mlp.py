@@ -1,12 +1,10 @@
 """Linear layers and experts with packed weights: which kernels for how many tokens, by benchmarks/packed_gpu.py.
 
-All shapes of tiles have the same pieces of the inner dimension. Where splits of it depend on the shape of the weight
-alone (`_fixed`), a token's bits do not depend on the others.
+In the fixed ones all shapes of tiles have the same pieces of the inner dimension, and splits of it depend on the shape
+of the weight alone, so that a token's bits do not depend on the others.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -15,15 +13,20 @@ from torch import Tensor
 from quire.kernels.packed import PackedWeight
 from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.expert_slots import sort_slots
+from quire.kernels.triton.gather import gather_rows
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
 from quire.kernels.triton.launch import multiprocessors
 from quire.kernels.triton.packed_matmul import packed_tiles, unpack
+from quire.kernels.triton.packed_rows import packed_rows
+from quire.kernels.triton.packed_wide import packed_wide, wide_fits
+from quire.kernels.triton.sparse_mlp import sparse_mlp_fixed
 
 MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with the library's matmul
 _PIECE = 128
 _MAX_FEW_ROWS = 16
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
+_MANY_SLOTS = 128  # of an expert on average, for which all experts are unpacked
 _MOST_SPLITS = 8
 # Up to how many slots an expert has on average, and how tiles are cut then.
 _SHAPES = (
@@ -32,16 +35,37 @@ _SHAPES = (
     (64, GroupedShape(64, 128, _PIECE, 4, 4)),
 )
 _MANY_SHAPE = GroupedShape(128, 128, _PIECE, 8, 3)
+# The same of copied tiles.
+_WIDE_SHAPES = (
+    (16, GroupedShape(16, 64, 64, 4, 6)),
+    (32, GroupedShape(32, 64, 64, 4, 4)),
+    (64, GroupedShape(64, 128, 64, 8, 4)),
+)
+_WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
-    if rows <= MAX_ROWS_PACKED or (activation and activation not in GATED):
-        programs = 4 if rows <= _MAX_FEW_ROWS else 2
-        return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
-    out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
-    return GATED[activation](out) if activation else out
+    if rows == 1 and not weight.is_fine:
+        return packed_rows(x, None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64))
+    if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
+        out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
+        return GATED[activation](out) if activation else out
+    if 0 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
+        return _wide_linear(x, weight, bias, activation)
+    programs = 4 if rows <= _MAX_FEW_ROWS else 2
+    return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
+
+
+def _wide_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    rows, (_, n, k) = x.shape[0], weight.sizes
+    bt = max(16, int(triton.next_power_of_2(rows)))
+    lines = 64 if activation else 128
+    shape = GroupedShape(bt, lines, _PIECE, 4 if bt <= 64 else 8, 4)
+    return packed_wide(
+        x.contiguous(), None, weight, bias, shape, activation, splits=splits_of(n, k, 2 * multiprocessors())
+    )
 
 
 def packed_linear_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -63,16 +87,49 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     return packed_tiles(x.contiguous(), None, weight, bias, 1, shape, activation, splits=splits)
 
 
-def splits_of(n: int, k: int, programs: int) -> int:
-    """Of the inner sum of a weight [n, k], so that there are about that number of programs of 128 lines."""
-    wanted = max(1, programs // triton.cdiv(n, 128))
+def splits_of(n: int, k: int, programs: int, lines: int = 128) -> int:
+    """Of the inner sum of a weight [n, k], so that there are about that number of programs of some lines."""
+    wanted = max(1, programs // triton.cdiv(n, lines))
     return int(1 << min(wanted, _MOST_SPLITS, max(1, k // _PIECE)).bit_length() - 1)
 
 
-def packed_sparse_mlp(x: Tensor, expert_ids: Tensor, *others: Any) -> Tensor:
+def packed_sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+) -> Tensor:
     """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
-    splits = (2, 4) if expert_ids.numel() <= _MAX_FEW_SLOTS else (1, 1)
-    return packed_sparse_mlp_fixed(x, expert_ids, *others, splits=splits)
+    n, k = expert_ids.shape
+    num_experts, _, _ = down.sizes
+    given = (gate_up, gate_up_bias, down, down_bias, activation, in_parts)
+    in_parts = in_parts and n <= _MAX_ROWS_APART
+    if n * k >= _MANY_SLOTS * num_experts:
+        dense = _unpacked(gate_up, x.dtype), gate_up_bias, _unpacked(down, x.dtype), down_bias
+        return sparse_mlp_fixed(x, expert_ids, weights, *dense, activation, in_parts)
+    if 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
+        a = packed_rows(x, expert_ids, gate_up, gate_up_bias, activation, per_row=k)
+        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
+    elif n > 0 and wide_fits(x, gate_up, down):
+        shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
+        slots = sort_slots(expert_ids, num_experts, shape.bt)
+        a = packed_wide(gather_rows(x, slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
+        y = packed_wide(a, slots, down, down_bias, shape, weights=weights if in_parts else None, scatter=True)
+    else:
+        return packed_sparse_mlp_fixed(x, expert_ids, weights, *given)
+    return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+
+
+def _unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The values of all experts."""
+    experts, n, k = weight.sizes
+    lines = PackedWeight(*(part.flatten(0, 1)[None] if isinstance(part, Tensor) else part for part in weight))
+    return unpack(lines, dtype).view(experts, n, k)
 
 
 def packed_sparse_mlp_fixed(
@@ -85,18 +142,16 @@ def packed_sparse_mlp_fixed(
     down_bias: Tensor | None,
     activation: str,
     in_parts: bool,
-    *,
-    splits: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """The same, every inner sum in one order for any number of tokens that has the same splits."""
+    """The same, every inner sum in one order for any number of tokens."""
     n, k = expert_ids.shape
     num_experts, hidden, _ = down.sizes
     if n == 0:
         return x.new_empty(1, 0, hidden)
     shape = next((shape for most, shape in _SHAPES if n * k <= most * num_experts), _MANY_SHAPE)
     slots = sort_slots(expert_ids, num_experts, shape.bt)
-    a = packed_tiles(x.contiguous(), slots, gate_up, gate_up_bias, k, shape, activation, splits=splits[0])
+    a = packed_tiles(x.contiguous(), slots, gate_up, gate_up_bias, k, shape, activation)
     if in_parts and n <= _MAX_ROWS_APART:
-        return packed_tiles(a, slots, down, down_bias, 1, shape, weights=weights, splits=splits[1])
-    y = packed_tiles(a, slots, down, down_bias, 1, shape, splits=splits[1])
+        return packed_tiles(a, slots, down, down_bias, 1, shape, weights=weights)
+    y = packed_tiles(a, slots, down, down_bias, 1, shape)
     return add_slots(y.view(n, k, -1), weights).unsqueeze(0)

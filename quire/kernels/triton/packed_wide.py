@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.packed import PackedWeight
+from quire.kernels.packed import CHUNK, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, empty_slots, gated, weighted
 from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
@@ -21,11 +21,7 @@ from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithme
 from quire.kernels.triton.packed_values import float_slices, slice_of, slices_of
 from quire.kernels.triton.tile_matmul import add_splits
 
-
-@triton.jit
-def _spread_words(grid, LINES: tl.constexpr, CHUNKS: tl.constexpr):
-    """A number for each chunk of 64 columns -> one for each of its words."""
-    return tl.reshape(tl.broadcast_to(grid[:, :, None], [LINES, CHUNKS, 16]), [LINES, CHUNKS * 16])
+_ALIGNMENT = 16  # bytes, of what the copies begin at
 
 
 @triton.jit
@@ -37,57 +33,106 @@ def _side_by_side(w0, w1, w2, w3, LINES: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _scales_at(
-    scale_ptr, zero_ptr, groups, start, end, mask, KIND: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """What is stored for a piece: scales and zero points [lines], or exponents of both halves of chunks."""
+def _scales_at(scale_ptr, zero_ptr, at, mask, KIND: tl.constexpr):
+    """What is stored for a piece of each line: a scale and a zero point, or exponents of both halves of a chunk."""
+    first = tl.load(scale_ptr + at, mask=mask, other=0)
+    second = first
     if KIND == "e2m1":
-        at = start // 32 + 2 * tl.arange(0, CHUNKS)
-        there = mask[:, None] & (at < end // 32)[None, :]
-        both = scale_ptr + groups[:, None] + at[None, :]
-        first, second = tl.load(both, mask=there, other=0), tl.load(both + 1, mask=there, other=0)
-    else:
-        at = groups + start // GROUP
-        first = tl.load(scale_ptr + at, mask=mask, other=0)
-        second = first if zero_ptr is None else tl.load(zero_ptr + at, mask=mask, other=0)
+        second = tl.load(scale_ptr + at + 1, mask=mask, other=0)
+    elif zero_ptr is not None:
+        second = tl.load(zero_ptr + at, mask=mask, other=0)
     return first, second
 
 
 @triton.jit
-def _columns(
-    words, first, second, kind: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    LINES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Words and what `_scales_at` gives -> what is multiplied, in the order of columns.
+def _power(exponent, ASM: tl.constexpr):
+    """Powers of two of lines, a column: float32, or bfloat16 2 ** 63 times them for `float_slices`."""
+    if ASM:
+        power = (((exponent.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
+    else:
+        power = ((exponent.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True)
+    return power[:, None]
 
-    Of integers, codes less zero points; of E2M1 the weights, if ASM 2 ** -63 of them.
+
+@triton.jit
+def _scaled_integers(words, zero, scale):
+    """Words of integers -> four slices as bfloat16, less zero points (which are 128 more) and times scales."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 part;
+        lop3.b32 part, $4, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 part, part, $5;
+        mul.bf16x2 $0, part, $6;
+        shr.b32 part, $4, 4;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 part, part, $5;
+        mul.bf16x2 $1, part, $6;
+        shr.b32 part, $4, 8;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 part, part, $5;
+        mul.bf16x2 $2, part, $6;
+        shr.b32 part, $4, 12;
+        lop3.b32 part, part, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 part, part, $5;
+        mul.bf16x2 $3, part, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [words, zero, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _columns(
+    words, first, second, kind: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IN_SUMS: tl.constexpr,
+    ASM: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Words and what `_scales_at` gives -> weights in the order of columns.
+
+    Integers are not scaled if IN_SUMS; E2M1 are 2 ** -63 of what they mean if ASM.
     """
     WORDS: tl.constexpr = CHUNKS * 16
-    if KIND == "e2m1" and ASM:
-        low = (((first.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
-        high = (((second.to(tl.int16) & 255) + 63) << 7).to(tl.bfloat16, bitcast=True)
-        w0, w1, w2, w3 = float_slices(words, _spread_words(low, LINES, CHUNKS), _spread_words(high, LINES, CHUNKS))
-    elif KIND == "e2m1":
-        low = _spread_words(((first.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
-        high = _spread_words(((second.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True), LINES, CHUNKS)
-        w0, w1 = (slice_of(words, low, 0, True) * low).to(kind), (slice_of(words, low, 1, True) * low).to(kind)
-        w2, w3 = (slice_of(words, low, 2, True) * high).to(kind), (slice_of(words, low, 3, True) * high).to(kind)
+    if KIND == "e2m1":
+        low = tl.broadcast_to(_power(first, ASM), [LINES, WORDS])
+        high = tl.broadcast_to(_power(second, ASM), [LINES, WORDS])
+        if ASM:
+            w0, w1, w2, w3 = float_slices(words, low, high)
+        else:
+            w0, w1 = (slice_of(words, low, 0, True) * low).to(kind), (slice_of(words, low, 1, True) * low).to(kind)
+            w2, w3 = (slice_of(words, low, 2, True) * high).to(kind), (slice_of(words, low, 3, True) * high).to(kind)
     else:
         zero = tl.full([LINES, WORDS], 136.0, tl.bfloat16)
         if HAS_ZEROS:
             zero = tl.broadcast_to((second.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None], [LINES, WORDS])
-        w0, w1, w2, w3 = slices_of(words, zero, zero, kind, False, ASM, LINES, WORDS)
+        if IN_SUMS:
+            w0, w1, w2, w3 = slices_of(words, zero, zero, kind, False, ASM, LINES, WORDS)
+        elif ASM:
+            scale = tl.broadcast_to(first.to(tl.bfloat16)[:, None], [LINES, WORDS])
+            w0, w1, w2, w3 = _scaled_integers(words, zero, scale)
+        else:
+            scale = first.to(tl.float32)[:, None]
+            w0, w1, w2, w3 = slices_of(words, zero, zero, tl.float32, False, False, LINES, WORDS)
+            w0, w1, w2, w3 = (w0 * scale).to(kind), (w1 * scale).to(kind), (w2 * scale).to(kind), (w3 * scale).to(kind)
     return _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
 
 
 @triton.jit
-def _factor(first, KIND: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr):
-    """What the sums of a piece are multiplied with, float32 [LINES]."""
-    if KIND == "e2m1":
-        factor = tl.full([LINES], 9223372036854775808.0 if ASM else 1.0, tl.float32)  # 2 ** 63
+def _add_dot(acc, w, x, first, IN_SUMS: tl.constexpr, ASM: tl.constexpr):
+    """acc plus w times x, which is awaited: registers that are an operand cannot be filled while it is read.
+
+    The compiler would begin the next piece first, and then has all matrix instructions wait for one another.
+    """
+    if IN_SUMS:
+        acc += tl.dot(w, x, input_precision="ieee") * first.to(tl.float32)[:, None]
     else:
-        factor = first.to(tl.float32)
-    return factor
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if ASM:
+            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=False, pack=1)
+    return acc
 
 
 @triton.jit
@@ -123,8 +168,10 @@ def _packed_wide_kernel(
     KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUPED: tl.constexpr,
+    SCATTER: tl.constexpr,  # results stand where their slots do, else sorted
     TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
     GROUP: tl.constexpr,
+    IN_SUMS: tl.constexpr,  # scales multiply sums of a piece, else weights, which are rounded again
     ASM: tl.constexpr,
     SPLITS: tl.constexpr,
     BT: tl.constexpr,
@@ -161,19 +208,21 @@ def _packed_wide_kernel(
     more = tl.zeros([BN, BT], tl.float32)
     HAS_ZEROS: tl.constexpr = zero_ptr is not None
     for start in range(begin, end, BK):
+        group = start // GROUP
+        a, b = _scales_at(scale_ptr, zero_ptr, groups + group, line_mask, KIND)
+        if ACTIVATION != "":
+            c, d = _scales_at(scale_ptr, zero_ptr, more_groups + group, line_mask, KIND)
         words = word_tiles.load([expert * N + line_tile * BN, start // 4])
-        x = x_tiles.load([first_slot, start])
-        a, b = _scales_at(scale_ptr, zero_ptr, groups, start, end, line_mask, KIND, GROUP, CHUNKS)
-        w = _columns(words, a, b, kind, KIND, HAS_ZEROS, ASM, BN, CHUNKS)
-        # Sums of a piece are awaited: what a matrix instruction reads in registers cannot be filled while it runs.
-        part = tl.dot(w, x.T, input_precision="ieee")
-        acc += part * _factor(a, KIND, ASM, BN)[:, None]
+        x = x_tiles.load([first_slot, start]).T
+        w = _columns(words, a, b, kind, KIND, HAS_ZEROS, IN_SUMS, ASM, BN, CHUNKS)
+        acc = _add_dot(acc, w, x, a, IN_SUMS, ASM)
         if ACTIVATION != "":
             words = word_tiles.load([expert * N + width + line_tile * BN, start // 4])
-            a, b = _scales_at(scale_ptr, zero_ptr, more_groups, start, end, line_mask, KIND, GROUP, CHUNKS)
-            w = _columns(words, a, b, kind, KIND, HAS_ZEROS, ASM, BN, CHUNKS)
-            part = tl.dot(w, x.T, input_precision="ieee")
-            more += part * _factor(a, KIND, ASM, BN)[:, None]
+            w = _columns(words, c, d, kind, KIND, HAS_ZEROS, IN_SUMS, ASM, BN, CHUNKS)
+            more = _add_dot(more, w, x, c, IN_SUMS, ASM)
+    if KIND == "e2m1" and ASM:
+        acc *= 9223372036854775808.0  # 2 ** 63
+        more *= 9223372036854775808.0
     slots = place
     if SPLITS > 1:
         split_at = place.to(tl.int64)[None, :] * N + outputs[:, None]
@@ -194,13 +243,29 @@ def _packed_wide_kernel(
         more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
         rounded: tl.constexpr = out_ptr.dtype.element_ty
         acc = gated(acc.to(rounded).to(tl.float32), more.to(rounded).to(tl.float32), ACTIVATION)
-    if TOP_K > 0:
+    if SCATTER:
         slots = tl.load(order_ptr + place, mask=inside, other=0)
+    if TOP_K > 0:
         acc = weighted(acc, weights_ptr, slots, inside, kind)
         slots = slots % TOP_K * num_rows + slots // TOP_K
     at = slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = inside[:, None] & (outputs < width)[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
+    """Whether x and the codes can be copied by such a unit, and a piece of codes has one scale, or two powers of 2."""
+    if x.dtype != torch.bfloat16 or not has_packed_arithmetic() or x.data_ptr() % _ALIGNMENT:
+        return False
+    return all(_fits(weight) for weight in weights)
+
+
+def _fits(weight: PackedWeight) -> bool:
+    if weight.is_fine or weight.has_bytes or weight.codes.data_ptr() % _ALIGNMENT:
+        return False
+    if weight.is_float:
+        return weight.group == 32 and weight.scales.dtype == torch.uint8
+    return weight.group % CHUNK == 0 and (weight.group % 128 == 0 or weight.group == CHUNK)
 
 
 def packed_wide(
@@ -212,10 +277,13 @@ def packed_wide(
     activation: str = "",
     weights: Tensor | None = None,
     splits: int = 1,
+    in_sums: bool = True,
+    scatter: bool = False,
 ) -> Tensor:
-    """x [slots, K], sorted if there are `slots`, times the matrices of their experts -> [slots, N], as sorted as x.
+    """x [slots, K], sorted if there are `slots`, times the matrices of their experts -> [slots, N].
 
-    With an activation half as wide; with `weights` [n, k], weighted and in the order of tokens: [k, n, N] float32.
+    With an activation half as wide; sorted or, with `scatter`, where the slots stand. With `weights` [n, k] also
+    weighted: [k, n, N] float32. `in_sums`: whether scales multiply sums, which is more exact, or weights.
     """
     experts, n, k = weight.sizes
     num_slots = x.shape[0]
@@ -223,6 +291,7 @@ def packed_wide(
     out = empty_slots(x, num_slots, n // halves, weights)
     num_tiles = triton.cdiv(num_slots, shape.bt) if slots is None else slots.tiles.shape[1]
     order, tiles = (out, out) if slots is None else (slots.order, slots.tiles)
+    assert slots is None or slots.size == shape.bt
     codes, scales, zeros, _, line_scale = _parts(weight)
     assert codes is not None
     codes = codes.view(experts * n, k // 4)
@@ -230,7 +299,7 @@ def packed_wide(
     if splits > 1:
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
-    bk = shape.bk
+    bk = CHUNK if weight.is_float else min(shape.bk, weight.group)
     _packed_wide_kernel[(num_tiles * triton.cdiv(n // halves, shape.bn), splits)](
         TensorDescriptor(x, list(x.shape), [k, 1], [shape.bt, bk]),
         TensorDescriptor(codes, list(codes.shape), [k // 4, 1], [shape.bn, bk // 4]),
@@ -253,8 +322,10 @@ def packed_wide(
         KIND=_kind(weight),
         ACTIVATION=activation,
         GROUPED=slots is not None,
+        SCATTER=scatter or weights is not None,
         TOP_K=0 if weights is None else weights.shape[1],
         GROUP=weight.group,
+        IN_SUMS=in_sums and not weight.is_float,
         ASM=x.dtype == torch.bfloat16 and has_packed_arithmetic(),
         SPLITS=splits,
         BT=shape.bt,

@@ -95,7 +95,7 @@ def test_one_row_without_matrix_instructions(group: int, kind: str) -> None:
     x, bias = torch.randn(2, k).to(HALF), torch.randn(1, 40)
     expected = x.float() @ dense[0].T + bias
     for splits in (1, 2):
-        out = packed_rows(x.to(DEVICE), None, weight, bias.to(DEVICE), splits=splits, block=16)
+        out = packed_rows(x.to(DEVICE), None, weight, bias.to(DEVICE), splits=splits)
         close(out, expected)
 
 
@@ -120,12 +120,14 @@ def test_tiles_copied_by_the_tensor_memory_unit(group: int, kind: str) -> None:
     weight, dense = make_packed(1, 144, k, group, kind)
     x, bias = torch.randn(19, k).to(HALF) / 16, torch.randn(1, 144)
     expected = x.float() @ dense[0].T + bias
-    for splits in (1, 2):
+    for splits, in_sums in ((1, True), (2, True), (1, False)):
         shape = GroupedShape(16, 128, 128, 4, 2)
-        close(packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, splits=splits), expected)
+        out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, splits=splits, in_sums=in_sums)
+        close(out, expected)
     gate, up = expected.to(HALF).float().chunk(2, -1)
-    out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, "silu")
-    close(out, torch.nn.functional.silu(gate) * up)
+    for splits in (1, 2):
+        out = packed_wide(x.to(DEVICE), None, weight, bias.to(DEVICE), shape, "silu", splits=splits)
+        close(out, torch.nn.functional.silu(gate) * up)
 
 
 def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
@@ -141,8 +143,12 @@ def test_sorted_experts_copied_by_the_tensor_memory_unit() -> None:
     slots = sort_slots(ids.to(DEVICE), 4, 16)
     order = slots.order.cpu().long()
     shape = GroupedShape(16, 128, 128, 4, 2)
-    out = packed_wide(x[order // 2].to(DEVICE), slots, weight, None, shape, "clamped_swiglu")
-    close(out, expected[order])
+    lines = x[order // 2].to(DEVICE)
+    close(packed_wide(lines, slots, weight, None, shape, "clamped_swiglu"), expected[order])
+    close(packed_wide(lines, slots, weight, None, shape, "clamped_swiglu", scatter=True), expected)
+    shares = torch.rand(3, 2)
+    out = packed_wide(lines, slots, weight, None, shape, "clamped_swiglu", weights=shares.to(DEVICE))
+    close(out, (expected.view(3, 2, -1) * shares[:, :, None]).transpose(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["e2m1", "zeros"])
@@ -164,6 +170,22 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
             x[-rows:], ids[-rows:], shares[-rows:], gate_up, None, down, None, "silu", False
         )[0]
         assert torch.equal(few, many[-rows:])
+
+
+def test_experts_with_many_slots_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.kernels.triton import packed_mlp
+    from quire.ops.grouped import sparse_mlp
+
+    gate_up, dense_gate_up = make_packed(4, 128, 128, 32, "e2m1")
+    down, dense_down = make_packed(4, 128, 64, 64, "zeros")
+    x, ids = torch.randn(5, 128) / 64, torch.rand(5, 4).argsort(-1)[:, :2].to(torch.int32)
+    given = x.to(DEVICE), ids.to(DEVICE), (shares := torch.rand(5, 2)).to(DEVICE), gate_up, None, down, None
+    monkeypatch.setattr(packed_mlp, "packed_tiles", None)
+    monkeypatch.setattr(packed_mlp, "packed_wide", None)
+    monkeypatch.setattr(packed_mlp, "_MANY_SLOTS", 2)
+    found = packed_mlp.packed_sparse_mlp(*given, "silu", False)[0]
+    expected = sparse_mlp(x, ids, shares, dense_gate_up, None, dense_down, None, "silu", False)[0]
+    close(found, expected)
 
 
 @pytest.mark.parametrize("seed", range(8))
