@@ -38,8 +38,8 @@ PARTS = {
 CARDS = ("hopper", "ampere", "ada", "blackwell")
 # Older cards have no unit that copies tiles, and the oldest no eight-bit floats.
 NOT_THERE = {
-    "ampere": {"_wide_kernel", "_sorted_kernel", "_quantize_kernel", "_gated_line_kernel"},
-    "ada": {"_wide_kernel", "_sorted_kernel"},
+    "ampere": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel", "_quantize_kernel", "_gated_line_kernel"},
+    "ada": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel"},
 }
 
 # Variants of kernels that take long to compile, and must not be compiled anew for other numbers of rows or places of
