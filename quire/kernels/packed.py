@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # columns that share words
+MANY_SLOTS = 128  # of an expert on average, for which all experts are unpacked before the matmul
 _SLICES = 4
 E4M3 = torch.float8_e4m3fn
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

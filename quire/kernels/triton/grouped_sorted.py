@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, gated
-from quire.kernels.triton.launch import FUSED, has_tensor_memory
+from quire.kernels.triton.launch import FUSED, has_large_tiles
 
 _ALIGNMENT = 16  # bytes, of what the copies begin at
 
@@ -136,6 +136,6 @@ def grouped_sorted(
 
 
 def sorted_fits(x: Tensor, *weights: Tensor) -> bool:
-    """Whether there is such a unit and it can copy both sides."""
+    """Whether there is such a unit, with room for what it copies, and it can copy both sides."""
     aligned = all(side.data_ptr() % _ALIGNMENT == 0 and side.shape[-1] % 8 == 0 for side in (x, *weights))
-    return aligned and x.element_size() == 2 and has_tensor_memory()
+    return aligned and x.element_size() == 2 and has_large_tiles()

@@ -167,6 +167,11 @@ def has_tensor_memory() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= HOPPER
 
 
+def has_large_tiles() -> bool:
+    """The same, and shared memory for several large tiles: not on cards for desktops."""
+    return has_tensor_memory() and shared_memory() >= _SHARED_MEMORY
+
+
 @cache
 def multiprocessors() -> int:
     """Of the device; some number where there is none, as in Triton's interpreter."""

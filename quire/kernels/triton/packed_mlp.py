@@ -10,23 +10,23 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.packed import PackedWeight
+from quire.kernels.packed import MANY_SLOTS, PackedWeight
 from quire.kernels.triton.activation import GATED
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.gather import gather_rows
+from quire.kernels.triton.grouped_configs import shapes_for
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
+from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 from quire.kernels.triton.launch import multiprocessors
 from quire.kernels.triton.packed_matmul import packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import packed_wide, wide_fits
-from quire.kernels.triton.sparse_mlp import sparse_mlp_fixed
 
 MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with the library's matmul
 _PIECE = 128
 _MAX_FEW_ROWS = 16
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
-_MANY_SLOTS = 128  # of an expert on average, for which all experts are unpacked
 _MOST_SPLITS = 8
 # Up to how many slots an expert has on average, and how tiles are cut then.
 _SHAPES = (
@@ -48,7 +48,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
     if rows == 1 and not weight.is_fine:
-        return packed_rows(x, None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64))
+        return packed_rows(x.contiguous(), None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64))
     if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
@@ -109,16 +109,21 @@ def packed_sparse_mlp(
     num_experts, _, _ = down.sizes
     given = (gate_up, gate_up_bias, down, down_bias, activation, in_parts)
     in_parts = in_parts and n <= _MAX_ROWS_APART
-    if n * k >= _MANY_SLOTS * num_experts:
-        dense = _unpacked(gate_up, x.dtype), gate_up_bias, _unpacked(down, x.dtype), down_bias
-        return sparse_mlp_fixed(x, expert_ids, weights, *dense, activation, in_parts)
-    if 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
-        a = packed_rows(x, expert_ids, gate_up, gate_up_bias, activation, per_row=k)
+    if n * k >= MANY_SLOTS * num_experts and sorted_fits(x):
+        shapes = shapes_for(num_experts, down.sizes[2], x.dtype)
+        slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
+        dense = _unpacked(gate_up, x.dtype)
+        a = grouped_sorted(x.contiguous(), slots, dense, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
+        del dense  # before the other: the ledger has room for one
+        y = grouped_sorted(a, slots, _unpacked(down, x.dtype), down_bias, shapes.sorted, scatter=True)
+        in_parts = False
+    elif 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
+        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
         y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
     elif n > 0 and wide_fits(x, gate_up, down):
         shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
         slots = sort_slots(expert_ids, num_experts, shape.bt)
-        a = packed_wide(gather_rows(x, slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
+        a = packed_wide(gather_rows(x.contiguous(), slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
         y = packed_wide(a, slots, down, down_bias, shape, weights=weights if in_parts else None, scatter=True)
     else:
         return packed_sparse_mlp_fixed(x, expert_ids, weights, *given)

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.packed import CHUNK, PackedWeight
 from quire.kernels.triton.expert_slots import SortedSlots
 from quire.kernels.triton.grouped_matmul import GroupedShape, empty_slots, gated, weighted
-from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
+from quire.kernels.triton.launch import begin_dependent, has_large_tiles, launch_options, stages_within
 from quire.kernels.triton.matmul import arrival_counters
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
 from quire.kernels.triton.packed_values import float_slices, slice_of, slices_of
@@ -255,7 +255,9 @@ def _packed_wide_kernel(
 
 def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
     """Whether x and the codes can be copied by such a unit, and a piece of codes has one scale, or two powers of 2."""
-    if x.dtype != torch.bfloat16 or not has_packed_arithmetic() or x.data_ptr() % _ALIGNMENT:
+    if not has_packed_arithmetic() or not has_large_tiles():
+        return False
+    if x.dtype != torch.bfloat16 or x.data_ptr() % _ALIGNMENT:
         return False
     return all(_fits(weight) for weight in weights)
 

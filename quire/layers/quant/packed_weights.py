@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.packed import CHUNK, E4M3, PackedWeight, pack_codes
+from quire.kernels.packed import CHUNK, E4M3, MANY_SLOTS, PackedWeight, pack_codes
 from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
 from quire.layers.quant.panels import check_numbers, integer_bits
 from quire.layers.quant.plain import Plain
@@ -213,6 +213,13 @@ class PackedWeightGrouped(GroupedMethod):
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
         return self._store.form.num_bytes(self.spec.count, self.spec.out_features, self.spec.in_features)
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        """Of long prompts all experts are unpacked, as PackedWeightLinear's matrix is."""
+        spec, rows = self.spec, super().workspace_bytes(num_tokens, top_k)
+        if spec.target.deterministic or num_tokens * top_k < MANY_SLOTS * spec.count:
+            return rows
+        return rows + spec.count * spec.out_features * spec.in_features * spec.target.dtype.itemsize
 
     def _unpacked(self) -> Tensor:
         return self._store.weight.unpacked().to(self.spec.target.dtype)

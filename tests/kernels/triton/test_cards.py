@@ -40,6 +40,7 @@ CARDS = ("hopper", "ampere", "ada", "blackwell")
 NOT_THERE = {
     "ampere": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel", "_quantize_kernel", "_gated_line_kernel"},
     "ada": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel"},
+    "blackwell": {"_packed_wide_kernel", "_sorted_kernel"},  # too little shared memory
 }
 
 # Variants of kernels that take long to compile, and must not be compiled anew for other numbers of rows or places of

@@ -178,13 +178,13 @@ def test_experts_with_many_slots_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
 
     gate_up, dense_gate_up = make_packed(4, 128, 128, 32, "e2m1")
     down, dense_down = make_packed(4, 128, 64, 64, "zeros")
-    x, ids = torch.randn(5, 128) / 64, torch.rand(5, 4).argsort(-1)[:, :2].to(torch.int32)
+    x, ids = torch.randn(5, 128).to(HALF) / 64, torch.rand(5, 4).argsort(-1)[:, :2].to(torch.int32)
     given = x.to(DEVICE), ids.to(DEVICE), (shares := torch.rand(5, 2)).to(DEVICE), gate_up, None, down, None
     monkeypatch.setattr(packed_mlp, "packed_tiles", None)
     monkeypatch.setattr(packed_mlp, "packed_wide", None)
-    monkeypatch.setattr(packed_mlp, "_MANY_SLOTS", 2)
+    monkeypatch.setattr(packed_mlp, "MANY_SLOTS", 2)
     found = packed_mlp.packed_sparse_mlp(*given, "silu", False)[0]
-    expected = sparse_mlp(x, ids, shares, dense_gate_up, None, dense_down, None, "silu", False)[0]
+    expected = sparse_mlp(x.float(), ids, shares, dense_gate_up, None, dense_down, None, "silu", False)[0]
     close(found, expected)
 
 

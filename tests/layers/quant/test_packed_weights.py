@@ -275,6 +275,17 @@ def test_the_unpacked_matrix_of_prompts_is_in_the_ledger(deterministic: bool) ->
     assert [line.num_bytes for line in lines] == ([] if deterministic else [128 * 128 * 2])
 
 
+@needs_triton
+@pytest.mark.parametrize(("tokens", "deterministic", "unpacked"), [(512, False, 1), (64, False, 0), (512, True, 0)])
+def test_unpacked_experts_of_long_prompts_are_in_the_ledger(tokens: int, deterministic: bool, unpacked: int) -> None:
+    target = Target("cuda", torch.bfloat16, deterministic=deterministic)
+    spec = MatrixSpec(64, (128,), False, target, "experts", "grouped", 4)
+    method = choose_grouped(spec, [MXFP4] * 4)
+    assert isinstance(method, PackedWeightGrouped)
+    rows = tokens * 2 * (64 + 128) * 2
+    assert method.workspace_bytes(tokens, 2) == rows + unpacked * 4 * 128 * 64 * 2
+
+
 def test_float_experts_are_rounded_while_they_are_loaded() -> None:
     spec = MatrixSpec(64, (128,), False, Target(quantization="mxfp4"), "experts", "grouped", 2)
     method = choose_grouped(spec, [F32, F32])
