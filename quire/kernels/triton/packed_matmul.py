@@ -302,8 +302,9 @@ def _kind(weight: PackedWeight) -> str:
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values [N, K] of one matrix."""
-    _, n, k = weight.sizes
+    """The values [experts * N, K]."""
+    experts, n, k = weight.sizes
+    n *= experts
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     lines = 32
     _unpack_kernel[(triton.cdiv(n, lines), k // CHUNK)](

@@ -1,7 +1,7 @@
 """Linear layers and experts with packed weights: which kernels for how many tokens, by benchmarks/packed_gpu.py.
 
-In the fixed ones all shapes of tiles have the same pieces of the inner dimension, and splits of it depend on the shape
-of the weight alone, so that a token's bits do not depend on the others.
+In the fixed ones all shapes of tiles have the same pieces of the inner dimension, and splits of it depend on the
+shape of the weight alone, so that a token's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
     if rows == 1 and not weight.is_fine:
-        return packed_rows(x.contiguous(), None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64))
+        return packed_rows(
+            x.contiguous(), None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64)
+        )
     if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
@@ -112,10 +114,10 @@ def packed_sparse_mlp(
     if n * k >= MANY_SLOTS * num_experts and sorted_fits(x):
         shapes = shapes_for(num_experts, down.sizes[2], x.dtype)
         slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
-        dense = _unpacked(gate_up, x.dtype)
+        dense = unpack(gate_up, x.dtype).view(gate_up.sizes)
         a = grouped_sorted(x.contiguous(), slots, dense, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
         del dense  # before the other: the ledger has room for one
-        y = grouped_sorted(a, slots, _unpacked(down, x.dtype), down_bias, shapes.sorted, scatter=True)
+        y = grouped_sorted(a, slots, unpack(down, x.dtype).view(down.sizes), down_bias, shapes.sorted, scatter=True)
         in_parts = False
     elif 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
         a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
@@ -128,13 +130,6 @@ def packed_sparse_mlp(
     else:
         return packed_sparse_mlp_fixed(x, expert_ids, weights, *given)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
-
-
-def _unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values of all experts."""
-    experts, n, k = weight.sizes
-    lines = PackedWeight(*(part.flatten(0, 1)[None] if isinstance(part, Tensor) else part for part in weight))
-    return unpack(lines, dtype).view(experts, n, k)
 
 
 def packed_sparse_mlp_fixed(

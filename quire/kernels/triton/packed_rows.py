@@ -1,8 +1,8 @@
 """Matmuls of few slots with packed weights: multiply and add over long pieces of lines, without matrix instructions.
 
-A thread reads 16 bytes of a line, which have one scale or two. Codes become float32 by setting bits alone: integers in
-the last places of a power of two, 4-bit floats where exponent and mantissa of a float32 meet. What that adds or takes
-is put right once for each 16 bytes.
+A thread reads 16 bytes of a line, which have one scale or two. Codes become float32 by setting bits alone: integers
+in the last places of a power of two, 4-bit floats where exponent and mantissa of a float32 meet. What that adds or
+takes is put right once for each 4 bytes.
 """
 
 from __future__ import annotations

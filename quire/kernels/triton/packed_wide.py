@@ -19,7 +19,7 @@ from quire.kernels.triton.launch import begin_dependent, has_large_tiles, launch
 from quire.kernels.triton.matmul import arrival_counters
 from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
 from quire.kernels.triton.packed_values import float_slices, slice_of, slices_of
-from quire.kernels.triton.tile_matmul import add_splits
+from quire.kernels.triton.tile_matmul import add_splits, sum_splits
 
 _ALIGNMENT = 16  # bytes, of what the copies begin at
 
@@ -116,7 +116,8 @@ def _columns(
         else:
             scale = first.to(tl.float32)[:, None]
             w0, w1, w2, w3 = slices_of(words, zero, zero, tl.float32, False, False, LINES, WORDS)
-            w0, w1, w2, w3 = (w0 * scale).to(kind), (w1 * scale).to(kind), (w2 * scale).to(kind), (w3 * scale).to(kind)
+            w0, w1 = (w0 * scale).to(kind), (w1 * scale).to(kind)
+            w2, w3 = (w2 * scale).to(kind), (w3 * scale).to(kind)
     return _side_by_side(w0, w1, w2, w3, LINES, CHUNKS)
 
 
@@ -206,7 +207,6 @@ def _packed_wide_kernel(
     more_groups = (line + width) * (K // GROUP)
     acc = tl.zeros([BN, BT], tl.float32)
     more = tl.zeros([BN, BT], tl.float32)
-    HAS_ZEROS: tl.constexpr = zero_ptr is not None
     for start in range(begin, end, BK):
         group = start // GROUP
         a, b = _scales_at(scale_ptr, zero_ptr, groups + group, line_mask, KIND)
@@ -214,11 +214,11 @@ def _packed_wide_kernel(
             c, d = _scales_at(scale_ptr, zero_ptr, more_groups + group, line_mask, KIND)
         words = word_tiles.load([expert * N + line_tile * BN, start // 4])
         x = x_tiles.load([first_slot, start]).T
-        w = _columns(words, a, b, kind, KIND, HAS_ZEROS, IN_SUMS, ASM, BN, CHUNKS)
+        w = _columns(words, a, b, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
         acc = _add_dot(acc, w, x, a, IN_SUMS, ASM)
         if ACTIVATION != "":
             words = word_tiles.load([expert * N + width + line_tile * BN, start // 4])
-            w = _columns(words, c, d, kind, KIND, HAS_ZEROS, IN_SUMS, ASM, BN, CHUNKS)
+            w = _columns(words, c, d, kind, KIND, zero_ptr is not None, IN_SUMS, ASM, BN, CHUNKS)
             more = _add_dot(more, w, x, c, IN_SUMS, ASM)
     if KIND == "e2m1" and ASM:
         acc *= 9223372036854775808.0  # 2 ** 63
@@ -234,15 +234,11 @@ def _packed_wide_kernel(
         if not is_last:
             return
         if ACTIVATION != "":
-            more = tl.zeros_like(more)
-            for other in tl.static_range(SPLITS):
-                part_ptr = parts_ptr + tl.full([], other, tl.int64) * size + width
-                more += tl.load(part_ptr + split_at, mask=mask, other=0.0, cache_modifier=".cg")
+            more = sum_splits(parts_ptr + width, size, split_at, mask, BN, BT, SPLITS)
     acc = _with_line(acc, line_scale_ptr, bias_ptr, line, line_mask)
     if ACTIVATION != "":
         more = _with_line(more, line_scale_ptr, bias_ptr, line + width, line_mask)
-        rounded: tl.constexpr = out_ptr.dtype.element_ty
-        acc = gated(acc.to(rounded).to(tl.float32), more.to(rounded).to(tl.float32), ACTIVATION)
+        acc = gated(acc.to(kind).to(tl.float32), more.to(kind).to(tl.float32), ACTIVATION)
     if SCATTER:
         slots = tl.load(order_ptr + place, mask=inside, other=0)
     if TOP_K > 0:
@@ -254,7 +250,7 @@ def _packed_wide_kernel(
 
 
 def wide_fits(x: Tensor, *weights: PackedWeight) -> bool:
-    """Whether x and the codes can be copied by such a unit, and a piece of codes has one scale, or two powers of 2."""
+    """Whether x and codes can be copied by such a unit, and a piece of codes has one scale, or two powers of two."""
     if not has_packed_arithmetic() or not has_large_tiles():
         return False
     if x.dtype != torch.bfloat16 or x.data_ptr() % _ALIGNMENT:

@@ -43,6 +43,16 @@ def lines_of(tile, N, LINES: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def sum_splits(parts_ptr, size, at, mask, LINES: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr):
+    """Parts [SPLITS, size] float32 at `at` [LINES, TOKENS], added in their order."""
+    acc = tl.zeros([LINES, TOKENS], tl.float32)
+    for split in tl.static_range(SPLITS):  # unrolled: all are on their way at once
+        part_ptr = parts_ptr + tl.full([], split, tl.int64) * size
+        acc += tl.load(part_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
 def add_splits(acc, parts_ptr, counters_ptr, size, at, mask, SPLITS: tl.constexpr):
     """acc of program (tile, split) -> the sum over splits in their order, and whether this program has it.
 

@@ -77,7 +77,7 @@ def test_experts(k: int) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
-ROUNDING = 1e-3 if HALF == torch.float16 else 1e-2  # of a result, beside the largest
+ROUNDING = 1e-3 if torch.float16 == HALF else 1e-2  # of a result, beside the largest
 
 
 def close(found: Tensor, expected: Tensor) -> None:
