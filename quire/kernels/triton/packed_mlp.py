@@ -48,9 +48,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activati
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
     if rows == 1 and not weight.is_fine:
-        return packed_rows(
-            x.contiguous(), None, weight, bias, activation, splits=splits_of(n, k, 8 * multiprocessors(), 64)
-        )
+        return packed_rows(x.contiguous(), None, weight, bias, activation, splits=_splits_of_rows(weight, 1))
     if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
@@ -95,6 +93,11 @@ def splits_of(n: int, k: int, programs: int, lines: int = 128) -> int:
     return int(1 << min(wanted, _MOST_SPLITS, max(1, k // _PIECE)).bit_length() - 1)
 
 
+def _splits_of_rows(weight: PackedWeight, slots: int) -> int:
+    _, n, k = weight.sizes
+    return splits_of(slots * n, k, 8 * multiprocessors(), 64)
+
+
 def packed_sparse_mlp(
     x: Tensor,
     expert_ids: Tensor,
@@ -120,8 +123,9 @@ def packed_sparse_mlp(
         y = grouped_sorted(a, slots, unpack(down, x.dtype).view(down.sizes), down_bias, shapes.sorted, scatter=True)
         in_parts = False
     elif 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
-        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
-        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
+        first, second = (_splits_of_rows(weight, n * k) for weight in (gate_up, down))
+        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k, splits=first)
+        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None, splits=second)
     elif n > 0 and wide_fits(x, gate_up, down):
         shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
         slots = sort_slots(expert_ids, num_experts, shape.bt)
