@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quire.cli.main import main
 from quire.cli.quantize import perplexity
@@ -35,8 +38,21 @@ def gptq(folder: Path) -> Path:
 
 
 def gpt_oss(folder: Path) -> Path:
-    next(tiny for tiny in MIXTURES if tiny.name == "gpt-oss").make(folder)
+    """As it is published: experts in MXFP4, everything else in floats."""
+    tiny = next(tiny for tiny in MIXTURES if tiny.name == "gpt-oss")
+    replace(tiny, keys={**tiny.keys, "intermediate_size": 32}).make(folder)
     write_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -47,7 +63,7 @@ def mixtral_gguf(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("make", "kept"),
-    [(gptq, "code4"), (gpt_oss, "float32"), (mixtral_gguf, "code8")],
+    [(gptq, "code4"), (gpt_oss, "e2m1"), (mixtral_gguf, "code8")],
     ids=["gptq", "gpt-oss", "mixtral-gguf"],
 )
 def test_served_checkpoints_answer_the_openai_client(
