@@ -60,7 +60,7 @@ def _integers(words, ASM: tl.constexpr):
             lop3.b32 $7, right, 0xF0000, 0x43000000, 0xEA;
             }
             """,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
             [words],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
