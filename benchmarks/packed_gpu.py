@@ -44,7 +44,7 @@ class Way(NamedTuple):
     """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights."""
 
     kind: str
-    bt: int
+    bt: int  # of rows: words of codes at a time
     bn: int
     warps: int
     stages: int
@@ -57,8 +57,9 @@ class Way(NamedTuple):
 
 def ways(rows: int, piece: int) -> Iterator[Way]:
     if rows == 1:
-        for (lines, warps), splits in product([(64, 4), (32, 2), (128, 8), (32, 4)], [1, 2, 4, 8]):
-            yield Way("rows", 0, lines, warps, 4, splits)
+        cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
+        for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
+            yield Way("rows", block, lines, warps, 0, splits)
     if rows <= 16:
         shapes, splits = [(16, 128, 4, 4)], [2, 8]
         wide = [(16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 128, 128, 8, 4), (16, 128, 128, 4, 4)]
@@ -114,7 +115,7 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
         if way.kind == "rows":
             return packed_rows(
                 x, ids, weight, None, activation, per_row=per_row,
-                splits=way.splits, lines=way.bn, num_warps=way.warps, stages=way.stages,
+                splits=way.splits, lines=way.bn, block=way.bt, num_warps=way.warps,
             )  # fmt: skip
         shape = GroupedShape(way.bt, way.bn, way.bk, way.warps, way.stages)
         if way.kind in ("wide", "scaled"):

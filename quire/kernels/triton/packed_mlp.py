@@ -25,6 +25,7 @@ from quire.kernels.triton.packed_wide import packed_wide, wide_fits
 MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with the library's matmul
 _PIECE = 128
 _MAX_FEW_ROWS = 16
+_MAX_LINES_ALONE = 8192  # of a matrix that one row multiplies without matrix instructions
 _MAX_ROWS_APART = 256  # whose slots are left to the next kernel to add up
 _MAX_FEW_SLOTS = 16  # that leave multiprocessors without work
 _MOST_SPLITS = 8
@@ -47,12 +48,13 @@ _WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
-    if rows == 1 and not weight.is_fine:
-        return packed_rows(x.contiguous(), None, weight, bias, activation, splits=_splits_of_rows(weight, 1))
+    if rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
+        block, splits = (64, 2) if n <= _MAX_LINES_ALONE // 2 else (128, 1)
+        return packed_rows(x.contiguous(), None, weight, bias, activation, block=block, splits=splits)
     if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
-    if 0 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
+    if 1 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
         return _wide_linear(x, weight, bias, activation)
     programs = 4 if rows <= _MAX_FEW_ROWS else 2
     return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
@@ -64,7 +66,7 @@ def _wide_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activatio
     lines = 64 if activation else 128
     shape = GroupedShape(bt, lines, _PIECE, 4 if bt <= 64 else 8, 4)
     return packed_wide(
-        x.contiguous(), None, weight, bias, shape, activation, splits=splits_of(n, k, 2 * multiprocessors())
+        x.contiguous(), None, weight, bias, shape, activation, splits=splits_of(n, k, 3 * multiprocessors() // 2)
     )
 
 
@@ -87,15 +89,10 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     return packed_tiles(x.contiguous(), None, weight, bias, 1, shape, activation, splits=splits)
 
 
-def splits_of(n: int, k: int, programs: int, lines: int = 128) -> int:
-    """Of the inner sum of a weight [n, k], so that there are about that number of programs of some lines."""
-    wanted = max(1, programs // triton.cdiv(n, lines))
+def splits_of(n: int, k: int, programs: int) -> int:
+    """Of the inner sum of a weight [n, k], so that there are about that number of programs of 128 lines."""
+    wanted = max(1, programs // triton.cdiv(n, 128))
     return int(1 << min(wanted, _MOST_SPLITS, max(1, k // _PIECE)).bit_length() - 1)
-
-
-def _splits_of_rows(weight: PackedWeight, slots: int) -> int:
-    _, n, k = weight.sizes
-    return splits_of(slots * n, k, 8 * multiprocessors(), 64)
 
 
 def packed_sparse_mlp(
@@ -123,9 +120,8 @@ def packed_sparse_mlp(
         y = grouped_sorted(a, slots, unpack(down, x.dtype).view(down.sizes), down_bias, shapes.sorted, scatter=True)
         in_parts = False
     elif 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
-        first, second = (_splits_of_rows(weight, n * k) for weight in (gate_up, down))
-        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k, splits=first)
-        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None, splits=second)
+        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
+        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
     elif n > 0 and wide_fits(x, gate_up, down):
         shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
         slots = sort_slots(expert_ids, num_experts, shape.bt)

@@ -22,15 +22,15 @@ from quire.kernels.triton.tile_matmul import add_splits, lines_of
 
 
 @triton.jit
-def _pair(x_ptr, at, SLICE: tl.constexpr, FACTOR: tl.constexpr):
+def _pair(x_ptr, at, mask, SLICE: tl.constexpr, FACTOR: tl.constexpr):
     """Two neighbours of x, float32 times FACTOR, for each word of 32 bits."""
     if x_ptr.dtype.element_ty == tl.bfloat16:
-        both = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at + 8 * SLICE)
+        both = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at + 8 * SLICE, mask=mask, other=0)
         low = (both << 16).to(tl.float32, bitcast=True)
         high = (both & -65536).to(tl.float32, bitcast=True)
     else:
-        low = tl.load(x_ptr + 2 * at + 16 * SLICE).to(tl.float32)
-        high = tl.load(x_ptr + 2 * at + 16 * SLICE + 1).to(tl.float32)
+        low = tl.load(x_ptr + 2 * at + 16 * SLICE, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(x_ptr + 2 * at + 16 * SLICE + 1, mask=mask, other=0.0).to(tl.float32)
     return low * FACTOR, high * FACTOR
 
 
@@ -129,6 +129,12 @@ def _floats(words, ASM: tl.constexpr):
 
 
 @triton.jit
+def _of_words(grid, LINES: tl.constexpr, QUADS: tl.constexpr):
+    """A number for each 16 bytes [LINES, QUADS] -> one for each word."""
+    return tl.reshape(tl.broadcast_to(grid[:, :, None], [LINES, QUADS, 4]), [LINES, 4 * QUADS])
+
+
+@triton.jit
 def _words_times_row(
     x_ptr,
     codes_ptr,  # words of 32 bits
@@ -143,41 +149,48 @@ def _words_times_row(
     GROUP: tl.constexpr,
     ASM: tl.constexpr,
     LINES: tl.constexpr,
-    WORDS: tl.constexpr,  # of a piece, which has one scale, or of each half of a chunk one
-    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """[LINES] float32: columns from begin to end of one row of x times those of some lines."""
+    QUADS: tl.constexpr = WORDS // 4
     FACTOR: tl.constexpr = 18446744073709551616.0 if KIND == "e2m1" else 1.0  # 2 ** 64
-    word = tl.arange(0, WORDS)
+    word, quad = tl.arange(0, WORDS), tl.arange(0, QUADS)
     x_at = word // 8 * 32 + word % 8
     width = tl.multiple_of(K // 8, 8)
+    last = tl.multiple_of(end // 8, 8)
     codes_at = codes_ptr + line[:, None] * width + word[None, :]
     groups = line * (K // GROUP)
     acc = tl.zeros([LINES, WORDS], tl.float32)
-    for start in tl.range(begin, end, 8 * WORDS, num_stages=STAGES):
+    for start in range(begin, end, 8 * WORDS):
         first = tl.multiple_of(start // 8, 8)
-        words = tl.load(codes_at + first, mask=inside[:, None], other=0)
-        at = groups + start // GROUP
-        scale = scale_of(scale_ptr, at, inside)[:, None]
-        x0, y0 = _pair(x_ptr, start // 2 + x_at, 0, FACTOR)
-        x1, y1 = _pair(x_ptr, start // 2 + x_at, 1, FACTOR)
-        x2, y2 = _pair(x_ptr, start // 2 + x_at, 2, FACTOR)
-        x3, y3 = _pair(x_ptr, start // 2 + x_at, 3, FACTOR)
+        present = first + word < last
+        words = tl.load(
+            codes_at + first, mask=inside[:, None] & present[None, :], other=0, eviction_policy="evict_first"
+        )
+        there = inside[:, None] & (first + 4 * quad < last)[None, :]
+        at = groups[:, None] + ((start + quad // 2 * 64) // GROUP)[None, :]
+        scale = _of_words(scale_of(scale_ptr, at, there), LINES, QUADS)
+        x0, y0 = _pair(x_ptr, start // 2 + x_at, present, 0, FACTOR)
+        x1, y1 = _pair(x_ptr, start // 2 + x_at, present, 1, FACTOR)
+        x2, y2 = _pair(x_ptr, start // 2 + x_at, present, 2, FACTOR)
+        x3, y3 = _pair(x_ptr, start // 2 + x_at, present, 3, FACTOR)
         if KIND == "e2m1":
             a0, a1, a2, a3, b0, b1, b2, b3 = _floats(words, ASM)
             low = a0 * x0[None, :]
             high = a2 * x2[None, :]
         else:
             a0, a1, a2, a3, b0, b1, b2, b3 = _integers(words, ASM)
-            zero = tl.full([LINES, 1], 8.0, tl.float32)
-            if zero_ptr is not None:
-                zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)[:, None]
-            more = -(x1 * 2048.0 + y0 * 128.0)
-            low = a0 * x0[None, :] + (more[None, :] - zero * (x0 + y0 + x1 + y1)[None, :])
-            if GROUP == 32 and zero_ptr is not None:
-                zero = tl.load(zero_ptr + at + 1, mask=inside, other=0).to(tl.float32)[:, None]
-            more = -((x3 + y2) * 2048.0 + (x2 + y3) * 128.0)
-            high = a2 * x2[None, :] + (more[None, :] - zero * (x2 + y2 + x3 + y3)[None, :])
+            more = (x1 * 2048.0 + y0 * 128.0)[None, :]
+            more_high = ((x3 + y2) * 2048.0 + (x2 + y3) * 128.0)[None, :]
+            if zero_ptr is None:
+                low = a0 * x0[None, :] - ((x0 + y0 + x1 + y1) * 8.0)[None, :] - more
+                high = a2 * x2[None, :] - ((x2 + y2 + x3 + y3) * 8.0)[None, :] - more_high
+            else:
+                zero = _of_words(-tl.load(zero_ptr + at, mask=there, other=0).to(tl.float32), LINES, QUADS)
+                low = a0 * x0[None, :] + (zero * (x0 + y0 + x1 + y1)[None, :] - more)
+                if GROUP == 32:
+                    zero = _of_words(-tl.load(zero_ptr + at + 1, mask=there, other=0).to(tl.float32), LINES, QUADS)
+                high = a2 * x2[None, :] + (zero * (x2 + y2 + x3 + y3)[None, :] - more_high)
         low += b0 * y0[None, :]
         low += a1 * x1[None, :]
         low += b1 * y1[None, :]
@@ -186,7 +199,7 @@ def _words_times_row(
         high += b3 * y3[None, :]
         if GROUP == 32:
             acc += low * scale
-            acc += high * scale_of(scale_ptr, at + 1, inside)[:, None]
+            acc += high * _of_words(scale_of(scale_ptr, at + 1, there), LINES, QUADS)
         else:
             acc += (low + high) * scale
     out = tl.sum(acc, axis=1)
@@ -208,7 +221,6 @@ def _bytes_times_row(
     NATIVE_FP8: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a piece, which has one scale
-    STAGES: tl.constexpr,
 ):
     """The same of weights that are bytes."""
     column = tl.arange(0, COLUMNS)
@@ -216,7 +228,7 @@ def _bytes_times_row(
     codes_at = codes_ptr + line[:, None] * width + column[None, :]
     groups = line * (K // GROUP)
     acc = tl.zeros([LINES, COLUMNS], tl.float32)
-    for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+    for start in tl.range(begin, end, COLUMNS, num_stages=4):
         codes = tl.load(codes_at + start, mask=inside[:, None], other=0)
         x = tl.load(x_ptr + start + column).to(tl.float32)
         scale = scale_of(scale_ptr, groups + start // GROUP, inside)[:, None]
@@ -254,8 +266,7 @@ def _packed_row_kernel(
     NATIVE_FP8: tl.constexpr,
     SPLITS: tl.constexpr,
     LINES: tl.constexpr,
-    BLOCK: tl.constexpr,  # words of 32 bits, or bytes, of a piece
-    STAGES: tl.constexpr,  # of the loop over a line
+    BLOCK: tl.constexpr,  # words of 32 bits, or bytes, of a line at a time
     PDL: tl.constexpr,
 ):
     """Some lines of the expert of one slot."""
@@ -274,11 +285,11 @@ def _packed_row_kernel(
     end = tl.minimum(begin + k_per_split, K)
     if KIND == "int8" or KIND == "e4m3":
         out = _bytes_times_row(
-            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, NATIVE_FP8, LINES, BLOCK, STAGES
+            x, codes_ptr, scale_ptr, line, inside, begin, end, K, KIND, GROUP, NATIVE_FP8, LINES, BLOCK
         )
     else:
         out = _words_times_row(
-            x, codes_ptr, scale_ptr, zero_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, BLOCK, STAGES
+            x, codes_ptr, scale_ptr, zero_ptr, line, inside, begin, end, K, KIND, GROUP, ASM, LINES, BLOCK
         )
     if SPLITS > 1:
         split_at = slot.to(tl.int64) * N + lines
@@ -306,22 +317,26 @@ def packed_rows(
     *,
     per_row: int = 1,
     splits: int = 1,
-    lines: int = 64,
+    lines: int = 0,
+    block: int = 64,
     num_warps: int = 4,
-    stages: int = 4,
 ) -> Tensor:
     """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`; no fine weights.
 
-    Without `expert_ids` there is one matrix, and every line of x is a slot.
+    Without `expert_ids` there is one matrix, and every line of x is a slot. A program has `lines` of a matrix, and
+    `block` words of 32 bits of each at a time.
     """
     assert not weight.is_fine
+    lines = lines or (64 if weight.has_bytes else 16)
     _, n, k = weight.sizes
     num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
     out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
     codes, scales, zeros, _, line_scale = _parts(weight)
     assert codes is not None
     codes = codes if weight.has_bytes else weight.codes.view(torch.int32)
-    columns = 128 if weight.group % 128 == 0 else 64
+    columns = 8 * block
+    if weight.has_bytes:
+        columns = 128 if weight.group % 128 == 0 else CHUNK
     parts, counters = out, out
     if splits > 1:
         parts = torch.empty(splits, num_slots, n, dtype=torch.float32, device=x.device)
@@ -352,8 +367,7 @@ def packed_rows(
         NATIVE_FP8=has_fp8_arithmetic(),
         SPLITS=splits,
         LINES=lines,
-        BLOCK=columns if weight.has_bytes else columns // 8,
-        STAGES=stages,
+        BLOCK=columns if weight.has_bytes else block,
         num_warps=num_warps,
         **launch_options(),
     )
