@@ -105,7 +105,10 @@ def granite_moe(path: Path) -> Writer:
 
 
 def deepseek2(path: Path) -> Writer:
-    """Heads and latents of DeepSeek-V2-Lite, half of its width and of its layers, 32 experts of width 512."""
+    """Heads and latents of DeepSeek-V2-Lite, half of its width and of its layers, 32 experts of width 512.
+
+    Queries come of a latent, too: llama.cpp knows files without one by their 27 layers.
+    """
     hidden, heads, rank, nope, rope, value, experts, width = 1024, 16, 512, 128, 64, 128, 32, 512
     writer = Writer(path, "deepseek2", hidden, 14, 2816, heads)
     file = writer.file
@@ -115,6 +118,7 @@ def deepseek2(path: Path) -> Writer:
     file.add_key_length_mla(nope + rope)
     file.add_value_length_mla(value)
     file.add_kv_lora_rank(rank)
+    file.add_q_lora_rank(rank)
     file.add_rope_dimension_count(rope)
     file.add_leading_dense_block_count(1)
     file.add_expert_count(experts)
@@ -129,7 +133,9 @@ def deepseek2(path: Path) -> Writer:
         place = f"blk.{layer}"
         writer.norm(f"{place}.attn_norm")
         writer.norm(f"{place}.ffn_norm")
-        writer.matrix(f"{place}.attn_q", heads * (nope + rope), hidden)
+        writer.matrix(f"{place}.attn_q_a", rank, hidden)
+        writer.norm(f"{place}.attn_q_a_norm", rank)
+        writer.matrix(f"{place}.attn_q_b", heads * (nope + rope), rank)
         writer.matrix(f"{place}.attn_kv_a_mqa", rank + rope, hidden)
         writer.norm(f"{place}.attn_kv_a_norm", rank)
         writer.small(f"{place}.attn_k_b", heads, rank, nope)
