@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from gpu import BATCHES, SHAPES, Bench, free_memory, measure
-from latent_gpu import show_profile
+from gpu_profile import show_decode
 from report import environment
 from safetensors.torch import save_file
 
@@ -89,7 +89,7 @@ def main() -> None:
         bench.adapters = list(adapters) if part == "adapters" else [None]
         print(f"{args.model}, {part}: ready in {bench.ready:.1f} s", flush=True)
         for batch in args.profile if part == "adapters" else ():
-            show_profile(bench, batch)
+            show_decode(bench, batch, 24)
         results[part] = measure(bench, args.rows, args.batches)
         bench.client.shutdown()
         del bench
