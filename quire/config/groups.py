@@ -54,7 +54,8 @@ class ModelConfig:
     )
     convert: Conversion = setting(
         "auto",
-        "embed makes an embedder of a model that generates or classifies: what is on top is not read. classify makes"
+        "embed makes an embedder of a model that generates or classifies: what is on top is not read. With runner"
+        " generate it stays a model that generates, and embeds beside that by its last hidden states. classify makes"
         " a classifier of one that generates: a reranker, whose classes are the tokens that classifier_from_token in"
         " its config names (no and yes if there is none). auto: as the architecture says; none: as it is.",
     )

@@ -22,7 +22,7 @@ from quire.frontend.tokenizer import Tokenizer, TooManyTokensError
 from quire.structured.sources import make_source
 from quire.types.errors import ContextLengthError, RequestError, WrongTaskError
 from quire.types.messages import EngineInfo
-from quire.types.pooling import PoolerConfig
+from quire.types.pooling import PoolerConfig, able_tasks, only_pools
 from quire.types.request import AdapterRef, EngineRequest, PromptEmbeds
 from quire.types.sampling import MAX_THINKING_MARK, PoolingParams, SamplingParams, ThinkingMarks
 from quire.types.structured import GrammarSource, Vocabulary
@@ -113,7 +113,7 @@ class InputProcessor:
     @property
     def _longest_prompt(self) -> int:
         # What generates needs room for a token.
-        return self._info.max_model_len - (self._info.pooler is None)
+        return self._info.max_model_len - (not only_pools(self._info.pooler))
 
     @property
     def takes_grammars(self) -> bool:
@@ -159,8 +159,8 @@ class InputProcessor:
         request_id = secrets.token_hex(8) if request_id is None else request_id
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r} but must be a string that is not empty", "request_id")
-        if self._info.pooler is not None:
-            raise WrongTaskError("generate", self._info.pooler.tasks)
+        if only_pools(self._info.pooler):
+            raise WrongTaskError("generate", able_tasks(self._info.pooler))
         embeds = self._read_embeds(prompt, params)
         speculation = self._read_speculation(prompt)
         if embeds is not None:  # what the tokens are is not known; there are as many
@@ -266,7 +266,7 @@ class InputProcessor:
         return token_ids[: kept - len(last)] + last
 
     def _too_long(self, num_tokens: int, *, exact: bool = True) -> ContextLengthError:
-        pools = self._info.pooler is not None
+        pools = only_pools(self._info.pooler)
         return ContextLengthError(num_tokens, self._info.max_model_len, exact=exact, pools=pools)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:

@@ -19,7 +19,7 @@ from quire.types.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from quire.types.pooling import PoolerConfig
+from quire.types.pooling import PoolerConfig, able_tasks
 from quire.types.sampling import Activation, PoolingKind, PoolingParams, PoolingTask
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def for_task(params: PoolingParams | None, task: PoolingTask, call: str) -> Pool
 
 def for_reward(params: PoolingParams, pooler: PoolerConfig | None) -> PoolingParams:
     """The parameters of a call for rewards, which are what a classifier says of a prompt or of its tokens."""
-    able = ("generate",) if pooler is None else pooler.tasks
+    able = able_tasks(pooler)
     task = next((task for task in ("classify", "token_classify") if task in able), None)
     if task is None:
         raise WrongTaskError("classify", able)
@@ -105,7 +105,7 @@ def filled(params: PoolingParams, pooler: PoolerConfig, tokenizer: Tokenizer | N
     """The parameters as the engine gets them: with all that the model says of their task."""
     task = params.task or pooler.tasks[0]
     if task not in pooler.tasks:
-        raise WrongTaskError(task, pooler.tasks)
+        raise WrongTaskError(task, able_tasks(pooler))
     embeds = task in ("embed", "token_embed")
     if params.dimensions is not None:
         if not embeds:

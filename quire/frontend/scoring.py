@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.types.errors import RequestError, WrongTaskError
-from quire.types.pooling import PoolerConfig, ScoreKind
+from quire.types.pooling import PoolerConfig, ScoreKind, able_tasks
 from quire.types.sampling import PoolingTask
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -66,7 +66,7 @@ def plan_scores(
 ) -> ScorePlan:
     """Score each query beside its document; one query goes with all documents."""
     if pooler is None or pooler.score is None:
-        raise WrongTaskError("score", ("generate",) if pooler is None else pooler.tasks)
+        raise WrongTaskError("score", able_tasks(pooler))
     if not queries or not documents:
         raise RequestError("there is nothing to score; give a query and at least one document", "documents")
     if len(queries) not in (1, len(documents)):

@@ -65,7 +65,7 @@ def read_pooler(
     classifier: Classifier | None = None,
     token_head: tuple[HeadLayer, ...] = (),
 ) -> PoolerConfig | None:
-    """How the model is to pool; None if it is to generate.
+    """How the model is to pool; None if it is only to generate.
 
     `generates`: whether the architecture can; `classifier`: what the checkpoint has on top; `token_head`: the same of
     an encoder that predicts masked tokens.
@@ -78,7 +78,7 @@ def read_pooler(
         asked = convert in ("embed", "classify")
         runner = "pooling" if asked or has_modules or of_file or not generates else "generate"
     if runner == "generate":
-        if convert in ("embed", "classify"):
+        if convert == "classify":
             raise ConfigError(
                 f"convert is {convert!r} but runner is 'generate'; set --runner pooling, or leave one out"
             )
@@ -86,7 +86,7 @@ def read_pooler(
             raise ConfigError(
                 f"runner is 'generate' but {source.name!r} is a model that only pools; set --runner auto"
             )
-        return None
+        return PoolerConfig("last", size, tasks=("embed",), generates=True) if convert == "embed" else None
     if classifier is not None and convert != "embed":
         return _as_classifier(classifier, size, model_config)
     if convert == "classify":

@@ -8,6 +8,7 @@ next one: so a prompt computed in chunks gives the bits of one computed at once.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from quire.platform.transfer import Download, upload
 from quire.runner.logits import LogitsHead
 from quire.runner.step import PooledRows, Step
 from quire.types.errors import EngineError
-from quire.types.sampling import Activation, PoolingKind, PoolingParams
+from quire.types.sampling import Activation, PoolingKind, PoolingParams, SamplingParams
 from quire.types.step import RowStart
 
 
@@ -41,7 +42,7 @@ class NoPooling:
         return False
 
     def read(self, step: Step) -> bool:
-        """Take in the hidden states of a step whose forward pass was started; False if its rows sample instead."""
+        """Take in the hidden states of a step whose forward pass was started; False if some of its rows sample."""
         return False
 
 
@@ -96,12 +97,15 @@ class PooledHeads:
 class Pooler(NoPooling):
     """Of an engine that pools."""
 
-    def __init__(self, heads: PooledHeads) -> None:
-        self._heads = heads
+    def __init__(self, heads: PooledHeads, *, generates: bool = False) -> None:
+        """`generates`: rows that sample run beside those that pool."""
+        self._heads, self._generates = heads, generates
         self._rows: dict[int, _Row] = {}
 
     def add_request(self, start: RowStart) -> None:
         params = start.params
+        if self._generates and isinstance(params, SamplingParams):
+            return
         if not isinstance(params, PoolingParams) or params.pooling is None:
             raise EngineError(f"request {start.request_id!r} does not say how to pool, and this engine only pools")
         activation = params.activation or ("none" if params.use_activation is False else "normalize")
@@ -114,13 +118,15 @@ class Pooler(NoPooling):
         self._rows.pop(row, None)
 
     def wants_every_token(self, rows: list[int]) -> bool:
-        return any(self._rows[row].kind != "last" for row in rows)
+        return any(row in self._rows and self._rows[row].kind != "last" for row in rows)
 
     @torch.inference_mode()
     def read(self, step: Step) -> bool:
-        ends, starts = frozenset(step.sample_indices), step.tokens.starts
+        ends, starts = frozenset(step.sample_indices), _starts(step)
         whole: dict[tuple[PoolingKind, _Reading], list[int]] = {}  # rows that need nothing from steps before
         for index, (row, count) in enumerate(zip(step.plan.rows, step.plan.num_tokens, strict=True)):
+            if row not in self._rows:
+                continue
             state, is_last = self._rows[row], index in ends
             if is_last and (state.kind == "last" or (state.kind in ("cls", "mean") and not state.num_tokens)):
                 whole.setdefault((state.kind, state.reading), []).append(index)
@@ -134,15 +140,15 @@ class Pooler(NoPooling):
         for (kind, reading), indices in whole.items():
             values = self._heads(self._vectors(step, kind, indices), reading)
             step.pooled.append(PooledRows(indices, Download(_finished(values, reading))))
-        return True
+        return all(row in self._rows for row in step.sample_rows)
 
     def _vectors(self, step: Step, kind: PoolingKind, indices: list[int]) -> Tensor:
         """[m, hidden] float32 of rows that end in this step, all at once."""
-        hidden, starts, counts = step.every_hidden, step.tokens.starts, step.plan.num_tokens
         if kind == "last":
             assert step.hidden is not None
             places = {index: place for place, index in enumerate(step.sample_indices)}
             return self._rows_of(step.hidden, [places[index] for index in indices])
+        hidden, starts, counts = step.every_hidden, _starts(step), step.plan.num_tokens
         assert hidden is not None
         first, lengths = [starts[index] for index in indices], [counts[index] for index in indices]
         if kind == "cls":
@@ -192,6 +198,11 @@ def _take_sum(state: _Row, hidden: Tensor, is_last: bool) -> None:
     for tile in tile_sums(waiting[:whole]):
         state.total = tile if state.total is None else state.total + tile
     state.kept = [waiting[whole:].clone()] if whole < waiting.shape[0] else []
+
+
+def _starts(step: Step) -> Sequence[int]:
+    """Index of each row's first token; of a decode step, whose tokens need not have been planned, they are plain."""
+    return range(len(step.plan.rows)) if step.shape.is_decode else step.tokens.starts
 
 
 def _means(sums: Tensor, counts: list[int]) -> Tensor:

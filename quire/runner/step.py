@@ -163,7 +163,7 @@ class Step:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     routed: RoutedRows | None = None  # of rows that ask for their experts
     sampled: Sampled | None = None  # None: not sampled yet, or no row samples
-    pooled: list[PooledRows] = field(default_factory=list)  # instead of samples, in an engine that pools
+    pooled: list[PooledRows] = field(default_factory=list)  # of rows that pool, which give no token
 
     way: str = ""  # the name of the way that runs it
     drafted_rows: list[tuple[int, int]] = field(default_factory=list)  # see RequestRows.note_drafts
@@ -194,11 +194,9 @@ class Step:
             routed_experts={} if self.routed is None else self.routed.get(),
             way=self.way,
         )
-        if self.pooled:
-            for part in self.pooled:
-                part.tell(result)
-            return result
-        if not indices:
+        for part in self.pooled:
+            part.tell(result)
+        if not indices or (self.pooled and self.sampled is None):
             return result
         assert self.sampled is not None, "the step still waits for masks"
         sampled = self.sampled
@@ -207,7 +205,7 @@ class Step:
         tokens, codes = found[:, 0].tolist(), found[:, 1].tolist()
         rejected = self._rejected(indices, tokens) if self.plan.draft_token_ids else frozenset()
         for place, (index, token, code) in enumerate(zip(indices, tokens, codes, strict=True)):
-            if place in rejected:
+            if place in rejected or index in result.pooled:
                 continue
             result.token_ids[index].append(token)
             if code:

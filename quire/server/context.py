@@ -23,6 +23,7 @@ from quire.server.conversation.formats import Formats
 from quire.server.errors import UnknownModelError
 from quire.server.tool_servers import ToolServers
 from quire.types.errors import EngineUnavailableError, QueueFullError, RequestError, WrongTaskError
+from quire.types.pooling import able_tasks
 from quire.types.sampling import PoolingTask
 from quire.utils.log import get_logger
 
@@ -126,9 +127,8 @@ class ServerContext:
             pooler = self.provider.engine.info.pooler
         except EngineUnavailableError:
             return ()
-        if pooler is None:
-            return ("generate",)
-        return (*pooler.tasks, "score") if pooler.score is not None else tuple(pooler.tasks)
+        able = able_tasks(pooler)
+        return (*able, "score") if pooler is not None and pooler.score is not None else able
 
     def max_model_len(self) -> int | None:
         """None while there is no engine."""

@@ -116,7 +116,7 @@ def _instead(asked: str, able: Sequence[str]) -> str:
     if asked == "generate":
         return "a model that generates"
     if asked in ("embed", "token_embed") and generates:
-        return "start it with --runner pooling"
+        return "start it with --runner pooling, or with --runner generate --convert embed to do both"
     if asked in ("embed", "token_embed") and ("classify" in able or "token_classify" in able):
         return "start it with --convert embed"
     if asked in ("classify", "score") and generates:

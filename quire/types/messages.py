@@ -40,7 +40,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     max_num_seqs: int
     grammar_limits: GrammarLimits = GrammarLimits()
     architecture: str = ""  # by its name in Hugging Face configs
-    pooler: PoolerConfig | None = None  # None: it generates
+    pooler: PoolerConfig | None = None  # None: it only generates
     takes_adapters: bool = False  # requests may name LoRA adapters
     routes: bool = False  # its layers have experts
     prompt_embeds_size: int = 0  # values of each embedding of a prompt; 0: prompts of embeddings are not taken

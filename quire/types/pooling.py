@@ -53,3 +53,16 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     score_template: str | None = None  # a pair as one text, with {instruction}, {query} and {document}
     query_prefix: str = ""  # of multi-vector models: what is put before a query, and before a document
     document_prefix: str = ""
+    generates: bool = False  # text too: its vectors are beside that
+
+
+def only_pools(pooler: PoolerConfig | None) -> bool:
+    """Whether a model with this pooler (None: it has none) generates nothing."""
+    return pooler is not None and not pooler.generates
+
+
+def able_tasks(pooler: PoolerConfig | None) -> tuple[Literal["generate"] | PoolingTask, ...]:
+    """What such a model can do, the first being what it is for."""
+    if pooler is None:
+        return ("generate",)
+    return ("generate", *pooler.tasks) if pooler.generates else pooler.tasks

@@ -17,7 +17,7 @@ class WorkerDescription:
     settings: ResolvedConfig
     ledger: MemoryLedger  # with the KV layout, the number of blocks and the longest context
     step_times: tuple[float, float, float, float]  # of a middling model on this device, see Platform
-    pooler: PoolerConfig | None  # None: it generates
+    pooler: PoolerConfig | None  # None: it only generates
     is_bidirectional: bool  # every prompt has to be computed in one step
     kernel_path: dict[str, str]  # what decides the bits of a result, besides the model: device, instructions, types
     routes: bool  # its layers have experts

@@ -48,7 +48,7 @@ from quire.runner.ways import WAYS, WayContext
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
 from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
-from quire.types.pooling import PoolerConfig
+from quire.types.pooling import PoolerConfig, only_pools
 from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
 from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
 from quire.worker.stages import check_experts, check_stages, cut, layout_of_stage
@@ -73,7 +73,7 @@ class EnginePlan:
     sizes: EngineSizes  # that the demand was found for
     ledger: MemoryLedger
     checkpoint: Checkpoint | None  # None: weights are made up
-    pooler: PoolerConfig | None  # None: it generates
+    pooler: PoolerConfig | None  # None: it only generates
     adapters: AdapterSizes | None  # None: there are none
     group: ParallelGroup  # of the ranks that share every layer
     pipeline: Pipeline  # the layers of this rank
@@ -81,7 +81,7 @@ class EnginePlan:
 
     def way_context(self, model: Model) -> WayContext:
         ends = not self.pipeline.is_last, not self.pipeline.is_first
-        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, self.pooler is not None, *ends)
+        return WayContext(self.platform, self.backend, model, self.dtype, self.sizes, only_pools(self.pooler), *ends)
 
     @property
     def context(self) -> BuildContext:
@@ -157,7 +157,12 @@ def plan_engine(
     if description.is_bidirectional:
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
-    draft = None if pooler is not None else plan_draft(config, source, model_config, description, length)
+    draft = None if only_pools(pooler) else plan_draft(config, source, model_config, description, length)
+    if pooler is not None and pooler.generates and config.speculation.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config is given, but a model that generates and embeds takes no drafts; leave it out, or"
+            " --convert"
+        )
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
@@ -183,7 +188,7 @@ def plan_engine(
     _check_backend(model, backend)
     backend.whole_prompts = model.is_bidirectional
     weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
-    ends = pooler is not None, not pipeline.is_last, not pipeline.is_first
+    ends = only_pools(pooler), not pipeline.is_last, not pipeline.is_first
     parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
     layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
     if config.device.standby:
@@ -274,7 +279,7 @@ def _sizes(
         hidden_size=description.hidden_size,
         itemsize=dtype.itemsize,
         token_bytes=model.token_bytes(description.hidden_size, dtype.itemsize),
-        max_num_drafts=0 if pooler is not None else settings.max_num_drafts,
+        max_num_drafts=0 if only_pools(pooler) else settings.max_num_drafts,
         speculates=config.speculation.speculative_config is not None and settings.max_num_drafts > 0,
         proposes=draft is not None,
     )
@@ -518,7 +523,7 @@ def _kv_dtype(
 ) -> torch.dtype:
     possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
     name = config.cache.kv_cache_dtype
-    if name == "auto" and pooler is not None and dtype in possible.values():
+    if name == "auto" and only_pools(pooler) and dtype in possible.values():
         return dtype  # keys and values live for a few steps: there is no memory to be saved
     if name == "auto":
         return backend.kv_dtypes(dtype)[0]
@@ -567,6 +572,6 @@ def _build_context(
         deterministic=deterministic,
         activations=settings.activations,
         moe_backend=settings.moe_backend,
-        head=pooler is None or bool(pooler.label_tokens),
+        head=pooler is None or pooler.generates or bool(pooler.label_tokens),
         heads={} if pooler is None else pooler.heads,
     )

@@ -339,7 +339,9 @@ def build_runner(
         containment=containment,
         ways=list(make_ways(plan.way_context(model), program, eager, room)),
         inputs=inputs,
-        pooler=None if plan.pooler is None else Pooler(PooledHeads(model, head, token_ladder, plan.context.target)),
+        pooler=None
+        if plan.pooler is None
+        else Pooler(PooledHeads(model, head, token_ladder, plan.context.target), generates=plan.pooler.generates),
         adapters=adapters,
         stage=None if pipeline.size == 1 else Stage(pipeline, rows, containment.heal, received),
     )

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModel
 
 from quire.engine.core import EngineCore
-from quire.types.errors import ConfigError
 from quire.types.outputs import EngineOutput
 from quire.types.request import EngineRequest
 from quire.types.sampling import PoolingParams
@@ -116,8 +115,3 @@ def test_a_vector_that_is_not_finite_fails_alone(decoder: Path) -> None:
     (output,) = pool(core, PROMPTS[1:2], PoolingParams(pooling="last"))
     assert output.finish_reason == "error"
     assert "NaN" in (output.error or "")
-
-
-def test_settings_that_contradict_each_other_are_refused(decoder: Path) -> None:
-    with pytest.raises(ConfigError, match="set --runner pooling, or leave one out"):
-        pooling_engine(decoder, runner="generate", convert="embed")

@@ -75,11 +75,11 @@ def show_model(context: ServerContext, body: ShowRequest) -> ModelInfo:
 
 def capabilities(context: ServerContext) -> list[str]:
     """In Ollama's words."""
-    if "generate" not in (context.tasks() or ("generate",)):
+    able, formats = context.tasks() or ("generate",), context.formats
+    if "generate" not in able:
         return ["embedding"]
-    formats = context.formats
-    extra = [("tools", formats.tool), ("thinking", formats.reasoning)]
-    return ["completion", *(name for name, found in extra if found is not None)]
+    extra = [("tools", formats.tool is not None), ("thinking", formats.reasoning is not None)]
+    return ["completion", *(name for name, has in (*extra, ("embedding", "embed" in able)) if has)]
 
 
 def tagged(name: str) -> str:

@@ -9,7 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from tests.frontend.fake_client import MAX_MODEL_LEN, FakeClient, PoolingClient
+from quire.types.outputs import EngineOutput
+from quire.types.sampling import PoolingParams
+from tests.frontend.fake_client import MAX_MODEL_LEN, FakeClient, PoolingClient, Running
 from tests.server.helpers import MODEL, http, make_app, serving
 
 URL = "/v1/embeddings"
@@ -126,3 +128,29 @@ async def test_embeddings_of_a_model_that_generates_are_refused_with_what_to_do(
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "model"
     assert "generates text and no embeddings; use POST /v1/chat/completions" in refused.json()["error"]["message"]
+
+
+class BothClient(PoolingClient):
+    """Generates and embeds."""
+
+    def __init__(self) -> None:
+        super().__init__(tasks=("embed",), generates=True)
+
+    def _step(self, running: Running) -> EngineOutput:
+        if isinstance(running.request.params, PoolingParams):
+            return super()._step(running)
+        return FakeClient._step(self, running)
+
+
+async def test_a_server_that_generates_embeds_when_asked() -> None:
+    async with serving(BothClient()) as session:
+        embedded = await session.post(URL, json={"input": "Hi"})
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        answered = await session.post("/v1/chat/completions", json=chat)
+        refused = await session.post("/classify", json={"input": "Hi"})
+        shown = await session.post("/api/show", json={"model": MODEL})
+    assert embedded.json()["data"][0]["embedding"] == [2.0, 72.0, 105.0]
+    assert answered.json()["choices"][0]["message"]["content"] == "[use"
+    assert refused.status_code == 400
+    assert "this model generates text and no classes" in refused.json()["error"]["message"]
+    assert {"completion", "embedding"} <= set(shown.json()["capabilities"])
