@@ -26,6 +26,7 @@ MAX_VALUES = 1 << 20
 MAX_CONTAINERS = 1 << 16  # lists and objects
 # Checking and converting one item takes tens of microseconds, during which the event loop is blocked.
 MAX_ITEMS = {"messages": 4096, "input": 4096, "prompt": 4096, "tools": 1024, "documents": 4096, "logit_bias": 1 << 16}
+MAX_TEXTS = {"input": 1 << 17, "documents": 1 << 17}  # where all items are plain texts, which cost next to nothing
 _LARGE = 1 << 16  # bytes
 _PIECE = 1 << 20
 _QUOTE = ord('"')
@@ -71,6 +72,8 @@ def _check_count(name: str, value: Any, most: int) -> None:
         return
     parts = [item["content"] for item in value if isinstance(item, dict) and isinstance(item.get("content"), list)]
     count = len(value) + sum(map(len, parts))
+    if count > most and name in MAX_TEXTS and all(isinstance(item, str) for item in value):
+        most = MAX_TEXTS[name]
     if count > most:
         raise RequestError(f"{name} holds {count} items; this server takes at most {most}", name)
 
