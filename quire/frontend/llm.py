@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from quire.config.groups import DEFAULT_MODEL
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
 from quire.frontend.adapters import LoRARequest, find_adapter
+from quire.frontend.batches import as_batch, batch_error, of_each, spread
 from quire.frontend.beam_search import BeamSearch, candidates_of
 from quire.frontend.controls import Controls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -38,7 +39,6 @@ from quire.frontend.text_model import Message, TextModel, is_batch, is_conversat
 from quire.frontend.thinking import thinking_marks
 from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.types.errors import (
-    BatchError,
     EngineDeadError,
     EngineError,
     GenerationError,
@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Lora = LoRARequest | Sequence[LoRARequest | None] | None
-T = TypeVar("T")
-R = TypeVar("R")
 _STEPS_AHEAD = 4  # whose tokens wait in the engine before it runs beside the preparation of more prompts
 
 
@@ -497,36 +495,3 @@ class LLM(Controls):
         self._alive = False
         for request_id in self._outputs.clear(reason):
             self._mailboxes[request_id].fail(EngineDeadError(reason))
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many: a list of integers is one prompt, any other list is a list of prompts."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
-        return [cast(Prompt, prompts)]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(Prompt, prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def spread(value: T | Sequence[T] | None, count: int, field: str, default: T) -> list[T]:
-    """One value for all requests, or one each."""
-    if value is None:
-        return [default] * count
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{field} has {len(value)} entries for {count} requests; give one, or one each", field)
-    return list(value)
-
-
-def of_each(values: Sequence[T], function: Callable[[T], R]) -> list[R]:
-    """What the function gives for each value; for neighbours that are one object it is called once."""
-    found: list[R] = []
-    for index, value in enumerate(values):
-        found.append(found[-1] if index and value is values[index - 1] else function(value))
-    return found
-
-
-def batch_error(outputs: list[RequestOutput | None], errors: dict[int, QuireError]) -> QuireError:
-    """The error to raise for a batch: of a single request its own, else one that carries everything."""
-    return errors.pop(0) if len(outputs) == 1 else BatchError(outputs, errors)
