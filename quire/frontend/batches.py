@@ -1,16 +1,49 @@
-"""Batches as callers give them: one prompt or many, one value for all requests or one each."""
+"""Batches of a caller's prompts: as they are given, and while they are answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
-from quire.frontend.input_processor import Prompt
-from quire.types.errors import BatchError, QuireError, RequestError
+from quire.frontend.input_processor import PreparedRequest, Prompt
+from quire.types.errors import BatchError, GenerationError, QuireError, RefusedRequestError, RequestError
 from quire.types.outputs import RequestOutput
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Batch:
+    """Requests that are answered together: which are waited for, and what came of the others."""
+
+    def __init__(self, count: int) -> None:
+        self.waiting: dict[str, tuple[int, int]] = {}  # by id: which one it is, and its prompt's tokens
+        self.num_tokens = 0  # of the prompts that are waited for
+        self._outputs: list[RequestOutput | None] = [None] * count
+        self._errors: dict[int, QuireError] = {}
+
+    def add(self, index: int, request: PreparedRequest) -> None:
+        length = len(request.prompt_token_ids)
+        self.waiting[request.request_id] = index, length
+        self.num_tokens += length
+
+    def fail(self, index: int, error: QuireError) -> None:
+        self._errors[index] = error.with_traceback(None)
+
+    def end(self, request_id: str, take: Callable[[], RequestOutput | None]) -> None:
+        """A request was heard of for the last time: `take` gives its output, or raises why there is none."""
+        index, length = self.waiting.pop(request_id)
+        self.num_tokens -= length
+        try:
+            self._outputs[index] = take()
+        except (GenerationError, RefusedRequestError) as error:
+            self.fail(index, error)
+
+    def results(self) -> list[RequestOutput]:
+        """In the order of the requests. Of a single request that failed its own error, of several BatchError."""
+        if self._errors:
+            raise self._errors[0] if len(self._outputs) == 1 else BatchError(self._outputs, self._errors)
+        return [output for output in self._outputs if output is not None]
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -39,8 +72,3 @@ def of_each(values: Sequence[T], function: Callable[[T], R]) -> list[R]:
     for index, value in enumerate(values):
         found.append(found[-1] if index and value is values[index - 1] else function(value))
     return found
-
-
-def batch_error(outputs: list[RequestOutput | None], errors: dict[int, QuireError]) -> QuireError:
-    """The error to raise for a batch: of a single request its own, else one that carries everything."""
-    return errors.pop(0) if len(outputs) == 1 else BatchError(outputs, errors)

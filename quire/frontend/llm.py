@@ -15,7 +15,7 @@ from quire.config.groups import DEFAULT_MODEL
 from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
 from quire.frontend.adapters import LoRARequest, find_adapter
-from quire.frontend.batches import as_batch, batch_error, of_each, spread
+from quire.frontend.batches import Batch, as_batch, of_each, spread
 from quire.frontend.beam_search import BeamSearch, candidates_of
 from quire.frontend.controls import Controls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -41,9 +41,6 @@ from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSear
 from quire.types.errors import (
     EngineDeadError,
     EngineError,
-    GenerationError,
-    QuireError,
-    RefusedRequestError,
     RequestError,
 )
 from quire.types.outputs import (
@@ -379,22 +376,13 @@ class LLM(Controls):
         `most_ahead`: a step is taken before another request is prepared, when those submitted have as many tokens; 0:
         all are prepared first.
         """
-        outputs: list[RequestOutput | None] = [None] * count
-        errors: dict[int, QuireError] = {}
-        waiting: dict[str, tuple[int, int]] = {}  # which one it is, and its prompt's tokens
-        ahead = 0
+        batch = Batch(count)
 
         def take_step(progress: NullProgress) -> None:
-            nonlocal ahead
             heard, num_tokens = self._pump()
-            done = [request_id for request_id in heard if request_id in waiting]
+            done = [request_id for request_id in heard if request_id in batch.waiting]
             for request_id in done:
-                index, length = waiting.pop(request_id)
-                ahead -= length
-                try:
-                    outputs[index] = self._mailboxes.pop(request_id).take()
-                except (GenerationError, RefusedRequestError) as error:
-                    errors[index] = error.with_traceback(None)
+                batch.end(request_id, self._mailboxes.pop(request_id).take)
             progress.advance(len(done), num_tokens)
 
         try:
@@ -402,23 +390,20 @@ class LLM(Controls):
                 for index in range(count):
                     try:
                         request = prepare(index)
-                        waiting[self._submit(request)] = index, len(request.children[0].token_ids)
+                        self._submit(request)
+                        batch.add(index, request)
                     except RequestError as error:
-                        errors[index] = error.with_traceback(None)
+                        batch.fail(index, error)
                         progress.advance(1, 0)
-                        continue
-                    ahead += len(request.children[0].token_ids)
-                    while 0 < most_ahead <= ahead:
+                    while 0 < most_ahead <= batch.num_tokens:
                         take_step(progress)
                 with interrupt_afterwards() as raise_interrupt:
-                    while waiting:
+                    while batch.waiting:
                         take_step(progress)
                         raise_interrupt()
         finally:
-            self._abort(list(waiting))
-        if errors:
-            raise batch_error(outputs, errors)
-        return [output for output in outputs if output is not None]
+            self._abort(list(batch.waiting))
+        return batch.results()
 
     def _stream(self, request: PreparedRequest) -> Generator[RequestOutput, None, None]:
         request_id = self._submit(request)
