@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.types.sampling import PoolingParams
+from quire.types.outputs import EngineOutput
+from quire.types.request import EngineRequest
+from quire.types.sampling import PoolingParams, SamplingParams
 from tests.e2e.test_classifiers import make_classifier
 from tests.e2e.test_encoders import WHOLE, make_encoder
 from tests.e2e.test_pooling import PROMPTS, pool, vector
 from tests.e2e.tiny import make_engine
-from tests.gpu.helpers import needs_gpu
+from tests.gpu.helpers import needs_gpu, tiny_model
 from tests.runner.engines import run_eagerly, spy_on, worker_of
 
 pytestmark = needs_gpu
@@ -63,3 +65,27 @@ def test_steps_are_graphs(name: str, backend: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(mine, theirs, atol=2e-3)
         np.testing.assert_allclose(mine, other, atol=2e-3)
         assert backend == "triton" or np.array_equal(mine, other)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton_fixed"])
+def test_texts_and_vectors_of_one_engine(backend: str, tmp_path: Path) -> None:
+    """Captured steps of both: as in engines that do one of the two, to the bit where the mode promises it."""
+    folder = tiny_model(tmp_path)
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 512, "attention_backend": backend}
+    core = make_engine(folder, runner="generate", convert="embed", **settings)
+    spy, last = spy_on(core), PoolingParams(task="embed", pooling="last")
+    plain = SamplingParams(temperature=0.0, max_tokens=12)
+    for number, tokens in enumerate(PROMPTS):
+        core.add_request(EngineRequest(request_id=f"v{number}", token_ids=tokens, params=last))
+        core.add_request(EngineRequest(request_id=f"t{number}", token_ids=tokens, params=plain, max_tokens=12))
+    found: dict[str, list[EngineOutput]] = {}
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            assert output.error is None
+            found.setdefault(output.request_id, []).append(output)
+    assert spy.ran
+    alone = pool(make_engine(folder, runner="pooling", **settings), PROMPTS, last)
+    for number, output in enumerate(alone):
+        np.testing.assert_allclose(vector(found[f"v{number}"][0]), vector(output), atol=0.02)
+        assert sum(len(each.token_ids) for each in found[f"t{number}"]) == 12
+        assert backend == "triton" or found[f"v{number}"][0].pooled == output.pooled
