@@ -50,9 +50,10 @@ async def test_base64_is_the_same_vector() -> None:
     assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == plain
 
 
-async def test_a_batch_may_be_longer_than_the_engine_and_the_queue_take() -> None:
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.nightly)])
+async def test_a_batch_may_be_longer_than_the_engine_and_the_queue_take(count: int) -> None:
     client = PoolingClient()
-    texts = [f"{number}" for number in range(3000)]
+    texts = [f"{number}" for number in range(count)]
     async with serving(client, max_queue=4) as session:
         answer = (await session.post(URL, json={"input": texts})).json()
     assert [item["embedding"][0] for item in answer["data"]] == [len(text) for text in texts]
