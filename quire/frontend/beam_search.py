@@ -7,14 +7,15 @@ beams share is in the prefix cache, so a round computes little more than one tok
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from itertools import islice
 from typing import Any, NamedTuple
 
 from quire.frontend.input_processor import PreparedRequest
-from quire.types.beam_search import BeamSearchParams, BeamSearchSequence
+from quire.frontend.tokenizer import Tokenizer
+from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.types.outputs import LogprobsAtPosition, RequestOutput
 from quire.types.sampling import SamplingParams
 
@@ -91,6 +92,12 @@ class BeamSearch:
         """The sequences with the highest scores, the best first."""
         return nlargest(self._width, self._completed, key=self._score)
 
+    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """The same with their texts, where there is a tokenizer."""
+        if tokenizer is None:
+            return BeamSearchOutput(self.best())
+        return BeamSearchOutput([replace(found, text=tokenizer.decode(found.tokens)) for found in self.best()])
+
     def _score(self, sequence: BeamSearchSequence) -> float:
         """As in vLLM, the prompt counts as part of the length, and the token that ends the sequence does not."""
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
@@ -112,3 +119,12 @@ def candidates_of(output: RequestOutput) -> LogprobsAtPosition:
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None, "step_params ask for them"
     return logprobs[0]
+
+
+def run_searches(searches: Sequence[BeamSearch], generate: Callable[[list[Any], Any], list[RequestOutput]]) -> None:
+    """Extend all beams, token by token, until no search has one left."""
+    while going := [search for search in searches if search.beams]:
+        beams = [prompt for search in going for prompt in search.prompts()]
+        outputs = iter(generate(beams, going[0].step_params))
+        for search in going:
+            search.extend([candidates_of(next(outputs)) for _ in search.beams])

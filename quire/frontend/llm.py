@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -16,7 +15,7 @@ from quire.engine.client import EngineClient, make_inproc_client
 from quire.engine.settings import check_settings
 from quire.frontend.adapters import LoRARequest, find_adapter
 from quire.frontend.batches import Batch, as_batch, of_each, spread
-from quire.frontend.beam_search import BeamSearch, candidates_of
+from quire.frontend.beam_search import BeamSearch, run_searches
 from quire.frontend.controls import Controls
 from quire.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from quire.frontend.interrupts import interrupt_afterwards
@@ -37,7 +36,7 @@ from quire.frontend.restarting import make_process_client
 from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.frontend.thinking import thinking_marks
-from quire.types.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from quire.types.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.types.errors import (
     EngineDeadError,
     EngineError,
@@ -276,7 +275,6 @@ class LLM(Controls):
                 batch[index], params[index], prompt_name=prompt_name, request_id=next(self._ids)
             )
 
-        # The device computes what it has got while more prompts are prepared.
         return self._run(len(batch), prepare, use_tqdm, _STEPS_AHEAD * self._client.info.max_num_batched_tokens)
 
     def beam_search(
@@ -299,17 +297,9 @@ class LLM(Controls):
         with make_progress(len(searches), use_tqdm) as progress:
             for first in range(0, len(searches), size):
                 group = searches[first : first + size]
-                while going := [search for search in group if search.beams]:
-                    beams = [prompt for search in going for prompt in search.prompts()]
-                    outputs = iter(self.generate(beams, going[0].step_params, use_tqdm=False))
-                    for search in going:
-                        search.extend([candidates_of(next(outputs)) for _ in search.beams])
+                run_searches(group, partial(self.generate, use_tqdm=False))
                 progress.advance(len(group), 0)
-        return [BeamSearchOutput([self._with_text(found) for found in search.best()]) for search in searches]
-
-    def _with_text(self, sequence: BeamSearchSequence) -> BeamSearchSequence:
-        tokenizer = self._text.tokenizer
-        return sequence if tokenizer is None else replace(sequence, text=tokenizer.decode(sequence.tokens))
+        return [search.output(self._text.tokenizer) for search in searches]
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -371,11 +361,7 @@ class LLM(Controls):
     def _run(
         self, count: int, prepare: Callable[[int], PreparedRequest], use_tqdm: bool, most_ahead: int = 0
     ) -> list[RequestOutput]:
-        """Submit `count` requests, wait for all, and report the failed ones together at the end.
-
-        `most_ahead`: a step is taken before another request is prepared, when those submitted have as many tokens; 0:
-        all are prepared first.
-        """
+        """Submit requests, wait for all; when the engine has `most_ahead` tokens to compute, a step comes first."""
         batch = Batch(count)
 
         def take_step(progress: NullProgress) -> None:
@@ -454,14 +440,11 @@ class LLM(Controls):
         result = self._outputs.process(outputs)
         if result.aborts:
             self._client.abort(result.aborts)
-        heard = []
         for output in result.outputs:
             self._mailboxes[output.request_id].put(output)
-            heard.append(output.request_id)
         for failure in result.failures:
             self._mailboxes[failure.request_id].fail(failure)
-            heard.append(failure.request_id)
-        return heard
+        return [each.request_id for each in (*result.outputs, *result.failures)]
 
     def _abort(self, request_ids: list[str]) -> None:
         """Forget requests here and in the engine; those that have finished are merely forgotten."""
