@@ -158,11 +158,6 @@ def plan_engine(
         settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     draft = None if only_pools(pooler) else plan_draft(config, source, model_config, description, length)
-    if pooler is not None and pooler.generates and config.speculation.speculative_config is not None:
-        raise ConfigError(
-            "speculative_config is given, but a model that generates and embeds takes no drafts; leave it out, or"
-            " --convert"
-        )
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
@@ -241,7 +236,7 @@ def _pooler(
     model_config: dict[str, Any],
     description: ModelDescription,
 ) -> PoolerConfig | None:
-    return read_pooler(
+    pooler = read_pooler(
         config.model,
         source,
         model_config,
@@ -251,6 +246,12 @@ def _pooler(
         generates="generates" in architecture.capabilities and not description.is_bidirectional,
         is_encoder=description.is_bidirectional,
     )
+    if pooler is not None and pooler.generates and config.speculation.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config is given, but a model that generates and embeds takes no drafts; leave it out, or"
+            " --convert"
+        )
+    return pooler
 
 
 def _check_backend(model: Model, backend: AttentionBackend) -> None:
