@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -60,9 +61,26 @@ def test_drafts_are_counted_and_change_nothing(ngram_server: Running) -> None:
             (choice,) = found["choices"]
             return {"usage": found["usage"], **{name: choice[name] for name in ("text", "finish_reason", "logprobs")}}
 
+        def stream(**fields: object) -> dict[str, object]:
+            body = {"prompt": text, "max_tokens": 40, "temperature": 0, **fields}
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            said, usage, reasons = "", None, []
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line.removeprefix("data: "))
+                        usage = chunk.get("usage") or usage
+                        for choice in chunk["choices"]:
+                            said += choice["text"]
+                            reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            (reason,) = reasons
+            return {"usage": usage, "text": said, "finish_reason": reason}
+
         for fields in ({}, {"stop": ["delta"]}, {"max_tokens": 7}, {"logprobs": 2}, {"temperature": 0.8, "seed": 5}):
             assert ask(**fields)["text"] == ask(**fields, speculate=False)["text"]
-            assert _counted(ask(**fields)) == _counted(ask(**fields, speculate=False))
+            plain = _counted(ask(**fields, speculate=False))
+            assert _counted(ask(**fields)) == plain
+            assert _counted(stream(**fields)) == {name: plain[name] for name in ("usage", "text", "finish_reason")}
         metrics = Scrape(client.get("/metrics").text)
     drafted = metrics.get("spec_decode_num_draft_tokens_total")
     accepted = metrics.get("spec_decode_num_accepted_tokens_total")
