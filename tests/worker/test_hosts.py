@@ -290,7 +290,7 @@ def test_two_network_namespaces(model: Path, tmp_path: Path) -> None:
     script = f"""
         set -e
         ip link set lo up
-        unshare -n sleep 60 & other=$!
+        unshare -n sleep 600 & other=$!
         until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
         ip link add name one type veth peer name two
         ip link set two netns $other
@@ -307,7 +307,7 @@ def test_two_network_namespaces(model: Path, tmp_path: Path) -> None:
     environment = child_environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(
         ["unshare", "-rn", "bash", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, env=environment, timeout=120,
+        capture_output=True, text=True, env=environment, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     one = make_engine(model, **SETTINGS)
