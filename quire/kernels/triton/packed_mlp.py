@@ -18,9 +18,10 @@ from quire.kernels.triton.grouped_configs import shapes_for
 from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
 from quire.kernels.triton.grouped_sorted import grouped_sorted, sorted_fits
 from quire.kernels.triton.launch import multiprocessors
-from quire.kernels.triton.packed_matmul import packed_tiles, unpack
+from quire.kernels.triton.packed_matmul import _kind, packed_tiles, unpack
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import packed_wide, wide_fits
+from quire.kernels.triton.self_check import agrees
 
 MAX_ROWS_PACKED = 128  # more are multiplied by what the weight stands for, with the library's matmul
 _PIECE = 128
@@ -48,16 +49,28 @@ _WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """x [n, K], weight [1, N, K], bias [N] -> [n, N] in x's type, or with a gated activation [n, N / 2]."""
     rows, (_, n, k) = x.shape[0], weight.sizes
-    if rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
-        block, splits = (64, 2) if n <= _MAX_LINES_ALONE // 2 else (128, 1)
-        return packed_rows(x.contiguous(), None, weight, bias, activation, block=block, splits=splits)
     if rows > MAX_ROWS_PACKED and (not activation or activation in GATED):
         out = torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
         return GATED[activation](out) if activation else out
-    if 1 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
-        return _wide_linear(x, weight, bias, activation)
+    fast = None
+    if rows == 1 and n <= _MAX_LINES_ALONE and not weight.is_fine:
+        fast = _linear_of_one_row
+    elif 1 < rows <= MAX_ROWS_PACKED and wide_fits(x, weight):
+        fast = _wide_linear
+    if fast is not None and agrees(
+        (fast.__name__, _kind(weight), weight.group, activation, x.dtype),
+        x,
+        lambda x: fast(x, weight, bias, activation),
+        lambda x: packed_linear_fixed(x, weight, bias, activation),
+    ):
+        return fast(x, weight, bias, activation)
     programs = 4 if rows <= _MAX_FEW_ROWS else 2
     return _linear(x, weight, bias, activation, splits_of(n, k, programs * multiprocessors()))
+
+
+def _linear_of_one_row(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    block, splits = (64, 2) if weight.sizes[1] <= _MAX_LINES_ALONE // 2 else (128, 1)
+    return packed_rows(x.contiguous(), None, weight, bias, activation, block=block, splits=splits)
 
 
 def _wide_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -109,26 +122,83 @@ def packed_sparse_mlp(
     """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
     n, k = expert_ids.shape
     num_experts, _, _ = down.sizes
-    given = (gate_up, gate_up_bias, down, down_bias, activation, in_parts)
-    in_parts = in_parts and n <= _MAX_ROWS_APART
+    given = (expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts)
+    fast = None
     if n * k >= MANY_SLOTS * num_experts and sorted_fits(x):
-        shapes = shapes_for(num_experts, down.sizes[2], x.dtype)
-        slots = sort_slots(expert_ids, num_experts, shapes.sorted.bt)
-        dense = unpack(gate_up, x.dtype).view(gate_up.sizes)
-        a = grouped_sorted(x.contiguous(), slots, dense, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
-        del dense  # before the other: the ledger has room for one
-        y = grouped_sorted(a, slots, unpack(down, x.dtype).view(down.sizes), down_bias, shapes.sorted, scatter=True)
-        in_parts = False
-    elif 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
-        a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
-        y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
+        return _unpacked_sparse_mlp(x, *given[:-1])
+    if 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
+        fast = _sparse_mlp_of_few_slots
     elif n > 0 and wide_fits(x, gate_up, down):
-        shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
-        slots = sort_slots(expert_ids, num_experts, shape.bt)
-        a = packed_wide(gather_rows(x.contiguous(), slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
-        y = packed_wide(a, slots, down, down_bias, shape, weights=weights if in_parts else None, scatter=True)
-    else:
-        return packed_sparse_mlp_fixed(x, expert_ids, weights, *given)
+        fast = _wide_sparse_mlp
+    if fast is not None and agrees(
+        (fast.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, in_parts),
+        x,
+        lambda x: _sum_of(fast(x, *given)),
+        lambda x: _sum_of(packed_sparse_mlp_fixed(x, *given)),
+    ):
+        return fast(x, *given)
+    return packed_sparse_mlp_fixed(x, *given)
+
+
+def _sum_of(parts: Tensor) -> Tensor:
+    return parts.float().sum(0)
+
+
+def _unpacked_sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    n, k = expert_ids.shape
+    shapes = shapes_for(down.sizes[0], down.sizes[2], x.dtype)
+    slots = sort_slots(expert_ids, down.sizes[0], shapes.sorted.bt)
+    dense = unpack(gate_up, x.dtype).view(gate_up.sizes)
+    a = grouped_sorted(x.contiguous(), slots, dense, gate_up_bias, shapes.sorted_gated, activation, per_row=k)
+    del dense  # before the other: the ledger has room for one
+    y = grouped_sorted(a, slots, unpack(down, x.dtype).view(down.sizes), down_bias, shapes.sorted, scatter=True)
+    return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+
+
+def _sparse_mlp_of_few_slots(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+) -> Tensor:
+    n, k = expert_ids.shape
+    a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
+    y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
+    return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
+
+
+def _wide_sparse_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down: PackedWeight,
+    down_bias: Tensor | None,
+    activation: str,
+    in_parts: bool,
+) -> Tensor:
+    n, k = expert_ids.shape
+    in_parts = in_parts and n <= _MAX_ROWS_APART
+    num_experts = down.sizes[0]
+    shape = next((shape for most, shape in _WIDE_SHAPES if n * k <= most * num_experts), _WIDE_MANY_SHAPE)
+    slots = sort_slots(expert_ids, num_experts, shape.bt)
+    a = packed_wide(gather_rows(x.contiguous(), slots.order, k), slots, gate_up, gate_up_bias, shape, activation)
+    y = packed_wide(a, slots, down, down_bias, shape, weights=weights if in_parts else None, scatter=True)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 

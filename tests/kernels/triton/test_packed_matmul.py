@@ -14,6 +14,12 @@ from tests.kernels.triton.paged import needs_triton
 
 pytestmark = needs_triton
 
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 

@@ -1,0 +1,42 @@
+"""Kernels that are used only where they agree with simpler ones on this device, by this compiler.
+
+Inline assembly and copies by the tensor memory unit depend on what the compiler makes of them. Each such kernel is
+compared once, on made-up activations, with one that has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from quire.utils.log import get_logger
+
+logger = get_logger(__name__)
+
+_TOLERANCE = 0.02  # of the norm; sums of 16-bit activations in another order differ by a tenth of that
+_agreed: dict[Hashable, bool] = {}
+
+
+def agrees(kernel: Hashable, x: Tensor, fast: Callable[[Tensor], Tensor], simple: Callable[[Tensor], Tensor]) -> bool:
+    """Whether `fast` gives what `simple` gives on activations of x's shape. Syncs the device once for each kernel.
+
+    While a CUDA graph is captured nothing can be compared, and a kernel that was not compared before is not used.
+    """
+    known = _agreed.get(kernel)
+    if known is not None:
+        return known
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    wanted, found = simple(noise).float(), fast(noise).float()
+    error, norm = float((found - wanted).norm()), float(wanted.norm())
+    _agreed[kernel] = error <= _TOLERANCE * norm
+    if not _agreed[kernel]:
+        logger.warning(
+            "kernel %s is not used: its result differs by %.3g of the norm from the simpler one's",
+            kernel,
+            error / norm,
+        )
+    return _agreed[kernel]
