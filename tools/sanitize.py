@@ -23,6 +23,7 @@ TESTS = (
     "tests/attention/test_latent.py",
     "tests/attention/test_sparse.py",
     "tests/parallel/test_shared_memory.py",
+    "tests/parallel/test_sockets.py",
     "--ignore=tests/kernels/cpu/test_build.py",
     "--hypothesis-seed=0",
 )

@@ -42,7 +42,11 @@ class Batch:
     def results(self) -> list[RequestOutput]:
         """In the order of the requests. Of a single request that failed its own error, of several BatchError."""
         if self._errors:
-            raise self._errors[0] if len(self._outputs) == 1 else BatchError(self._outputs, self._errors)
+            errors, self._errors = self._errors, {}
+            try:
+                raise errors[0] if len(self._outputs) == 1 else BatchError(self._outputs, errors)
+            finally:
+                del errors  # this frame is in the error's traceback: together they would keep the request alive
         return [output for output in self._outputs if output is not None]
 
 

@@ -74,6 +74,9 @@ FIXED = {
     **dict.fromkeys(("block_size", "num_threads"), st.just(32)),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), st.just(1)),
     **dict.fromkeys(("tp_exact", "enable_expert_parallel"), st.just(False)),
+    "executor": st.sampled_from(["auto", "inproc", "multiproc"]),
+    "join_timeout": st.sampled_from([0.5, 60.0]),
+    "lora_slots": st.sampled_from(["16x6", "8x1,64x2"]),
 }
 
 
@@ -84,6 +87,8 @@ def test_any_engine_settings_round_trip(data: st.DataObject) -> None:
     }
     if "max_num_seqs" in settings and "max_num_batched_tokens" in settings:
         settings["max_num_batched_tokens"] = max(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    if "hosts_address" in settings:
+        settings |= {"executor": "hosts", "hosts_address": "127.0.0.1:0"}
     by_name = {s.name: s for s in ENGINE_SETTINGS}
     flags = [flag for name, value in settings.items() for flag in as_flags(by_name[name], value)]
     namespace = engine_parser().parse_args(flags)

@@ -128,7 +128,7 @@ def test_captured_steps_give_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_from_python(decoder: Path) -> None:
     with LLM(str(decoder), load_format="auto", skip_tokenizer_init=True, **BOTH) as llm:
-        (text,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=3))
+        (text,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=3, ignore_eos=True))
         (embedded,) = llm.embed({"prompt_token_ids": PROMPTS[0]})
         assert len(text.outputs[0].token_ids) == 3
         assert np.linalg.norm(embedded.outputs.embedding) == pytest.approx(1)
