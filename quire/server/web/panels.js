@@ -145,7 +145,7 @@ export function steps(canvas, legend, note, list, hover) {
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = soft;
   context.textAlign = "right";
-  context.fillText(duration(most), 40, 14);
+  context.fillText(duration(most).replace(/\.\d ms/, " ms"), 40, 14);
   shown.forEach((one, index) => {
     const size = Math.max(1, (one[2] / most) * (height - 8));
     const left = width - (shown.length - index) * bar;
