@@ -17,6 +17,7 @@ from itertools import product
 
 import torch
 from latent_gpu import BANDWIDTH, time_graph
+from torch import Tensor
 
 from quire.kernels.triton import states
 from quire.kernels.triton.grouped_matmul import SharedLines, grouped_one_row
@@ -52,13 +53,13 @@ def show(title: str, num_bytes: float, ways: dict[str, Callable[[], None]]) -> N
 def dense() -> None:
     for name, (n, k) in DENSE.items():
         x, weights = bf16(1, k), [bf16(n, k) for _ in range(LAYERS)]
-
-        def run(rows: int, cols: int, warps: int, x=x, weights=weights) -> None:  # type: ignore[no-untyped-def]
-            for weight in weights:
-                matmul_one_row(x, weight, None, rows, cols, warps)
-
         cuts = product((1, 2, 4), (512, 1024, 2048), (4, 8))
-        show(name, weights[0].nbytes, {str(cut): partial(run, *cut) for cut in cuts})
+        show(name, weights[0].nbytes, {str(cut): partial(run_dense, x, weights, cut) for cut in cuts})
+
+
+def run_dense(x: Tensor, weights: list[Tensor], cut: tuple[int, int, int]) -> None:
+    for weight in weights:
+        matmul_one_row(x, weight, None, *cut)
 
 
 def experts() -> None:
@@ -77,19 +78,27 @@ def experts() -> None:
             chosen = torch.rand(1, top, device="cuda") if not activation else None
             outputs = shared_n // 2 if activation else shared_n
 
-            def run(  # type: ignore[no-untyped-def]
-                lines: int, cols: int, warps: int, weights=weights, beside=beside, x=x, shared_x=shared_x, ids=ids,
-                activation=activation, chosen=chosen, outputs=outputs, top=top, rows=rows,
-            ) -> None:  # fmt: skip
-                for weight, shared in zip(weights, beside, strict=True):
-                    of_shared = SharedLines(shared_x, shared, torch.empty(1, outputs, device="cuda").bfloat16())
-                    per_row = top if rows == 1 else 1
-                    more = {"weights": chosen, "shared": of_shared}
-                    grouped_one_row(x, ids, weight, None, per_row, activation, lines, cols, warps, **more)
-
+            routed = partial(run_experts, x, ids, top if rows == 1 else 1, activation, chosen)
+            layered = partial(routed, list(zip(weights, beside, strict=True)), shared_x, outputs)
             num_bytes = layers / LAYERS * 2 * (top * n * k + shared_n * shared_k)
             cuts = product((4, 8, 16), (256, 512, 1024), (4, 8))
-            show(f"{name}, {part}", num_bytes, {str(cut): partial(run, *cut) for cut in cuts})
+            show(f"{name}, {part}", num_bytes, {str(cut): partial(layered, cut) for cut in cuts})
+
+
+def run_experts(
+    x: Tensor,
+    ids: Tensor,
+    per_row: int,
+    activation: str,
+    chosen: Tensor | None,
+    layers: list[tuple[Tensor, Tensor]],  # experts, the shared one beside them
+    shared_x: Tensor,
+    outputs: int,
+    cut: tuple[int, int, int],
+) -> None:
+    for weight, shared in layers:
+        beside = SharedLines(shared_x, shared, torch.empty(1, outputs, device="cuda").bfloat16())
+        grouped_one_row(x, ids, weight, None, per_row, activation, *cut, weights=chosen, shared=beside)
 
 
 def recurrence() -> None:
@@ -106,13 +115,15 @@ def recurrence() -> None:
         vectors = -torch.rand(32, device="cuda"), torch.rand(32, device="cuda")
         inputs = states.delta_inputs(*given, *vectors, shape)
 
-        def run(*cut: int, caches=caches, places=places, inputs=inputs) -> None:  # type: ignore[no-untyped-def]
-            for cache in caches:
-                states.fold_tokens(inputs, cache, places, shape, torch.bfloat16, cut=(cut[0], cut[1]))
-
+        fold = [partial(states.fold_tokens, inputs, cache, places, shape, torch.bfloat16) for cache in caches]
         cuts = product((16, 32, 64, 128), (2, 4, 8))
-        ways = {str(cut): partial(run, *cut) for cut in cuts}
+        ways = {str(cut): partial(run_all, fold, cut) for cut in cuts}
         show(f"recurrence of {rows} rows", 2 * rows * shape.matrix_size * 4, ways)
+
+
+def run_all(fold: list[partial[None]], cut: tuple[int, int]) -> None:
+    for one in fold:
+        one(cut=cut)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_a_bad_prompt_fails_alone() -> None:
     assert list(caught.value.errors) == [1]
 
 
-def test_steps_begin_before_all_prompts_are_prepared() -> None:
+def test_steps_begin_before_all_prompts_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     client = PoolingClient()
     client.info = msgspec.structs.replace(client.info, max_num_batched_tokens=10)
     waiting: list[int] = []
@@ -66,7 +66,7 @@ def test_steps_begin_before_all_prompts_are_prepared() -> None:
         waiting.append(sum(len(request.token_ids) for request in client.added) - sum(waiting))
         return step()
 
-    client.get_outputs = get_outputs  # type: ignore[method-assign]
+    monkeypatch.setattr(client, "get_outputs", get_outputs)
     lengths = [1 + index % 7 for index in range(100)]
     outputs = llm(client).embed([{"prompt_token_ids": [3] * length} for length in lengths])
     assert [output.outputs.embedding[0] for output in outputs] == lengths

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.engine.core import EngineCore
 from quire.runner.cuda_graphs import CudaGraphs
 from quire.runner.kernel_list import KernelList
+from quire.runner.proposers.heads import HeadProposer
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan, StepResult
@@ -39,12 +40,12 @@ def drafter(folder: Path, name: str, **sizes: Any) -> tuple[Path, dict[str, Any]
 class Read:
     """Notes what each step handed to the proposer of an engine, and what that proposed."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hidden: list[Tensor] = []
         self.proposals: list[dict[int, list[int]]] = []
         self._proposer = runner_of(core).proposer
         self._propose = self._proposer.propose
-        self._proposer.propose = self._note  # type: ignore[method-assign]
+        monkeypatch.setattr(self._proposer, "propose", self._note)
 
     def _note(self, plan: StepPlan, result: StepResult, hidden: Tensor | None) -> dict[int, list[int]]:
         assert hidden is not None
@@ -65,12 +66,14 @@ def answers(core: EngineCore, num_tokens: int, prompts: list[list[int]] = PROMPT
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "mtp"])
-def test_kernel_lists_give_the_bits_of_eager_steps(name: str, tmp_path: Path) -> None:
+def test_kernel_lists_give_the_bits_of_eager_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, config = drafter(tmp_path, name)
     cores = [make_engine(target, speculative_config=config, max_num_batched_tokens=16) for _ in range(2)]
     for core in cores:
         draft_always(core)
-    reads = [Read(core) for core in cores]
+    reads = [Read(core, monkeypatch) for core in cores]
     spy = spy_on(cores[0])
     run_eagerly(cores[1])
     recorded, eager = (answers(core, 8) for core in cores)
@@ -96,13 +99,15 @@ def test_cuda_graphs_give_what_eager_steps_do(name: str, tmp_path: Path, monkeyp
     def run() -> tuple[EngineCore, Read, dict[str, Answer]]:
         core = make_engine(target, speculative_config=config, dtype="float32", **settings)
         draft_always(core)
-        read = Read(core)
+        read = Read(core, monkeypatch)
         return core, read, answers(core, 4, [[7, 8, 9]])
 
     _, eager, expected = run()
     capture_steps(monkeypatch, mixed=(4,))
     core, captured, found = run()
-    for runner in (runner_of(core), runner_of(core).proposer._runner):  # type: ignore[attr-defined]
+    proposer = runner_of(core).proposer
+    assert isinstance(proposer, HeadProposer)
+    for runner in (runner_of(core), proposer._runner):
         (graphs,) = (way for way in runner.ways if isinstance(way, CudaGraphs))
         assert {key.is_decode for key in graphs._forwards} == {True, False}
     assert {key: answer.token_ids for key, answer in found.items()} == {

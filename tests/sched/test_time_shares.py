@@ -219,7 +219,7 @@ class Looks(TimeShares):
         return super().may_start(state, step, request)
 
 
-def test_a_full_step_looks_at_few_of_those_who_wait() -> None:
+def test_a_full_step_looks_at_few_of_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = Looks(StepTimes(Prior(0.01, 0.001, 0.002, 1e-7)), TARGET)
     found = Simulation(CPU, shares)
     found.add("stream", 0.0, 20, 300)
@@ -234,7 +234,7 @@ def test_a_full_step_looks_at_few_of_those_who_wait() -> None:
         shares.num_looks = 0
         launch(plan)
 
-    found._launch = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(found, "_launch", counting)
     found.run()
     assert len(looks) > 200
     assert sorted(looks)[len(looks) // 2] <= 10, "64 of them, before"

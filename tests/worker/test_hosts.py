@@ -11,8 +11,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +146,9 @@ def test_a_host_that_is_lost_fails_the_engine_and_another_engine_gets_it_back(
         lose(again, 0, signal.SIGSTOP, r"rank 0 on .* has not been heard of for 3 s")
     finally:
         for member in executor_of(again).members:
-            with_suppressed(lambda pid=member.join.pid: os.kill(pid, signal.SIGCONT))  # type: ignore[misc]
+            with suppress(ProcessLookupError):
+                os.kill(member.join.pid, signal.SIGCONT)
         again.shutdown()
-
-
-def with_suppressed(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except ProcessLookupError:
-        return
 
 
 def lose(core: EngineCore, rank: int, how: signal.Signals, cause: str) -> None:

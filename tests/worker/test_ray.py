@@ -15,6 +15,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.sampling import SamplingParams
+from quire.worker.hosts import HostsExecutor
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.gpu.helpers import make_jobs, run_jobs
 from tests.worker.test_multiproc import LIMIT, SETTINGS, assert_alike, is_alive, wait_until
@@ -46,7 +47,8 @@ def test_ranks_on_two_nodes_and_one_that_is_removed(cluster: Any, tmp_path: Path
     expected = run_jobs(one, jobs, seed=1)
     one.shutdown()
     core = make_engine(model, tensor_parallel_size=2, executor="ray", **settings)
-    pids = [member.join.pid for member in core.executor.members]  # type: ignore[attr-defined]
+    assert isinstance(core.executor, HostsExecutor)
+    pids = [member.join.pid for member in core.executor.members]
     assert_alike(run_jobs(core, jobs, seed=1), expected)
     driver = Driver(core)
     driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True))
