@@ -6,6 +6,8 @@ shape of the weight alone, so that a token's bits do not depend on the others.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -44,6 +46,19 @@ _WIDE_SHAPES = (
     (64, GroupedShape(64, 128, 64, 8, 4)),
 )
 _WIDE_MANY_SHAPE = GroupedShape(128, 128, 64, 8, 3)
+
+
+class _Experts(NamedTuple):
+    """What packed_sparse_mlp is given beside its tokens."""
+
+    expert_ids: Tensor
+    weights: Tensor
+    gate_up: PackedWeight
+    gate_up_bias: Tensor | None
+    down: PackedWeight
+    down_bias: Tensor | None
+    activation: str
+    in_parts: bool
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
@@ -122,10 +137,10 @@ def packed_sparse_mlp(
     """x [n, h], expert_ids and weights [n, k] -> [1, n, h] in x's type, or `in_parts` [k, n, h] float32."""
     n, k = expert_ids.shape
     num_experts, _, _ = down.sizes
-    given = (expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts)
+    given = _Experts(expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts)
     fast = None
     if n * k >= MANY_SLOTS * num_experts and sorted_fits(x):
-        return _unpacked_sparse_mlp(x, *given[:-1])
+        return _unpacked_sparse_mlp(x, given)
     if 0 < n * k <= _MAX_FEW_SLOTS and not gate_up.is_fine and not down.is_fine:
         fast = _sparse_mlp_of_few_slots
     elif n > 0 and wide_fits(x, gate_up, down):
@@ -133,10 +148,10 @@ def packed_sparse_mlp(
     if fast is not None and agrees(
         (fast.__name__, _kind(gate_up), gate_up.group, activation, x.dtype, in_parts),
         x,
-        lambda x: _sum_of(fast(x, *given)),
+        lambda x: _sum_of(fast(x, given)),
         lambda x: _sum_of(packed_sparse_mlp_fixed(x, *given)),
     ):
-        return fast(x, *given)
+        return fast(x, given)
     return packed_sparse_mlp_fixed(x, *given)
 
 
@@ -144,16 +159,8 @@ def _sum_of(parts: Tensor) -> Tensor:
     return parts.float().sum(0)
 
 
-def _unpacked_sparse_mlp(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down: PackedWeight,
-    down_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _unpacked_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
+    expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, _ = of
     n, k = expert_ids.shape
     shapes = shapes_for(down.sizes[0], down.sizes[2], x.dtype)
     slots = sort_slots(expert_ids, down.sizes[0], shapes.sorted.bt)
@@ -164,34 +171,16 @@ def _unpacked_sparse_mlp(
     return add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
-def _sparse_mlp_of_few_slots(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down: PackedWeight,
-    down_bias: Tensor | None,
-    activation: str,
-    in_parts: bool,
-) -> Tensor:
+def _sparse_mlp_of_few_slots(x: Tensor, of: _Experts) -> Tensor:
+    expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
     a = packed_rows(x.contiguous(), expert_ids, gate_up, gate_up_bias, activation, per_row=k)
     y = packed_rows(a, expert_ids, down, down_bias, weights=weights if in_parts else None)
     return y if in_parts else add_slots(y.view(n, k, -1), weights).unsqueeze(0)
 
 
-def _wide_sparse_mlp(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down: PackedWeight,
-    down_bias: Tensor | None,
-    activation: str,
-    in_parts: bool,
-) -> Tensor:
+def _wide_sparse_mlp(x: Tensor, of: _Experts) -> Tensor:
+    expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, in_parts = of
     n, k = expert_ids.shape
     in_parts = in_parts and n <= _MAX_ROWS_APART
     num_experts = down.sizes[0]
