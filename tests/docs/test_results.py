@@ -33,8 +33,8 @@ def results(name: str) -> Any:
 def rows(heading: str) -> list[list[float | None]]:
     """The numbers of the first table under a heading, without its head and its first column."""
     table = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
-    lines = re.findall(r"^\|(.*)\|$", table, flags=re.M)[2:]
-    cells = [line.split("|")[1:] for line in lines]
+    lines = re.search(r"(?:^\|.*\|\n)+", table, flags=re.M)[0].splitlines()[2:]
+    cells = [line.strip("|").split("|")[1:] for line in lines]
     return [[float(c.replace(",", "")) if re.search(r"\d", c) else None for c in row] for row in cells]
 
 
