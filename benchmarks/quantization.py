@@ -22,7 +22,7 @@ from quire import LLM, SamplingParams
 from quire.cli.quantize import SCHEMES, perplexity, write_checkpoint
 from quire.config.engine import EngineConfig
 from quire.config.groups import DEFAULT_MODEL
-from quire.worker.planning import plan_engine, plan_memory
+from quire.planning.engine_plan import plan_engine, plan_memory
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULT = RESULTS / "quantization.json"

@@ -71,7 +71,12 @@ BANDS = (
         "knows tensors, not who asked",
         "green",
         (
-            (("worker", "memory, loading"), ("runner", "one step; sampling"), ("loader", "checkpoints, weights")),
+            (
+                ("worker", "loading, ranks"),
+                ("planning", "settings, memory"),
+                ("runner", "one step; sampling"),
+                ("loader", "checkpoints"),
+            ),
             (("models", "one small file each"), ("layers", "weights, quantization"), ("attention", "KV layouts")),
             (("ops", "torch references"), ("kernels", "C++ and Triton"), ("platform", "CPU, CUDA")),
         ),

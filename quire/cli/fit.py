@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_settings(config)
     others = [SPARE_LINE] if server_config_from(args).spare_engine else []
-    from quire.worker.planning import plan_memory  # imports torch: only once the arguments are known to be good
+    from quire.planning.engine_plan import plan_memory  # imports torch: only once the arguments are known to be good
 
     stages = config.parallel.pipeline_parallel_size
     ledgers = [plan_memory(config, others, stage) for stage in range(stages)]

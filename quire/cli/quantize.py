@@ -14,7 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.worker.planning import EnginePlan
+    from quire.planning.engine_plan import EnginePlan
 
 SCHEMES = ("w8a8-int8", "w8a8-fp8", "w8a16", "w4a16", "w4a16-asym", "nvfp4", "mxfp4")
 WINDOW = 1024  # tokens that are judged at a time
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.settings import check_settings
 
     check_settings(config)
-    from quire.worker.planning import plan_engine  # imports torch: only once the arguments are known to be good
+    from quire.planning.engine_plan import plan_engine  # imports torch: only once the arguments are known to be good
 
     plan = plan_engine(config)
     before = None if text is None else perplexity(config, text)

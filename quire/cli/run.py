@@ -90,7 +90,7 @@ def explain(config: EngineConfig) -> int:
     from quire.engine.settings import check_settings
 
     check_settings(config)
-    from quire.worker.planning import plan_engine  # imports torch: only once the arguments are known to be good
+    from quire.planning.engine_plan import plan_engine  # imports torch: only once the arguments are known to be good
 
     plan = plan_engine(config, needs_weights=False)
     print(*plan.settings.explain(), plan.ledger.format(), sep="\n")

@@ -95,8 +95,8 @@ def verify(config: EngineConfig, text: str = DEFAULT_TEXT, tolerance: float | No
     auto_model = _import_transformers()
     import torch
 
+    from quire.planning.engine_plan import plan_engine
     from quire.worker.direct import DirectModel
-    from quire.worker.planning import plan_engine
 
     if config.model.max_model_len is None:
         # Some RoPE variants depend on the longest context there may be; transformers takes the one at hand.

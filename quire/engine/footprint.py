@@ -63,10 +63,10 @@ def plan_engines(
 
 def make_plans(order: PlanOrder) -> PlannedEngines:
     """Imports torch."""
+    from quire.planning.engine_plan import plan_memory
     from quire.platform.base import MemorySupply
     from quire.platform.limits import available_memory
     from quire.platform.registry import get_platform
-    from quire.worker.planning import plan_memory
 
     platforms = [get_platform(config.device.device) for config in order.configs]
     on_host = [platform.uses_host_memory for platform in platforms]

@@ -1,6 +1,6 @@
 """What can be refused of the settings before torch is imported: names that nothing has, a model that is not there.
 
-What depends on the device (fp8 on a CPU) or on the model's size is refused by quire.worker.planning.
+What depends on the device (fp8 on a CPU) or on the model's size is refused by quire.planning.engine_plan.
 """
 
 from __future__ import annotations

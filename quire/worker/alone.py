@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.attention.base import HostLengths, make_batch
 from quire.layers.attention import ForwardBatch
 from quire.models.base import Model
-from quire.worker.planning import EnginePlan
+from quire.planning.engine_plan import EnginePlan
 
 
 @torch.inference_mode()

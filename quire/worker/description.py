@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.resolve import ResolvedConfig
+from quire.planning.ledger import MemoryLedger
 from quire.types.pooling import PoolerConfig
-from quire.worker.ledger import MemoryLedger
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
+from quire.planning.engine_plan import plan_engine
 from quire.worker.alone import forward_alone
-from quire.worker.planning import plan_engine
 from quire.worker.worker import bind_caches, load_model
 
 

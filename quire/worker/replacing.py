@@ -13,8 +13,8 @@ from quire.loader.hub import find_model
 from quire.loader.mapper import planned_bytes
 from quire.loader.open import open_checkpoint
 from quire.models.registry import model_class
+from quire.planning.engine_plan import EnginePlan
 from quire.types.errors import ConfigError
-from quire.worker.planning import EnginePlan
 
 _SAYS_NOTHING = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 

@@ -25,6 +25,8 @@ from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline
+from quire.planning.drafting import make_proposer
+from quire.planning.engine_plan import EnginePlan, adapter_sizes, plan_engine, with_measured_step
 from quire.platform.allocator import return_free_memory
 from quire.platform.base import HostCopy
 from quire.runner.adapters import RowAdapters, make_room
@@ -52,8 +54,6 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
-from quire.worker.drafting import make_proposer
-from quire.worker.planning import EnginePlan, adapter_sizes, plan_engine, with_measured_step
 from quire.worker.replacing import check_same_model
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 

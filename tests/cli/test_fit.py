@@ -12,9 +12,9 @@ import pytest
 from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.spare import SPARE_MEMORY
+from quire.planning.engine_plan import plan_memory
 from quire.types.ledger import LedgerLine
 from quire.utils.units import format_bytes
-from quire.worker.planning import plan_memory
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 256, **SIZES}
@@ -31,9 +31,9 @@ def test_prints_the_ledger(
         asked.append(config)
         return SimpleNamespace(format=lambda: "weights  1 GiB\ntotal    1 GiB", num_kv_blocks=1)
 
-    planning = ModuleType("quire.worker.planning")
+    planning = ModuleType("quire.planning.engine_plan")
     monkeypatch.setattr(planning, "plan_memory", plan_memory, raising=False)
-    monkeypatch.setitem(sys.modules, "quire.worker.planning", planning)
+    monkeypatch.setitem(sys.modules, "quire.planning.engine_plan", planning)
     assert main(["fit", str(model), "--max-model-len", "128"]) == 0
     assert asked == [EngineConfig.from_flat(model=str(model), max_model_len=128)]
     assert capsys.readouterr().out == "weights  1 GiB\ntotal    1 GiB\n"

@@ -128,9 +128,9 @@ def test_explain_says_every_value_and_why_without_a_prompt(
         settings = SimpleNamespace(explain=lambda: lines[:2])
         return SimpleNamespace(settings=settings, ledger=SimpleNamespace(format=lambda: lines[2]))
 
-    planning = ModuleType("quire.worker.planning")
+    planning = ModuleType("quire.planning.engine_plan")
     monkeypatch.setattr(planning, "plan_engine", plan_engine, raising=False)
-    monkeypatch.setitem(sys.modules, "quire.worker.planning", planning)
+    monkeypatch.setitem(sys.modules, "quire.planning.engine_plan", planning)
     assert main(["run", "--explain", "--model", str(model), "--max-num-seqs", "4"]) == 0
     assert asked == [EngineConfig.from_flat(model=str(model), max_num_seqs=4)]
     assert capsys.readouterr().out.splitlines() == lines

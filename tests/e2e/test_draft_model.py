@@ -10,11 +10,11 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
+from quire.planning.engine_plan import plan_memory
 from quire.platform.cpu import CpuPlatform
 from quire.runner.proposers.draft_model import DraftModel
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
-from quire.worker.planning import plan_memory
 from tests.e2e.drafting import Counting, assert_same, draft_always, engine, run
 from tests.e2e.tiny import Answer, Driver, make_engine, make_model
 from tests.runner.engines import capture_steps, run_eagerly, worker_of

@@ -12,8 +12,8 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.kernels.cpu import library
+from quire.planning.engine_plan import plan_memory
 from quire.types.sampling import SamplingParams
-from quire.worker.planning import plan_memory
 from tests.e2e.tiny import LATENT, VOCAB, Answer, Driver, make_engine, make_model, run_alone
 
 MODELS = {

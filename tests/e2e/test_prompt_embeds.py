@@ -17,7 +17,7 @@ from quire.engine.build import build_engine
 from quire.engine.client import InProcClient
 from quire.engine.loop import EngineLoop
 from quire.frontend.text_model import load_text_model
-from quire.worker.planning import plan_memory
+from quire.planning.engine_plan import plan_memory
 from tests.e2e.tiny import make_model
 
 PROMPTS = [[5, 9, 33, 100], [*range(20, 90)], [7, 7, 150] * 9]

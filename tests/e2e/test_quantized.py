@@ -13,10 +13,10 @@ from quire.kernels.cpu.library import unavailable
 from quire.layers.linear import Linear
 from quire.layers.weights import weighted_layers
 from quire.models.base import CausalLM
+from quire.planning.engine_plan import EnginePlan, plan_engine
 from quire.types.errors import ConfigError
 from quire.types.sampling import SamplingParams
 from quire.worker.direct import DirectModel
-from quire.worker.planning import EnginePlan, plan_engine
 from quire.worker.worker import load_model
 from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.loader.gguf_tiny import write_tiny_gguf

@@ -11,8 +11,8 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
 from quire.layers.state import StateCache
+from quire.planning.engine_plan import plan_memory
 from quire.types.sampling import SamplingParams
-from quire.worker.planning import plan_memory
 from tests.e2e.drafting import Oracle, draft_with
 from tests.e2e.test_equality import MODELS
 from tests.e2e.tiny import VOCAB, Answer, Driver, make_engine, make_model

@@ -9,8 +9,8 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
+from quire.planning.engine_plan import plan_memory
 from quire.platform.cpu import CpuPlatform
-from quire.worker.planning import plan_memory
 from tests.e2e.drafting import Counting, Oracle, assert_same, draft_with, engine, run
 from tests.e2e.tiny import VOCAB, Answer, make_model
 from tests.runner.engines import capture_steps, run_eagerly, runner_of, spy_on

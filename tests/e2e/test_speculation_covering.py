@@ -15,10 +15,10 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
+from quire.planning.engine_plan import plan_memory
 from quire.structured.sources import make_source
 from quire.types.sampling import SamplingParams
 from quire.types.structured import StructuredOutputsParams
-from quire.worker.planning import plan_memory
 from tests.e2e import draft_heads
 from tests.e2e.covering import Row, covering_rows
 from tests.e2e.draft_heads import Target

@@ -22,6 +22,7 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.frontend.text_model import load_text_model
 from quire.kernels.cpu import library
+from quire.planning.engine_plan import plan_memory
 from quire.runner.eager import Eager
 from quire.runner.kernel_list import KernelList
 from quire.sched.draft_lengths import EveryDraft
@@ -31,7 +32,6 @@ from quire.types.outputs import RequestOutput
 from quire.types.step import StartedStep, StepPlan
 from quire.worker.executor import Executor
 from quire.worker.inproc import InProcStep
-from quire.worker.planning import plan_memory
 from tests.e2e.covering import Row, covering_rows
 from tests.e2e.test_lora import make_adapter
 from tests.e2e.tiny import EXPERTS, LATENT, RECURRENT, make_model

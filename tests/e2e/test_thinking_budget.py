@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.planning.engine_plan import plan_memory
 from quire.types.sampling import SamplingParams, ThinkingMarks
-from quire.worker.planning import plan_memory
 from tests.e2e.tiny import Driver, make_engine, make_model, run_alone
 
 END = (150, 151, 150, 152)

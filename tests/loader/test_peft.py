@@ -14,8 +14,8 @@ from quire.config.engine import EngineConfig
 from quire.layers.linear import Linear
 from quire.loader.peft import read_adapter
 from quire.models.base import Model
+from quire.planning.engine_plan import plan_engine
 from quire.types.errors import AdapterError, CheckpointError
-from quire.worker.planning import plan_engine
 from quire.worker.worker import load_model
 from tests.e2e.test_lora import make_adapter
 from tests.e2e.tiny import make_model

@@ -22,11 +22,11 @@ from quire.config.env import child_environment
 from quire.engine.build import build_engine
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
+from quire.planning.engine_plan import plan_memory
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
 from quire.worker.multiproc import MultiProcExecutor
-from quire.worker.planning import plan_memory
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import CAPACITY, NOTICE
 from tests.corpus.requests import corpus_jobs

@@ -14,10 +14,10 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
+from quire.planning.engine_plan import plan_memory
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.sampling import SamplingParams
 from quire.types.step import StepPlan
-from quire.worker.planning import plan_memory
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import NOTICE
 from tests.corpus.requests import corpus_jobs

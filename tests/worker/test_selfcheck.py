@@ -14,8 +14,8 @@ from quire.layers.quant.plain import PlainLinear
 from quire.models.base import CausalLM
 from quire.ops import invariance
 from quire.ops.invariance import MIN_ROWS, MatmulRecipe
+from quire.planning.engine_plan import plan_engine
 from quire.types.sampling import SamplingParams
-from quire.worker.planning import plan_engine
 from quire.worker.selfcheck import make_invariant
 from quire.worker.worker import load_model
 from tests.e2e.tiny import make_engine, make_model, run_alone

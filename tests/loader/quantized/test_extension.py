@@ -17,9 +17,9 @@ from quire.layers.quant.packed import PackedLinear
 from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
 from quire.loader.quantized.registry import QUANTIZED
+from quire.planning.engine_plan import plan_engine
 from quire.types.errors import CheckpointError, ConfigError
 from quire.worker.direct import DirectModel
-from quire.worker.planning import plan_engine
 from tests.e2e.tiny import make_model
 from tests.loader.quantized.int4_groups import GROUP, INT4_GROUPS
 

@@ -25,9 +25,9 @@ from quire.loader.hub import resolve_model
 from quire.loader.open import open_checkpoint
 from quire.loader.quantized.registry import logical
 from quire.loader.safetensors import SafetensorsCheckpoint
+from quire.planning.engine_plan import plan_engine
 from quire.types.errors import CheckpointError, QuireError
 from quire.worker.direct import DirectModel
-from quire.worker.planning import plan_engine
 from quire.worker.worker import load_model
 from tests.e2e.test_quantized import taken, weights_of
 from tests.loader.quantized.test_checkpoints import NAMES, ROOT

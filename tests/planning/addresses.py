@@ -1,4 +1,4 @@
-"""Run by test_planning in a process of its own: an engine under `ulimit -v`, which is set once torch is imported."""
+"""Run by test_engine_plan in a process of its own: an engine under `ulimit -v`, which is set once torch is imported."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
+from quire.planning.engine_plan import plan_memory
 from quire.platform.limits import RESERVED
 from quire.types.errors import MemoryPlanError
-from quire.worker.planning import plan_memory
-from tests.worker.rss import status
+from tests.planning.rss import status
 
 MIB = 1 << 20
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.planning.engine_plan import plan_engine
 from quire.platform.base import MemorySupply
 from quire.platform.cpu import CpuPlatform
-from quire.worker.planning import plan_engine
 from quire.worker.worker import load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
-from tests.worker.test_planning import LLAMA, SLIDING, write_config
+from tests.planning.test_engine_plan import LLAMA, SLIDING, write_config
 
 WIDE_HEAD = {**LLAMA, "vocab_size": 32_000, "tie_word_embeddings": False}
 LONG = {**LLAMA, "max_position_embeddings": 40_000, "num_key_value_heads": 4}

@@ -1,4 +1,4 @@
-"""Run by test_planning in a process of its own: the memory that an engine over dummy weights really takes."""
+"""Run by test_engine_plan in a process of its own: the memory that an engine over dummy weights really takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import build_engine
+from quire.planning.engine_plan import plan_memory
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.worker.planning import plan_memory
 
 
 def status(name: str) -> int:

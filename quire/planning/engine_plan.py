@@ -5,23 +5,18 @@ This is all that `quire fit` runs; the worker runs the same and then takes what 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
 
 from quire.attention.base import AttentionBackend, GroupBackend
-from quire.attention.registry import BACKENDS, choose_backend
+from quire.attention.registry import choose_backend
 from quire.attention.state import StateBackend
 from quire.config.engine import MAX_RANKS, EngineConfig
-from quire.config.resolve import DeviceDefaults, ResolvedConfig, resolve
-from quire.kv.layout import KVLayout, plan_layout
+from quire.config.resolve import ResolvedConfig, resolve
 from quire.layers.adapters import AdapterSizes
-from quire.layers.attention import CachedLayer
-from quire.layers.quant.registry import choose_quantization
 from quire.layers.scheme import Scheme, float_scheme
 from quire.layers.weights import Schemes, WeightedLayer
 from quire.loader.checkpoint import Checkpoint
@@ -34,27 +29,35 @@ from quire.loader.pooler import module_files, read_pooler
 from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
-from quire.ops.base import Target
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline
+from quire.planning.defaults import (
+    choose_kv_dtype,
+    device_defaults,
+    find_default_dtype,
+    stored_elements,
+    with_whole_prompts,
+)
+from quire.planning.drafting import DraftPlan, plan_draft
+from quire.planning.ledger import MemoryDemand, MemoryLedger, check_trained
+from quire.planning.memory import (
+    buffer_bytes,
+    contributions,
+    kv_layout,
+    memory_supply,
+    other_lines,
+    shared_ledger,
+    standby_line,
+)
+from quire.planning.stages import check_experts, check_stages, cut, layout_of_stage
 from quire.platform.base import MemorySupply, Platform
 from quire.platform.registry import get_platform
-from quire.runner.adapters import make_room, slots_line
-from quire.runner.block_tables import BlockTables
-from quire.runner.request_rows import RequestRows
-from quire.runner.sampling.sampler import Sampler
-from quire.runner.stages import StageInputs
-from quire.runner.ways import WAYS, WayContext
+from quire.runner.adapters import make_room
+from quire.runner.ways import WayContext
 from quire.types.cache import LayerKV
 from quire.types.errors import ConfigError
-from quire.types.ledger import Contributor, EngineSizes, LedgerLine, largest
+from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.pooling import PoolerConfig, only_pools
-from quire.worker.drafting import DraftPlan, drafter_context, plan_draft
-from quire.worker.ledger import MemoryDemand, MemoryLedger, check_trained, make_ledger
-from quire.worker.stages import check_experts, check_stages, cut, layout_of_stage
-
-# What takes memory besides weights, KV blocks, attention and the ways to run: each says its own lines of the ledger.
-PARTS: tuple[Contributor, ...] = (RequestRows, BlockTables, Sampler)
 
 
 @dataclass(frozen=True)
@@ -149,13 +152,12 @@ def plan_engine(
     checkpoint = checkpoint and with_modules(checkpoint, module_files(source, pooler))
     description = _within(description, None if pooler is None else pooler.max_tokens)
     tensors = checkpoint.tensors().values() if checkpoint is not None and source.kind == "gguf" else ()
-    default_dtype = _default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
+    default_dtype = find_default_dtype(config, platform, architecture, {info.scheme.element for info in tensors})
     length = config.model.max_model_len or description.max_position_embeddings
-    settings = resolve(
-        config, _defaults(config, platform, default_dtype, _stored_as(checkpoint, source.kind, model_config))
-    )
+    stored_as = stored_elements(checkpoint, source.kind, model_config)
+    settings = resolve(config, device_defaults(config, platform, default_dtype, stored_as))
     if description.is_bidirectional:
-        settings = _with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
+        settings = with_whole_prompts(settings, config.scheduler.max_num_batched_tokens, length)
     dtype = getattr(torch, settings.dtype)
     draft = None if only_pools(pooler) else plan_draft(config, source, model_config, description, length)
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
@@ -163,7 +165,7 @@ def plan_engine(
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     backend.start()
     _check_heads(kept, backend)
-    kv_dtype = _kv_dtype(config, backend, dtype, pooler)
+    kv_dtype = choose_kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     deterministic = backend.name == platform.deterministic_backend
     context = _build_context(settings, platform, length, deterministic, pooler, group)
@@ -182,12 +184,12 @@ def plan_engine(
     check_experts(whole, group)
     _check_backend(model, backend)
     backend.whole_prompts = model.is_bidirectional
-    weights_line = LedgerLine("weights", weights + _buffer_bytes(model), note)
+    weights_line = LedgerLine("weights", weights + buffer_bytes(model), note)
     ends = only_pools(pooler), not pipeline.is_last, not pipeline.is_first
     parts = contributions(WayContext(platform, backend, model, dtype, sizes, *ends))
     layout = kv_layout(whole.cached_layers(), backend, kv_dtype, config.cache.block_size)
     if config.device.standby:
-        others = [*others, _standby(platform, (weights_line, *parts))]
+        others = [*others, standby_line(platform, (weights_line, *parts))]
     demand = MemoryDemand(
         weights=weights_line,
         parts=parts,
@@ -195,11 +197,11 @@ def plan_engine(
         trained_len=description.max_position_embeddings,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        others=_others(config, others) if platform.uses_host_memory else (),
+        others=other_lines(config, others) if platform.uses_host_memory else (),
         state_cache_size=config.cache.state_cache_size,
     )
-    supply = supply or _supply(config, platform, group, pipeline)
-    ledger = _ledger(config, platform, demand, supply, group, pipeline)
+    supply = supply or memory_supply(config, platform, group, pipeline)
+    ledger = shared_ledger(config, platform, demand, supply, group, pipeline)
     return EnginePlan(
         platform=platform,
         source=source,
@@ -335,27 +337,6 @@ def adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
     return AdapterSizes(lora.buckets, lora.lora_experts) if lora.enable_lora else None
 
 
-def _buffer_bytes(model: Model) -> int:
-    """What layers keep beside their weights: tables, not the slots of adapters, which have their own line."""
-    return sum(buffer.nbytes for buffer in model.buffers()) - sum(line.num_bytes for line in slots_line(model))
-
-
-def contributions(context: WayContext) -> tuple[LedgerLine, ...]:
-    """What the parts of an engine say that they take, weights and KV blocks apart."""
-    model, sizes, of_drafter = context.model, context.sizes, drafter_context(context)
-    layers = (context.backend.contributes(layer.spec, sizes) for layer in model.attention_layers())
-    lines = chain(
-        *(part.contributes(sizes) for part in (*PARTS, model) if part is not Sampler or not context.passes_on),
-        StageInputs.contributes(sizes) if context.receives else (),
-        slots_line(model),
-        largest(chain(*layers)),
-        *(WAYS.get(name).contributes(context) for name in WAYS),
-        *(() if of_drafter is None else (WAYS.get(name).contributes(of_drafter) for name in WAYS)),
-        StageInputs.contributes(of_drafter.sizes) if of_drafter is not None and of_drafter.receives else (),
-    )
-    return tuple(line for line in lines if line.num_bytes)
-
-
 def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num_bytes: int) -> EnginePlan:
     """The same plan, its KV blocks sized by what the largest step of prompts took instead of the estimate."""
     count = plan.sizes.max_num_batched_tokens
@@ -363,61 +344,8 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
     beside = (line for line in contributions(plan.way_context(model)) if not line.in_step)
     step = LedgerLine("step", num_bytes, f"of {count} tokens, measured")
     demand = replace(plan.demand, parts=(step, *beside))
-    ledger = _ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
+    ledger = shared_ledger(config, plan.platform, demand, plan.ledger.supply, plan.group, plan.pipeline)
     return replace(plan, demand=demand, ledger=ledger)
-
-
-def _standby(platform: Platform, lines: Sequence[LedgerLine]) -> LedgerLine:
-    """What a second engine takes that has loaded: KV blocks when it computes, and this engine is gone by then."""
-    if not platform.uses_host_memory:
-        raise ConfigError(
-            "--standby is for engines on a CPU: two engines do not share one GPU's memory; leave it out"
-        )
-    total = sum(line.num_bytes for line in lines)
-    return LedgerLine("standby engine", total, "a second process of `quire serve`, loaded and idle")
-
-
-def _others(config: EngineConfig, others: Sequence[LedgerLine]) -> tuple[LedgerLine, ...]:
-    reserved = LedgerLine("reserved", config.device.reserved_memory, "left to other processes")
-    return tuple(line for line in (reserved, *others) if line.num_bytes)
-
-
-def _supply(config: EngineConfig, platform: Platform, group: ParallelGroup, pipeline: Pipeline) -> MemorySupply:
-    num_ranks = group.size * pipeline.size
-    supply = platform.available_memory(config.cache.gpu_memory_utilization)
-    if not platform.uses_host_memory or num_ranks == 1:
-        return supply
-    # Ranks come at the same time, and each looks at the whole.
-    return supply._replace(num_bytes=supply.num_bytes // num_ranks, bound=f"{supply.bound}, shared by ranks")
-
-
-def _ledger(
-    config: EngineConfig,
-    platform: Platform,
-    demand: MemoryDemand,
-    supply: MemorySupply,
-    group: ParallelGroup,
-    pipeline: Pipeline,
-) -> MemoryLedger:
-    one_request = demand.kv_bytes(config.model.max_model_len or demand.trained_len)
-    mine = make_ledger(
-        demand,
-        supply,
-        config.cache.kv_cache_memory,
-        platform.default_kv_memory(supply.num_bytes - demand.fixed, one_request),
-        config.model.max_model_len,
-    )
-    ranks = group.collectives if pipeline.size == 1 else pipeline.world
-    length, *blocks = ranks.minimum([mine.max_model_len, *mine.pool_blocks])
-    if (length, *blocks) == (mine.max_model_len, *mine.pool_blocks):
-        return mine
-    return replace(
-        mine,
-        entries=demand.entries(blocks),
-        max_model_len=length,
-        pool_blocks=tuple(blocks),
-        kv_reason="as many as the rank has that can keep fewest",
-    )
 
 
 def plan_memory(
@@ -450,110 +378,6 @@ def _check_heads(layers: Sequence[LayerKV], backend: AttentionBackend) -> None:
         raise ConfigError(
             f"head_dim is {widest} but {backend.name} attention takes at most {limit}; set --device cpu"
         )
-
-
-def _default_dtype(
-    config: EngineConfig, platform: Platform, model: type[Model], gguf_formats: set[str]
-) -> tuple[torch.dtype, str]:
-    """The type of activations that is taken unless the user says, and why; formats are of a GGUF file's tensors.
-
-    Scales of quantized blocks are float16: bfloat16 would round away three bits of each weight that comes of them,
-    and of activations. See benchmarks/precision.py.
-    """
-    usual = platform.default_dtype, f"default on {platform.name}"
-    plain = config.model.quantization in ("auto", "none", "stored")  # fp8's kernels are made for bfloat16
-    if usual[0] != torch.bfloat16 or not gguf_formats or "BF16" in gguf_formats:
-        return usual
-    if not plain or not model.fits_float16:
-        return usual
-    return torch.float16, f"{usual[1]} for a GGUF file of a {model.__name__}, whose activations it holds"
-
-
-def _stored_as(checkpoint: Checkpoint | None, kind: str, model_config: Mapping[str, Any]) -> list[str]:
-    """What quantized matrices of a checkpoint are stored as; none of a GGUF file's, which are small if asked for."""
-    if kind == "gguf":
-        return []
-    if checkpoint is None:
-        return (
-            [str(method)] if (method := (model_config.get("quantization_config") or {}).get("quant_method")) else []
-        )
-    return sorted({info.scheme.element for info in checkpoint.tensors().values() if not info.scheme.is_float})
-
-
-def _defaults(
-    config: EngineConfig, platform: Platform, dtype: tuple[torch.dtype, str], stored_as: Sequence[str]
-) -> DeviceDefaults:
-    default, reason = dtype
-    given = config.model.dtype
-    target = Target(platform.name, default)
-    method = choose_quantization(target)
-    if method.any_dtype and not stored_as:
-        method = choose_quantization(replace(target, quantization="none"))
-    return DeviceDefaults(
-        device=platform.name,
-        dtype=str(default).removeprefix("torch."),
-        dtype_reason=reason,
-        quantization=method.name,
-        quantization_reason=f"{', '.join(stored_as)} in the checkpoint" if method.any_dtype else "",
-        typed_quantization=method.name if method.any_dtype else "none",
-        activations=method.activations(target),
-        max_num_seqs=platform.default_max_num_seqs,
-        max_num_batched_tokens=platform.default_max_num_batched_tokens,
-        steps_in_flight=platform.default_steps_in_flight,
-        attention_backend=_best_backend(platform, default if given == "auto" else getattr(torch, given)),
-        deterministic_backend=platform.deterministic_backend,
-        step_time_target=platform.default_step_time_target,
-    )
-
-
-def _with_whole_prompts(settings: ResolvedConfig, given: int | None, length: int) -> ResolvedConfig:
-    """Settings under which a prompt of `length` tokens is computed in one step, as bidirectional attention needs."""
-    if settings.max_num_batched_tokens >= length:
-        return settings
-    if given is not None:
-        raise ConfigError(
-            f"max_num_batched_tokens is {given}, but this model attends in both directions, so that a prompt of"
-            f" max_model_len ({length}) tokens must fit into one step; raise it, or set --max-model-len {given}"
-        )
-    reasons = {**settings.reasons, "max_num_batched_tokens": "the longest prompt: attention is bidirectional"}
-    return replace(settings, max_num_batched_tokens=length, reasons=reasons)
-
-
-def _kv_dtype(
-    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, pooler: PoolerConfig | None
-) -> torch.dtype:
-    possible = {str(kv).removeprefix("torch."): kv for kv in backend.kv_dtypes(dtype)}
-    name = config.cache.kv_cache_dtype
-    if name == "auto" and only_pools(pooler) and dtype in possible.values():
-        return dtype  # keys and values live for a few steps: there is no memory to be saved
-    if name == "auto":
-        return backend.kv_dtypes(dtype)[0]
-    wanted = possible.get("float8_e4m3fn" if name == "fp8" else name)
-    if wanted is None:
-        raise ConfigError(
-            f"kv_cache_dtype is {name!r} but {backend.name} attention keeps keys and values as {', '.join(possible)};"
-            " set --kv-cache-dtype auto"
-        )
-    return wanted
-
-
-def _best_backend(platform: Platform, dtype: torch.dtype) -> str:
-    """The first of the platform's backends that can serve; the last one always can."""
-    *preferred, last = platform.attention_backends
-    return next((name for name in preferred if BACKENDS.get(name).refuses(dtype) is None), last)
-
-
-def kv_layout(
-    layers: Sequence[CachedLayer], backend: AttentionBackend, dtype: torch.dtype, block_size: int
-) -> KVLayout:
-    """What these layers keep, with the sizes that the backend's cache has."""
-
-    def sized(layer: CachedLayer) -> LayerKV:
-        block_bytes = math.prod(layer.cache_shape(backend, 1, block_size, dtype)) * dtype.itemsize
-        keeps = layer.keeps
-        return keeps if keeps.bytes_per_row else replace(keeps, bytes_per_token=block_bytes // block_size)
-
-    return plan_layout([sized(layer) for layer in layers], block_size)
 
 
 def _build_context(

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from quire.kv.layout import LayerKV, plan_layout
+from quire.planning.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_ledger
 from quire.platform.base import DefaultMemory, MemorySupply
 from quire.types.errors import MemoryPlanError
 from quire.types.ledger import LedgerLine
 from quire.utils.units import parse_bytes
-from quire.worker.ledger import MIN_CONTEXT, MemoryDemand, MemoryLedger, make_ledger
 
 MIB = 1 << 20
 LLAMA = plan_layout([LayerKV("full", None, 1024)] * 4, block_size=16)  # 64 KiB a block, 16 tokens

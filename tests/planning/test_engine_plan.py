@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
+from quire.planning.engine_plan import EnginePlan, plan_engine, plan_memory
 from quire.platform.cpu import CpuPlatform
 from quire.types.errors import ConfigError, MemoryPlanError, UnknownNameError
-from quire.worker.planning import EnginePlan, plan_engine, plan_memory
 from quire.worker.worker import Worker, load_model, measure_workspace
 from tests.kernels.cpu.isa import needs_library
 from tests.kernels.triton.paged import needs_triton
@@ -169,7 +169,7 @@ def test_the_process_keeps_to_the_ledger(
     tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], prompt_lens: list[int]
 ) -> None:
     settings = {"model": write_config(tmp_path, **config), "kv_cache_memory": 32 << 20, **settings}
-    command = [sys.executable, "-m", "tests.worker.rss", json.dumps(settings), json.dumps(prompt_lens)]
+    command = [sys.executable, "-m", "tests.planning.rss", json.dumps(settings), json.dumps(prompt_lens)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
@@ -180,7 +180,7 @@ def test_the_process_keeps_to_the_ledger(
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce RLIMIT_AS")
 def test_a_limit_on_addresses_shapes_the_ledger_or_is_refused_with_it(tmp_path: Path) -> None:
     config = {**WIDE, "max_position_embeddings": 100_000, "num_hidden_layers": 16, "hidden_size": 64}
-    command = [sys.executable, "-m", "tests.worker.addresses", write_config(tmp_path, **config)]
+    command = [sys.executable, "-m", "tests.planning.addresses", write_config(tmp_path, **config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     roomy, tight = done.stdout.split("---\n")
