@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.engine.flight import Flight, explain
+    from quire.replay.dumps import Flight, explain
 
     print("\n".join(explain(Flight(args.file))))
     return 0

@@ -7,7 +7,6 @@ The spare's stdin is its life: it ends when its parent does, however that ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from quire.engine.child import ENGINE_COMMAND, EngineChild, TakeLine, print_line
 from quire.engine.process import SPARE_FLAG
@@ -21,29 +20,28 @@ SPARE_MEMORY = 300 << 20
 SPARE_LINE = LedgerLine("spare engine", SPARE_MEMORY, "a process of `quire serve`, unless --no-spare-engine")
 
 
-class Spare(Protocol):
-    @property
-    def starts_at_once(self) -> bool:
-        """Whether it is launched beside a busy engine; if not, when that is idle."""
-        ...
+class NoSpare:
+    """Every engine process is launched when it is needed."""
+
+    starts_at_once = False
+    """Whether it is launched beside a busy engine; if not, when that is idle."""
 
     def start(self) -> None:
         """Launch one, unless there is one. Does not wait for its imports."""
-        ...
 
     def take(self) -> EngineChild | None:
         """Hand over the one there is, if it lives; it may still be importing."""
-        ...
+        return None
 
     def stop(self) -> None:
         """End the one there is. May be called twice."""
-        ...
 
 
-class SpareEngine:
+NO_SPARE = NoSpare()
+
+
+class SpareEngine(NoSpare):
     """At most one spare at a time."""
-
-    starts_at_once = False
 
     def __init__(self, command: Sequence[str] = ENGINE_COMMAND, take_line: TakeLine = print_line) -> None:
         self._command = (*command, SPARE_FLAG)
@@ -81,21 +79,3 @@ def _end(child: EngineChild) -> None:
     """At once: it has nothing to finish, and would see that its stdin is closed only after its imports."""
     child.kill()
     child.close()
-
-
-class NoSpare:
-    """Every engine process is launched when it is needed."""
-
-    starts_at_once = False
-
-    def start(self) -> None:
-        return None
-
-    def take(self) -> EngineChild | None:
-        return None
-
-    def stop(self) -> None:
-        return None
-
-
-NO_SPARE = NoSpare()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire.config.engine import EngineConfig
-from quire.engine.child import EngineChild
+from quire.engine.spare import NoSpare
 from quire.engine.zmq_client import ZmqClient
 from quire.utils.log import get_logger
 
@@ -21,8 +21,8 @@ def standby_config(config: EngineConfig) -> EngineConfig:
     return replace(config, device=replace(config.device, standby=False))
 
 
-class StandbyEngine:
-    """At most one. A Spare, whose process has a client already."""
+class StandbyEngine(NoSpare):
+    """At most one. It is taken with its client."""
 
     starts_at_once = True
 
@@ -45,10 +45,6 @@ class StandbyEngine:
             logger.warning("no standby engine can be launched: %s; a restart will take longer", error)
             return
         logger.info("engine process %d loads the model to stand by", self._client.pid)
-
-    def take(self) -> EngineChild | None:
-        """A standby is taken with its client."""
-        return None
 
     def take_client(self) -> ZmqClient | None:
         """Hand over the one there is, if it lives; it may still be loading."""

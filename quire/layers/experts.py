@@ -29,7 +29,7 @@ from quire.layers.scheme import (
 from quire.layers.weights import NO_SCHEMES, Filling, Schemes, WeightedLayer, empty_parameter
 from quire.ops.base import Target
 from quire.ops.gated_linear import ACTIVATIONS
-from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing, weigh
+from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
 
@@ -39,7 +39,7 @@ two pieces one after the other or taking turns."""
 
 
 class RoutingTape:
-    """Sees what a router chooses and says what is done instead: nothing else, unless it is a tape that replays."""
+    """Sees what a router chooses, and may say what is done instead."""
 
     def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         return ids, weights
@@ -54,18 +54,6 @@ class Recording(RoutingTape):
     def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         self.ids.append(ids)
         return ids, weights
-
-
-class Replay(RoutingTape):
-    """Sends the tokens of each forward pass where the next of a recording went, weighted by the router's logits."""
-
-    def __init__(self, ids: Tensor, routing: Routing) -> None:
-        self._ids, self._routing, self._start = ids, routing, 0  # ids: [tokens, k], in the order of computation
-
-    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        given = self._ids[self._start : self._start + ids.shape[0]].to(ids.device)
-        self._start += ids.shape[0]
-        return given.to(torch.int32), weigh(logits, given.long(), self._routing)
 
 
 NO_TAPE = RoutingTape()

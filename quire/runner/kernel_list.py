@@ -65,7 +65,7 @@ class KernelList:
         # By whether it is adapted, and whether it has the hidden states of all tokens: what samples is read first,
         # and behind it what is kept of all tokens.
         self._forwards: dict[tuple[bool, bool], SizedRecording] = {}
-        self._pools, self._keeps = pools, keeps
+        self._pools = pools
         self._leaves_last = keeps and not program.taps and not pools
         every = (True, False) if pools else (passes_on or self._leaves_last,)
         kinds = itertools.product((False,) if program.adapters is None else (False, True), every)

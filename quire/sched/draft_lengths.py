@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Protocol
 
 from quire.sched.draft_costs import DraftCosts
 from quire.sched.request import Request
@@ -90,14 +89,16 @@ class Offer:
     cost: float = 0.0  # tokens that the step could have given in the time of one draft
 
 
-class DraftLengths(Protocol):
-    """Decides how many drafts are verified."""
+class EveryDraft:
+    """All drafts are verified."""
 
     def may_ask(self, track: Track, step: StepDraft) -> bool:
         """Whether a guess for this request is worth making."""
+        return True
 
     def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
         """How many tokens of each offer the step is to verify."""
+        return [len(offer.tokens) for offer in offers]
 
     def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
         """How many of an offer's drafts, which a step verified, were accepted."""
@@ -106,23 +107,7 @@ class DraftLengths(Protocol):
         """A step kept the device for `seconds`; 0 if that is not known."""
 
 
-class EveryDraft:
-    """All of them."""
-
-    def may_ask(self, track: Track, step: StepDraft) -> bool:
-        return True
-
-    def choose(self, step: StepDraft, offers: list[Offer]) -> list[int]:
-        return [len(offer.tokens) for offer in offers]
-
-    def judged(self, offer: Offer, num_drafts: int, num_accepted: int) -> None:
-        return None
-
-    def measured(self, step: InFlight, seconds: float) -> None:
-        return None
-
-
-class MeasuredLengths:
+class MeasuredLengths(EveryDraft):
     """The number with the most tokens a second, by an acceptance for each request and what drafts cost before.
 
     Two accounts bound what drafts cost whatever the predictions say: a request whose drafts cost more than they gave

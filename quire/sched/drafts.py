@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from quire.sched.draft_lengths import DraftLengths, EveryDraft, Offer, Track
+from quire.sched.draft_lengths import EveryDraft, Offer, Track
 from quire.sched.request import Request, Status
 from quire.sched.state import InFlight, SchedulerState, StepDraft
 from quire.types.sampling import SamplingParams
@@ -20,16 +20,16 @@ class NoDrafts:
     """Nobody speculates."""
 
     def open(self, request: Request) -> None:
-        return None
+        """A request begins."""
 
     def close(self, request: Request) -> None:
-        return None
+        """A request ends, in whatever way."""
 
     def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
-        return None
+        """Give drafts to rows of a step that is planned but for them."""
 
     def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
-        return None
+        """The result of a step was applied; it kept the device for `seconds`, 0 if that is not known."""
 
 
 class Drafter(ABC):
@@ -58,13 +58,13 @@ class Drafter(ABC):
         """At most `limit` tokens that may follow the known ones and those in flight, if all of these hold."""
 
 
-class Drafts:
+class Drafts(NoDrafts):
     """Rows that sample verify drafts with what is left of the step: nobody waits or is preempted for one.
 
     Of several drafters the first that has a guess is asked; how many of its tokens are verified, `lengths` decides.
     """
 
-    def __init__(self, *drafters: Drafter, most: int | None = None, lengths: DraftLengths | None = None) -> None:
+    def __init__(self, *drafters: Drafter, most: int | None = None, lengths: EveryDraft | None = None) -> None:
         """`most`: drafts of a request in a step, whoever guesses; None: each drafter's own number."""
         self._drafters = {drafter: most or drafter.default_tokens for drafter in drafters}
         self._lengths = lengths or EveryDraft()

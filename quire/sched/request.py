@@ -135,11 +135,6 @@ class Request:
             return False
         return not self.wants_prompt_logprobs or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
 
-    @property
-    def can_be_planned(self) -> bool:
-        """Whether it has something to compute; not when the tokens in flight will certainly end it."""
-        return self.num_computed_tokens < self.num_tokens < self.max_tokens_total
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id}, {self.status.name}, row={self.row}, "

@@ -19,7 +19,7 @@ from quire.sched.recovery import fail_requests, plan_retry, unwind
 from quire.sched.request import Request, Status
 from quire.sched.running import in_turn, plan_oldest_prompt, plan_running
 from quire.sched.shares import TokenShares, WholePrompts
-from quire.sched.state import Drafting, InFlight, Limits, SchedulerState, Shares, StepDraft
+from quire.sched.state import InFlight, Limits, SchedulerState, StepDraft
 from quire.sched.update import apply_result, first_output
 from quire.types.control import LiveLimits
 from quire.types.errors import ConfigError, EngineError
@@ -38,8 +38,8 @@ class Scheduler:
         policy: str,
         max_model_len: int,
         kv: KVCacheManager,
-        shares: Shares | None = None,
-        drafting: Drafting | None = None,
+        shares: TokenShares | None = None,
+        drafting: NoDrafts | None = None,
         adapters: NoAdapterSlots | None = None,
         max_num_drafts: int | None = None,
         num_stages: int = 1,
@@ -135,16 +135,6 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._state.requests)
-
-    @property
-    def has_schedulable(self) -> bool:
-        """Whether something could be planned now, if there are blocks for it."""
-        state = self._state
-        if state.retries:
-            return not state.in_flight
-        if any(request.can_be_planned for request in state.running):
-            return True
-        return bool(state.waiting) and state.has_row and not state.waiting.peek().num_pending
 
     def work_ahead(self) -> None:
         """What can be done while the newest step runs: hash the prompts that began in it."""

@@ -10,18 +10,23 @@ MOST_PASSED = 64  # waiting requests, by one behind them: looking at each costs 
 
 
 class TokenShares:
-    """Prompts in order of service, each as much as the step has room for, whatever time that takes."""
+    """Prompts in order of service, each as much as the step has room for, whatever time that takes.
+
+    One token of every request that decodes is not the business of such a rule.
+    """
 
     def begin(self, state: SchedulerState, step: StepDraft) -> None:
+        """A step is about to be planned."""
         return None
 
     def of_running(
         self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
     ) -> int:
-        """At least one token, all if nobody else wants to run.
+        """How many of the `wanted` tokens a running request gets; `num_behind` are later in order.
 
-        Otherwise a long prompt is capped, and leaves a token for every running request behind it and, if the next
-        waiting request is short, room for that one; so short requests keep flowing past several long ones.
+        At least one token, all if nobody else wants to run. Otherwise a long prompt is capped, and leaves a token for
+        every running request behind it and, if the next waiting request is short, room for that one; so short
+        requests keep flowing past several long ones.
         """
         waiting = state.waiting
         if not (num_behind or step.requests or waiting):
@@ -33,18 +38,22 @@ class TokenShares:
         return max(1, min(wanted, threshold, step.budget - kept_back))
 
     def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
+        """Whether a waiting request is to be started in this step; if not, those behind it may be."""
         return True
 
     def most_passed(self) -> int:
+        """How many waiting requests that may not start are looked at in this step before the others are let be."""
         return MOST_PASSED
 
     def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
+        """How many tokens, at least one, a request gets that begins with `start` cached tokens."""
         count = min(wanted, step.budget)
         if state.running or len(state.waiting) > 1:
             count = min(count, state.limits.long_prefill_token_threshold)
         return count
 
     def measured(self, work: StepWork, seconds: float) -> None:
+        """A step with this work took `seconds`."""
         return None
 
 

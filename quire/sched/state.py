@@ -6,7 +6,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quire.kv.deltas import BlockDeltas
 from quire.kv.manager import KVCacheManager
@@ -14,10 +14,12 @@ from quire.sched.adapters import NoAdapterSlots
 from quire.sched.queues import WaitingQueue
 from quire.sched.request import OrderKey, Request, Status
 from quire.sched.step_times import StepWork, pairs_of
-from quire.types.step import AdapterLoad, RowStart, StartedStep, StepPlan, StepResult
+from quire.types.step import AdapterLoad, RowStart, StartedStep, StepPlan
 
 if TYPE_CHECKING:
     from quire.sched.draft_lengths import Offer
+    from quire.sched.drafts import NoDrafts
+    from quire.sched.shares import TokenShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,54 +179,14 @@ class Rows:
         return told
 
 
-class Shares(Protocol):
-    """The rule that shares a step between prompts. One token of every request that decodes is not its business."""
-
-    def begin(self, state: SchedulerState, step: StepDraft) -> None:
-        """A step is about to be planned."""
-
-    def of_running(
-        self, state: SchedulerState, step: StepDraft, request: Request, wanted: int, num_behind: int
-    ) -> int:
-        """How many of the `wanted` tokens a running request gets; `num_behind` are later in order."""
-
-    def may_start(self, state: SchedulerState, step: StepDraft, request: Request) -> bool:
-        """Whether a waiting request is to be started in this step; if not, those behind it may be."""
-
-    def most_passed(self) -> int:
-        """How many waiting requests that may not start are looked at in this step before the others are let be."""
-
-    def of_new(self, state: SchedulerState, step: StepDraft, request: Request, start: int, wanted: int) -> int:
-        """How many tokens, at least one, a request gets that begins with `start` cached tokens."""
-
-    def measured(self, work: StepWork, seconds: float) -> None:
-        """A step with this work took so long."""
-
-
-class Drafting(Protocol):
-    """Who lets the rows of a step verify drafts."""
-
-    def open(self, request: Request) -> None:
-        """A request begins."""
-
-    def close(self, request: Request) -> None:
-        """A request ends, in whatever way."""
-
-    def add_drafts(self, state: SchedulerState, step: StepDraft) -> None:
-        """Give drafts to rows of a step that is planned but for them."""
-
-    def verified(self, state: SchedulerState, step: InFlight, result: StepResult, seconds: float) -> None:
-        """The result of a step was applied; it kept the device for `seconds`, 0 if that is not known."""
-
-
 class SchedulerState:
     def __init__(
         self,
         limits: Limits,
         kv: KVCacheManager,
         waiting: WaitingQueue,
-        shares: Shares,
-        drafting: Drafting,
+        shares: TokenShares,
+        drafting: NoDrafts,
         adapters: NoAdapterSlots,
     ) -> None:
         self.limits = limits

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.sched.request import OrderKey, Request
 from quire.sched.shares import MOST_PASSED, TokenShares
-from quire.sched.state import SchedulerState, Shares, StepDraft
+from quire.sched.state import SchedulerState, StepDraft
 from quire.sched.step_times import StepTimes, StepWork
 
 _ALONE = 0.3  # seconds of a step that delays nobody: whoever comes next waits for it
@@ -51,7 +51,7 @@ class _Floor:
         self._was_flat = part > _FLAT
 
 
-class TimeShares:
+class TimeShares(TokenShares):
     """Decodes come first; prompts get what is left of the target time, those with the fewest tokens left first.
 
     Nobody starves: the oldest prompt gets a quarter of all prompt tokens, counted over steps, and requests that
@@ -239,7 +239,7 @@ class TimeShares:
             self._budget = max(0, self._budget - count)
 
 
-def make_shares(target: float, mode: str, times: StepTimes) -> Shares:
+def make_shares(target: float, mode: str, times: StepTimes) -> TokenShares:
     """The rule for a mode and a target in seconds, 0 for none."""
     return TimeShares(times, target, *_FOR_MODE.get(mode, ())) if target else TokenShares()
 

@@ -30,7 +30,7 @@ from quire.config.groups import ServerConfig
 from quire.config.server import collect_admin_keys, collect_api_keys
 from quire.engine.child import print_line
 from quire.engine.settings import check_settings
-from quire.engine.spare import NO_SPARE, SPARE_MEMORY, Spare, SpareEngine
+from quire.engine.spare import NO_SPARE, SPARE_MEMORY, NoSpare, SpareEngine
 from quire.engine.standby import StandbyEngine, standby_config
 from quire.engine.zmq_client import ZmqClient
 from quire.frontend.text_model import load_text_model
@@ -92,7 +92,7 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
         logging.getLogger(ROOT_NAME).addHandler(monitor.log)
     keep_little_free_memory()
     config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
-    spare: Spare = NO_SPARE
+    spare: NoSpare = NO_SPARE
     if launch is None:
         take_line = relay_engine_line if settings.log_format == "json" else monitor.log.tee(print_line)
         if config.device.standby:

@@ -21,7 +21,7 @@ from quire.engine.child import TakeLine, print_line
 from quire.engine.flight import dump_path
 from quire.engine.replicas import ReplicaClient, launch_replicas
 from quire.engine.resuming import EngineLoss, ResumingClient
-from quire.engine.spare import NO_SPARE, Spare
+from quire.engine.spare import NO_SPARE, NoSpare
 from quire.engine.standby import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient, ignore_phases
 from quire.frontend.async_engine import AsyncEngine
@@ -100,7 +100,7 @@ LaunchClient = Callable[[EngineConfig, OnPhase], ServingClient]
 
 
 def launch_client(
-    config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line, spare: Spare = NO_SPARE
+    config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line, spare: NoSpare = NO_SPARE
 ) -> ServingClient:
     """An engine in the spare process, if there is one, else in a new one; or several replicas."""
     if config.parallel.data_parallel_size > 1:
@@ -132,7 +132,7 @@ class EngineSupervisor:
         on_phase: OnPhase = ignore_phases,
         observer: Observer = NULL_OBSERVER,
         launch: LaunchClient = launch_client,
-        spare: Spare = NO_SPARE,
+        spare: NoSpare = NO_SPARE,
         may_launch: Callable[[], Awaitable[None]] = always,
     ) -> None:
         """`on_phase` gets the phases of each start; `observer` is handed to each AsyncEngine.

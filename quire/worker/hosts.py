@@ -208,7 +208,3 @@ class HostsExecutor(RanksExecutor):
             if self.failure is None:
                 self._leave("the engine ended")
             self._door.close(linger=1.0)
-
-
-def make_hosts_executor(config: EngineConfig, report: ReportPhase) -> HostsExecutor:
-    return HostsExecutor(config, report)

@@ -162,7 +162,3 @@ class MultiProcExecutor(RanksExecutor):
         self._ring_memory.close()
         self._memory.close()
         self._meeting.cleanup()
-
-
-def make_multiproc_executor(config: EngineConfig, report: ReportPhase) -> MultiProcExecutor:
-    return MultiProcExecutor(config, report)

@@ -120,7 +120,3 @@ class RayExecutor(HostsExecutor):
             self._group = None
         if self._is_ours:
             ray.shutdown()
-
-
-def make_ray_executor(config: EngineConfig, report: ReportPhase) -> RayExecutor:
-    return RayExecutor(config, report)

@@ -21,9 +21,9 @@ EXECUTORS: Registry[MakeExecutor] = Registry(
     "quire.worker",
     {
         "inproc": "inproc:make_inproc_executor",
-        "multiproc": "multiproc:make_multiproc_executor",
-        "hosts": "hosts:make_hosts_executor",
-        "ray": "ray_executor:make_ray_executor",
+        "multiproc": "multiproc:MultiProcExecutor",
+        "hosts": "hosts:HostsExecutor",
+        "ray": "ray_executor:RayExecutor",
     },
 )
 

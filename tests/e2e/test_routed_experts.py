@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.layers.experts import Recording, Replay, Router
+from quire.layers.experts import Recording, Router, RoutingTape
+from quire.ops.routing import Routing, weigh
 from quire.types.errors import RequestError
 from tests.e2e.tiny import make_model
 from tests.models.harness import load, run_chunks
@@ -21,6 +23,18 @@ PROMPT = [5, 9, 5, 17, 30, 5, 9, 33, 41, 2, 90, 77]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERT_KEYS)
+
+
+class Replay(RoutingTape):
+    """Sends the tokens of each forward pass where the next of a recording went, weighted by the router's logits."""
+
+    def __init__(self, ids: Tensor, routing: Routing) -> None:
+        self._ids, self._routing, self._start = ids, routing, 0  # ids: [tokens, k], in the order of computation
+
+    def __call__(self, logits: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        given = self._ids[self._start : self._start + ids.shape[0]].to(ids.device)
+        self._start += ids.shape[0]
+        return given.to(torch.int32), weigh(logits, given.long(), self._routing)
 
 
 def routers_of(model: torch.nn.Module) -> list[Router]:

@@ -14,7 +14,6 @@ from quire.kv.manager import KVCacheManager
 from quire.sched.drafts import Drafter, Drafts
 from quire.sched.scheduler import Scheduler
 from quire.sched.shares import TokenShares
-from quire.sched.state import Shares
 from quire.sched.step_times import StepWork
 from quire.types.errors import EngineDeadError
 from quire.types.outputs import EngineOutput
@@ -65,7 +64,7 @@ class Measured(TokenShares):
 
 def make_core(
     steps_in_flight: int = 1,
-    shares: Shares | None = None,
+    shares: TokenShares | None = None,
     clock: Callable[[], float] = time.monotonic,
     drafter: Drafter | None = None,
 ) -> tuple[EngineCore, Device]:

@@ -19,14 +19,13 @@ from quire.engine.core import EngineCore
 from quire.engine.flight import (
     KEPT,
     NUM_STEPS,
-    Flight,
     FlightInfo,
     FlightRecorder,
     dump_path,
-    explain,
     make_flight_recorder,
 )
 from quire.engine.loop import EngineLoop
+from quire.replay.dumps import Flight, explain
 from quire.types.errors import TraceError
 from tests.replay.runs import Device, drive, request, setup
 

@@ -9,10 +9,9 @@ from typing import Any
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.adapters import AdapterSlots
-from quire.sched.drafts import Drafter, Drafts
+from quire.sched.drafts import Drafter, Drafts, NoDrafts
 from quire.sched.preempt import preempt
 from quire.sched.scheduler import Scheduler
-from quire.sched.state import Drafting
 from quire.sched.step_times import StepTimes
 from quire.sched.time_shares import make_shares
 from quire.types.outputs import EngineOutput
@@ -59,7 +58,7 @@ class Driver:
         step_time: float = 0.0,
         drafter: Drafter | None = None,
         adapter_slots: int = 1,
-        drafting: Drafting | None = None,
+        drafting: NoDrafts | None = None,
         num_stages: int = 1,
     ) -> None:
         """`step_time`: the target of the rule that shares steps by time; 0: by tokens. Measured times are made up."""
@@ -102,9 +101,19 @@ class Driver:
             preempt(state, state.running[-1])
         self.scheduler.check_integrity()
 
+    @property
+    def has_schedulable(self) -> bool:
+        """Whether something could be planned now, if there are blocks for it."""
+        state = self.scheduler.state
+        if state.retries:
+            return not state.in_flight
+        if any(r.num_computed_tokens < r.num_tokens < r.max_tokens_total for r in state.running):
+            return True
+        return bool(state.waiting) and state.has_row and not state.waiting.peek().num_pending
+
     def plan(self) -> StepPlan | None:
         """Plan one step and put it in flight."""
-        schedulable = self.scheduler.has_schedulable
+        schedulable = self.has_schedulable
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is None:

@@ -9,7 +9,7 @@ from typing import Any
 from quire.kv.layout import LayerKV, plan_layout
 from quire.kv.manager import KVCacheManager
 from quire.sched.scheduler import Scheduler
-from quire.sched.state import Shares
+from quire.sched.shares import TokenShares
 from quire.sched.step_times import pairs_of
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -68,7 +68,7 @@ class Simulation:
     def __init__(
         self,
         device: Device,
-        shares: Shares | None,
+        shares: TokenShares | None,
         *,
         budget: int = 512,
         policy: str = "fcfs",

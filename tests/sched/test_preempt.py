@@ -70,7 +70,7 @@ def test_a_preempted_request_accepts_its_token_in_flight_and_waits_for_it() -> N
     driver.add(request)
     driver.plan()
     driver.preempt_last()
-    assert not driver.scheduler.has_schedulable
+    assert not driver.has_schedulable
     assert driver.plan() is None
     driver.finish()
     assert len(driver.tokens("a")) == 1

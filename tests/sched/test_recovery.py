@@ -55,7 +55,7 @@ def test_a_retry_runs_alone_up_to_the_point_of_failure() -> None:
         assert plan is not None
         assert (plan.rows, driver.scheduler.state.in_flight[-1].retry) == ([0], True)
         assert driver.plan() is None, "nothing is planned beside a retry"
-        assert not driver.scheduler.has_schedulable
+        assert not driver.has_schedulable
         driver.finish()
     driver.run()
     assert len(driver.tokens("long")) == 2

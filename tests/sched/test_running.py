@@ -45,7 +45,7 @@ def test_steps_in_flight_stop_at_the_certain_end() -> None:
     driver.add(make_request("a", [1, 2], 2))
     assert driver.plan() is not None
     assert driver.plan() is not None
-    assert not driver.scheduler.has_schedulable
+    assert not driver.has_schedulable
     assert driver.plan() is None, "both tokens it may give are in flight"
     driver.run()
     assert len(driver.tokens("a")) == 2

@@ -13,7 +13,6 @@ from quire.config.groups import SpeculativeConfig
 from quire.kv.layout import LayerKV
 from quire.sched.drafters.make import make_drafting
 from quire.sched.drafts import Drafts, NoDrafts
-from quire.sched.state import Drafting
 from quire.sched.step_times import StepTimes
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -39,7 +38,7 @@ def no_forced(request_id: str) -> tuple[int, list[int]]:
     return 0, []
 
 
-def drafting_of(method: str, *, every: bool = True) -> Drafting:
+def drafting_of(method: str, *, every: bool = True) -> NoDrafts:
     if method == "off":
         return NoDrafts()
     drafting = make_drafting(SpeculativeConfig(method=method), StepTimes(), no_forced)

@@ -48,8 +48,7 @@ class Mxfp4Linear(UnpackedLinear):
         super().load(piece, round_to_mxfp4(as_tensor(rows)))
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        for scheme in schemes:
-            _check(self.spec, scheme)
+        _check(self.spec, *schemes)
         return super().planned_bytes([MXFP4] * len(schemes))
 
 
@@ -61,8 +60,7 @@ class Mxfp4Packed(PackedWeightLinear):
         super().load(piece, round_to_mxfp4(as_tensor(rows).to(self.codes.device)))
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        for scheme in schemes:
-            _check(self.spec, scheme)
+        _check(self.spec, *schemes)
         return super().planned_bytes(schemes)
 
 
@@ -72,8 +70,7 @@ class Mxfp4Grouped(PackedWeightGrouped):
         super().load(expert, piece, round_to_mxfp4(as_tensor(rows).to(self.codes.device)))
 
     def planned_bytes(self, schemes: Sequence[Scheme]) -> int:
-        for scheme in schemes:
-            _check(self.spec, scheme)
+        _check(self.spec, *schemes)
         return super().planned_bytes(schemes)
 
 
@@ -101,11 +98,12 @@ class Mxfp4(Quantization):
         return Mxfp4Grouped(spec, form)
 
 
-def _check(spec: MatrixSpec, scheme: Scheme) -> None:
-    if not scheme.is_float:
+def _check(spec: MatrixSpec, *schemes: Scheme) -> None:
+    quantized = next((scheme.element for scheme in schemes if not scheme.is_float), None)
+    if quantized is not None:
         raise ConfigError(
             f"quantization is 'mxfp4', which quantizes float weights while they are loaded, but {spec.path}"
-            f" is quantized already (its weights are {scheme.element}); leave --quantization out"
+            f" is quantized already (its weights are {quantized}); leave --quantization out"
         )
     if spec.in_features % GROUP:
         raise ConfigError(

@@ -10,11 +10,10 @@ from quire.sched.drafters.forced import Forced, ForcedDrafter
 from quire.sched.drafters.prediction import PredictionDrafter
 from quire.sched.drafters.registry import DRAFTERS
 from quire.sched.drafts import Drafter, Drafts, NoDrafts
-from quire.sched.state import Drafting
 from quire.sched.step_times import StepTimes
 
 
-def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> Drafting:
+def make_drafting(config: SpeculativeConfig | None, times: StepTimes, forced: Callable[[str], Forced]) -> NoDrafts:
     """Without settings, only the predictions that requests bring: they cost nothing where there are none.
 
     `times` is used by nobody else; `forced` tells what a request's grammar leaves no choice about.
