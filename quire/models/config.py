@@ -210,17 +210,12 @@ class ConfigReader(Mapping[str, Any]):
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[str]:
         """The config's own list, or one made from the architecture's rule for layer i."""
-        num_layers = self["num_hidden_layers"]
         types = self.get("layer_types") or [
-            "sliding_attention" if is_sliding(layer) else "full_attention" for layer in range(num_layers)
+            "sliding_attention" if is_sliding(layer) else "full_attention"
+            for layer in range(self["num_hidden_layers"])
         ]
-        unknown = set(types) - {"sliding_attention", "full_attention"}
-        if unknown or len(types) != num_layers:
-            raise ModelError(
-                f"layer_types must name sliding_attention or full_attention for each of {num_layers} layers; "
-                f"it has {len(types)} entries{''.join(f', among them {name!r}' for name in sorted(unknown))}"
-            )
-        return list(types)
+        known = ("sliding_attention", "full_attention")
+        return list(self.kinds("layer_types", types, dict(zip(known, known, strict=True))))
 
 
 def read_config(

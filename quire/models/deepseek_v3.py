@@ -1,20 +1,23 @@
-"""DeepSeek-V3 and R1, Kimi-K2: latent attention; experts in groups, chosen by sigmoid scores and a bias."""
+"""DeepSeek-V3 and what is built like it: R1, Kimi-K2, V3.2, GLM-4-MoE-Lite (GLM-4.7-Flash), GLM-5."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from quire.models.base import BuildContext
-from quire.models.config import ConfigReader, DecoderConfig
+from quire.models.config import ConfigReader, DecoderConfig, IndexConfig
 from quire.models.decoder import DecoderLM
 from quire.models.deepseek_v2 import LATENT_EXPERTS
 from quire.models.dots1 import grouped_experts
 from quire.models.latent import read_latent
+from quire.types.errors import ModelError
 
 DEFAULTS = {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 
 
 class DeepseekV3(DecoderLM):
+    """Latent attention; experts in groups, chosen by sigmoid scores and a bias."""
+
     weight_map = LATENT_EXPERTS
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext) -> None:
@@ -30,3 +33,30 @@ class DeepseekV3(DecoderLM):
     @classmethod
     def experts(cls, config: dict[str, Any]) -> dict[str, Any]:
         return grouped_experts(config, first_k_dense_replace=3, n_shared_experts=1, **DEFAULTS)
+
+
+class Glm4MoeLite(DeepseekV3):
+    """V3 with other defaults."""
+
+    @classmethod
+    def experts(cls, config: dict[str, Any]) -> dict[str, Any]:
+        defaults = {"norm_topk_prob": True, "routed_scaling_factor": 1.8}
+        return grouped_experts(config, first_k_dense_replace=1, n_shared_experts=1, **defaults)
+
+
+class DeepseekV32(DeepseekV3):
+    """V3 whose queries attend to the keys that a sparse indexer chooses."""
+
+    interleaved_index = False
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
+        if "shared" in read.get("indexer_types", ()):
+            raise ModelError("indexer_types has layers that share the choice of another one, which is not supported")
+        index = IndexConfig(read["index_n_heads"], read["index_head_dim"], read["index_topk"], cls.interleaved_index)
+        return read_latent(config, index=index, interleaved_rope=True, **cls.experts(config))
+
+
+class GlmMoeDsa(DeepseekV32):
+    interleaved_index = True

@@ -8,8 +8,7 @@ from typing import Any
 from quire.models.bamba import mamba2_sizes
 from quire.models.base import BuildContext
 from quire.models.config import ConfigReader, DecoderConfig
-from quire.models.granite import Granite
-from quire.models.granite_moe import GraniteMoe
+from quire.models.granite import Granite, GraniteMoe
 from quire.models.mamba2 import MAMBA_NAMES
 from quire.models.recurrent import moved
 

@@ -1,13 +1,14 @@
-"""LFM2: short convolutions, and attention with normed queries and keys in some layers."""
+"""LFM2: short convolutions, and attention with normed queries and keys in some layers; LFM2-MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from quire.models.config import ConfigReader, DecoderConfig, RecurrentConfig, read_config
+from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, RecurrentConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
 from quire.models.recurrent import moved
+from quire.ops.routing import Routing
 
 MIXER_OF = {"full_attention": "attention", "conv": "short_conv"}
 WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHTS.rename}).renaming(
@@ -46,6 +47,31 @@ class Lfm2(DecoderLM):
                 num_heads=read["hidden_size"],
                 bias=read.flag("conv_bias"),
                 conv_bias=read.flag("conv_bias"),
+            ),
+        )
+
+
+class Lfm2Moe(Lfm2):
+    """MLPs are experts behind the first dense layers, chosen by sigmoid scores and a bias."""
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(
+            config,
+            {"num_dense_layers": 2, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        )
+        routing = Routing(
+            read["num_experts_per_tok"],
+            score="sigmoid",
+            renormalize=read["norm_topk_prob"],
+            scale=read["routed_scaling_factor"],
+        )
+        dense = read["num_dense_layers"]
+        return replace(
+            super().decoder_config(config),
+            mlps=tuple("gated" if layer < dense else "experts" for layer in range(read["num_hidden_layers"])),
+            experts=ExpertsConfig(
+                read["num_experts"], read["moe_intermediate_size"], routing, choice_bias=read["use_expert_bias"]
             ),
         )
 

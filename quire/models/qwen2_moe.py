@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 whose MLPs are experts beside a shared one, whose result each token weighs."""
+"""Qwen2-MoE and Qwen3-MoE: MLPs are experts, but for layers that the config lists or skips."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 from quire.models.config import ConfigReader, DecoderConfig, ExpertsConfig, read_config
 from quire.models.decoder import EXPERT_WEIGHTS, DecoderLM
 from quire.models.qwen2 import upper_layers
-from quire.models.qwen3_moe import sparse_mlps
 from quire.ops.routing import Routing
 
 
 class Qwen2Moe(DecoderLM):
+    """Qwen2 with a shared expert, whose result each token weighs, beside the others."""
+
     weight_map = EXPERT_WEIGHTS.renaming(("shared_expert", "shared"), ("shared_expert_gate", "shared_gate"))
 
     @classmethod
@@ -32,3 +33,31 @@ class Qwen2Moe(DecoderLM):
                 shared_gate=True,
             ),
         )
+
+
+class Qwen3Moe(DecoderLM):
+    """Qwen3 with experts."""
+
+    weight_map = EXPERT_WEIGHTS
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        read = ConfigReader(config, {"norm_topk_prob": False})
+        routing = Routing(read["num_experts_per_tok"], renormalize=read["norm_topk_prob"])
+        return read_config(
+            config,
+            is_sliding=upper_layers(config),
+            qk_norm="head",
+            mlps=sparse_mlps(config),
+            experts=ExpertsConfig(
+                read.first("num_experts", "num_local_experts"), read["moe_intermediate_size"], routing
+            ),
+        )
+
+
+def sparse_mlps(config: dict[str, Any]) -> tuple[str, ...]:
+    """Qwen's rule: every decoder_sparse_step-th layer has experts, but for mlp_only_layers."""
+    read = ConfigReader(config, {"decoder_sparse_step": 1, "mlp_only_layers": ()})
+    dense, step = set(read["mlp_only_layers"]), read["decoder_sparse_step"]
+    layers = range(read["num_hidden_layers"])
+    return tuple("gated" if layer in dense or (layer + 1) % step else "experts" for layer in layers)

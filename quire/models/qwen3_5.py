@@ -1,4 +1,4 @@
-"""Qwen3.5, its text model: Qwen3-Next with dense MLPs and projections apart."""
+"""Qwen3.5, its text model: Qwen3-Next with projections apart, and dense MLPs or experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.models.config import DecoderConfig, read_config
 from quire.models.decoder import PRE_NORM_WEIGHTS
+from quire.models.qwen2_moe import Qwen2Moe
 from quire.models.qwen3_next import Qwen3Next, delta_weights
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -26,6 +27,15 @@ class Qwen35(Qwen3Next):
     @classmethod
     def base_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return read_config(config)
+
+    @classmethod
+    def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
+        return super().decoder_config(text_config(config))
+
+
+class Qwen35Moe(Qwen3Next):
+    weight_map = delta_weights(Qwen2Moe.weight_map, *PROJECTIONS).renaming(LANGUAGE_MODEL).ignoring("model.visual.*")
+    delta_mixer = "gated_delta"
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:

@@ -11,8 +11,7 @@ from quire.models.base import BuildContext
 from quire.models.blocks import make_norm
 from quire.models.config import DecoderConfig
 from quire.models.drafters.base import DraftHead, joined, whole_linear
-from quire.models.qwen3_5 import Qwen35
-from quire.models.qwen3_5_moe import Qwen35Moe
+from quire.models.qwen3_5 import Qwen35, Qwen35Moe
 from quire.models.qwen3_next import Qwen3Next
 
 
