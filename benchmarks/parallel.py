@@ -12,19 +12,18 @@ turns.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import random
 import socket
 import statistics
 import tempfile
 import time
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from router_loads import BLOCK, BLOCKS, REPLICAS, Cache, conversations, waits
 
 from quire import LLM, SamplingParams
 from quire.bench.report import environment, write_report
@@ -34,7 +33,6 @@ from quire.types.step import StepPlan
 from quire.worker.rank_messages import Execute
 from quire.worker.ring import NOTICE, RingWriter, ring_bytes
 
-BLOCK, REPLICAS, BLOCKS = 16, 4, 3000
 NUM_RANKS = 8
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,59 +50,6 @@ SHAPE = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-
-
-def conversations(count: int) -> list[list[int]]:
-    """Prompts of 40 conversations over 8 system prompts, each turn a little longer than the one before."""
-    rng = random.Random(0)
-    systems = [[rng.randrange(50_000) for _ in range(512)] for _ in range(8)]
-    talks = [list(rng.choice(systems)) for _ in range(40)]
-    prompts = []
-    for _ in range(count):
-        talk = rng.randrange(len(talks))
-        talks[talk] = [*talks[talk], *(rng.randrange(50_000) for _ in range(rng.randrange(16, 96)))]
-        if len(talks[talk]) > 2048:
-            talks[talk] = list(rng.choice(systems))
-        prompts.append(list(talks[talk]))
-    return prompts
-
-
-class Cache:
-    """What a replica's KV blocks really hold, least recently used first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.held = capacity, OrderedDict[int, None]()
-
-    def take(self, names: list[int]) -> int:
-        """The hit of a prompt, in blocks; it is held afterwards."""
-        hit = next((index for index, name in enumerate(names) if name not in self.held), len(names))
-        for name in reversed(names):
-            self.held[name] = None
-            self.held.move_to_end(name)
-        while len(self.held) > self.capacity:
-            self.held.popitem(last=False)
-        return hit
-
-
-def waits(prompts: list[list[int]], *, routed: bool) -> float:
-    """p99 of the seconds that requests wait for replicas that compute 4,000 tokens a second, at 60 requests a second.
-
-    Not `routed`: to the replica that is free first, which is known exactly.
-    """
-    rng, router, caches = random.Random(1), Router(REPLICAS, BLOCK, BLOCKS), [Cache(BLOCKS) for _ in range(REPLICAS)]
-    free, now, found = [0.0] * REPLICAS, 0.0, []
-    ends: list[tuple[float, int, int]] = []
-    for prompt in prompts:
-        now += rng.expovariate(60.0)
-        while ends and ends[0][0] <= now:
-            router.finish(*heapq.heappop(ends)[1:])
-        names = router.names(prompt)
-        replica, work = router.choose(names, len(prompt)) if routed else (free.index(min(free)), 0)
-        found.append(max(0.0, free[replica] - now))
-        free[replica] = max(now, free[replica]) + (len(prompt) - BLOCK * caches[replica].take(names) + 64) / 4000
-        if routed:
-            heapq.heappush(ends, (free[replica], replica, work))
-    return statistics.quantiles(found, n=100)[-1]
 
 
 def router_rows() -> dict[str, float]:
@@ -125,7 +70,7 @@ def router_rows() -> dict[str, float]:
         for prompt in prompts:
             router.finish(*router.choose(router.names(prompt), len(prompt)))
         rates.append(len(prompts) / (time.thread_time() - begin))
-    routed, ideal = waits(prompts, routed=True), waits(prompts, routed=False)
+    routed, ideal = (waits(prompts, routed=routed)[len(prompts) * 99 // 100] for routed in (True, False))
     return {
         "decisions_per_second": max(rates),
         "mean_prompt_tokens": statistics.mean(map(len, prompts)),

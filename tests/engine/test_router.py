@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-import random
 import time
-from collections import OrderedDict
 
+from benchmarks.router_loads import BLOCK, BLOCKS, REPLICAS, Cache, conversations, waits
 from quire.engine.router import Router
-
-BLOCK = 16
-
-
-def shared_prefixes(count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 40 conversations over a few system prompts, each turn a little longer than the one before."""
-    rng = random.Random(seed)
-    systems = [[rng.randrange(50_000) for _ in range(512)] for _ in range(8)]
-    talks = [list(rng.choice(systems)) for _ in range(40)]
-    prompts = []
-    for _ in range(count):
-        talk = rng.randrange(len(talks))
-        talks[talk] = [*talks[talk], *(rng.randrange(50_000) for _ in range(rng.randrange(16, 96)))]
-        if len(talks[talk]) > 2048:
-            talks[talk] = list(rng.choice(systems))
-        prompts.append(list(talks[talk]))
-    return prompts
-
-
-class Cache:
-    """What a replica's KV blocks really hold."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.held = capacity, OrderedDict[int, None]()
-
-    def take(self, names: list[int]) -> int:
-        """The hit of a prompt, in blocks; it is held afterwards."""
-        hit = next((index for index, name in enumerate(names) if name not in self.held), len(names))
-        for name in reversed(names):
-            self.held[name] = None
-            self.held.move_to_end(name)
-        while len(self.held) > self.capacity:
-            self.held.popitem(last=False)
-        return hit
 
 
 def test_shared_prefixes_hit_as_in_one_big_cache() -> None:
-    prompts, capacity = shared_prefixes(4000), 3000
-    router = Router(4, BLOCK, capacity)
-    caches, big = [Cache(capacity) for _ in range(4)], Cache(4 * capacity)
+    prompts, router = conversations(4000), Router(REPLICAS, BLOCK, BLOCKS)
+    caches, big = [Cache(BLOCKS) for _ in range(REPLICAS)], Cache(REPLICAS * BLOCKS)
     running: list[tuple[int, int]] = []
     hits = most = 0
     for prompt in prompts:
@@ -61,32 +24,9 @@ def test_shared_prefixes_hit_as_in_one_big_cache() -> None:
     assert hits >= 0.9 * most, (hits, most)
 
 
-def waits(prompts: list[list[int]], *, route: bool, rate: float) -> list[float]:
-    """Seconds that each request waits for replicas that compute 4000 tokens a second, one request at a time.
-
-    `route`: by the router; else to the replica that is free first, which is known exactly. Caches are of equal size.
-    """
-    rng, router = random.Random(1), Router(4, BLOCK, 3000)
-    caches = [Cache(3000) for _ in range(4)]
-    free, now, found = [0.0] * 4, 0.0, []
-    ends: list[tuple[float, int, int]] = []
-    for prompt in prompts:
-        now += rng.expovariate(rate)
-        while ends and ends[0][0] <= now:
-            router.finish(*heapq.heappop(ends)[1:])
-        names = router.names(prompt)
-        replica, work = router.choose(names, len(prompt)) if route else (free.index(min(free)), 0)
-        cost = (len(prompt) - BLOCK * caches[replica].take(names) + 64) / 4000
-        found.append(max(0.0, free[replica] - now))
-        free[replica] = max(now, free[replica]) + cost
-        if route:
-            heapq.heappush(ends, (free[replica], replica, work))
-    return sorted(found)
-
-
 def test_waits_are_near_those_of_the_least_loaded_replica() -> None:
-    prompts = shared_prefixes(6000)
-    routed, ideal = (waits(prompts, route=route, rate=60.0) for route in (True, False))
+    prompts = conversations(6000)
+    routed, ideal = (waits(prompts, routed=routed) for routed in (True, False))
     at = int(0.99 * len(prompts))
     print(f"p99 {routed[at]:.3f} s; least loaded {ideal[at]:.3f} s")
     assert routed[at] <= 1.3 * ideal[at]
@@ -94,8 +34,7 @@ def test_waits_are_near_those_of_the_least_loaded_replica() -> None:
 
 def test_decisions_are_fast() -> None:
     """Far from the 10,000 a second that it makes on a quiet core, so that a busy machine does not fail this."""
-    prompts = shared_prefixes(2000)
-    router = Router(4, BLOCK, 3000)
+    prompts, router = conversations(2000), Router(REPLICAS, BLOCK, BLOCKS)
     begin = time.process_time()
     for prompt in prompts:
         router.finish(*router.choose(router.names(prompt), len(prompt)))

@@ -1,4 +1,4 @@
-"""Run by test_engine_plan in a process of its own: an engine under `ulimit -v`, which is set once torch is imported."""
+"""Run by test_engine_plan in a process of its own: an engine under `ulimit -v`, set once torch is imported."""
 
 from __future__ import annotations
 

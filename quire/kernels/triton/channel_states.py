@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.chunks import LEAST_LOG, as_logs, find_chunk, inverse_of
+from quire.kernels.triton.chunks import LEAST_LOG, as_logs, find_chunk, inverse_of, store_strong_values
 from quire.kernels.triton.launch import begin_dependent, launch_options
 
 _BLOCK = 16
@@ -174,7 +174,7 @@ def _channel_delta_kernel(
     begin, count, first, chunk = find_chunk(tl.program_id(0), contexts_ptr, starts_ptr, num_rows, CHUNK, SLOT, ROWS)
     if (count > SHORT) & (chunk * CHUNK < first + count):
         dtype = w_ptr.dtype.element_ty
-        places, lanes, columns = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.arange(0, VALUES)
+        places, lanes = tl.arange(0, CHUNK), tl.arange(0, KEYS)
         position = chunk * CHUNK + places
         inside = (position >= first) & (position < first + count)
         token = (begin + position - first).to(tl.int64)
@@ -190,11 +190,12 @@ def _channel_delta_kernel(
         key = key * strength * tl.exp(tl.load(sums_ptr + at, mask=mask, other=0.0))
         w = tl.dot(inverse, key.to(dtype), input_precision=PRECISION)
         tl.store(w_ptr + at, w.to(dtype), mask=mask)
-        mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-        of_value = head * VALUE_DIM + columns[None, :]
-        value = tl.load(values_ptr + token[:, None] * value_stride + of_value, mask=mask, other=0.0)
-        u = tl.dot(inverse, (value.to(tl.float32) * strength).to(dtype), input_precision=PRECISION)
-        tl.store(u_ptr + token[:, None] * (HEADS * VALUE_DIM) + of_value, u.to(dtype), mask=mask)
+        # fmt: off
+        store_strong_values(
+            inverse, strength, token, inside, values_ptr, value_stride, u_ptr, head,
+            HEADS, VALUE_DIM, VALUES, PRECISION,
+        )
+        # fmt: on
 
 
 @triton.jit

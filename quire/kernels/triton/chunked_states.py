@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.channel_states import channel_parts, decayed_until
-from quire.kernels.triton.chunks import CHUNK, LEAST_LOG, SLOT, as_logs, find_chunk, inverse_of
+from quire.kernels.triton.chunks import CHUNK, LEAST_LOG, SLOT, as_logs, find_chunk, inverse_of, store_strong_values
 from quire.kernels.triton.launch import begin_dependent, launch_options, stages_within
 from quire.kernels.triton.states import (
     Inputs,
@@ -106,13 +106,12 @@ def _within_chunks_kernel(
             scaled = (key.to(tl.float32) * (strength * tl.exp(total))[:, None]).to(dtype)
             w = tl.dot(inverse, scaled, input_precision=PRECISION)
             tl.store(w_ptr + (token[:, None] * HEADS + head) * KEY_DIM + lanes[None, :], w.to(dtype), mask=mask)
-            columns = tl.arange(0, VALUES)
-            mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-            of_value = head * VALUE_DIM + columns[None, :]
-            value = tl.load(values_ptr + token[:, None] * value_stride + of_value, mask=mask, other=0.0)
-            value = (value.to(tl.float32) * strength[:, None]).to(dtype)
-            u = tl.dot(inverse, value, input_precision=PRECISION)
-            tl.store(u_ptr + token[:, None] * (HEADS * VALUE_DIM) + of_value, u.to(dtype), mask=mask)
+            # fmt: off
+            store_strong_values(
+                inverse, strength[:, None], token, inside, values_ptr, value_stride, u_ptr, head,
+                HEADS, VALUE_DIM, VALUES, PRECISION,
+            )
+            # fmt: on
 
 
 @triton.jit

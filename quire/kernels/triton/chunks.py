@@ -33,6 +33,31 @@ def as_logs(decays, LEAST: tl.constexpr):
 
 
 @triton.jit
+def store_strong_values(
+    inverse,
+    strength,
+    token,
+    inside,
+    values_ptr,
+    value_stride,
+    u_ptr,
+    head,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """U of the delta rule: the inverse times strengths [CHUNK, 1] times the values of a chunk's tokens."""
+    columns = tl.arange(0, VALUES)
+    mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+    of_value = head * VALUE_DIM + columns[None, :]
+    value = tl.load(values_ptr + token[:, None] * value_stride + of_value, mask=mask, other=0.0)
+    strong = (value.to(tl.float32) * strength).to(inverse.dtype)
+    u = tl.dot(inverse, strong, input_precision=PRECISION)
+    tl.store(u_ptr + token[:, None] * (HEADS * VALUE_DIM) + of_value, u.to(inverse.dtype), mask=mask)
+
+
+@triton.jit
 def _precise_dot(a, b, kind: tl.constexpr):
     """a times b, both float32: in float32 arithmetic, or as sums of two numbers of 16 bits each.
 
