@@ -10,6 +10,22 @@ from quire.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_supp
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 
 
+def read_encoder(read: ConfigReader, **fields: Any) -> EncoderConfig:
+    """By BERT's keys; `fields` are those that an architecture sets itself."""
+    check_supported(dict(read), read["hidden_act"], ACTIVATIONS)
+    return EncoderConfig(
+        vocab_size=read["vocab_size"],
+        hidden_size=read["hidden_size"],
+        intermediate_size=read["intermediate_size"],
+        num_layers=read["num_hidden_layers"],
+        num_heads=read["num_attention_heads"],
+        num_positions=read["max_position_embeddings"],
+        norm_eps=read["layer_norm_eps"],
+        activation=read["hidden_act"],
+        **fields,
+    )
+
+
 class Bert(Encoder):
     prefix = "bert"
     outer: ClassVar = {"encoder.layer": "layers", "embeddings": "embeddings"}
@@ -36,15 +52,4 @@ class Bert(Encoder):
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
         read = ConfigReader(config, DEFAULTS)
-        check_supported(config, read["hidden_act"], ACTIVATIONS)
-        return EncoderConfig(
-            vocab_size=read["vocab_size"],
-            hidden_size=read["hidden_size"],
-            intermediate_size=read["intermediate_size"],
-            num_layers=read["num_hidden_layers"],
-            num_heads=read["num_attention_heads"],
-            num_positions=read["max_position_embeddings"],
-            num_token_types=read["type_vocab_size"],
-            norm_eps=read["layer_norm_eps"],
-            activation=read["hidden_act"],
-        )
+        return read_encoder(read, num_token_types=read["type_vocab_size"])

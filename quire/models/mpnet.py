@@ -12,8 +12,9 @@ from quire.layers.biased_attention import by_distance
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
+from quire.models.bert import read_encoder
 from quire.models.config import ConfigReader
-from quire.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_supported
+from quire.models.encoder import Encoder, EncoderConfig
 
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "relative_attention_num_buckets": 32}
 _FARTHEST = 128  # tokens from which on all distances are alike
@@ -91,16 +92,5 @@ class MPNet(Encoder):
 
     @classmethod
     def encoder_config(cls, config: dict[str, Any]) -> EncoderConfig:
-        read = ConfigReader(config, DEFAULTS)
-        check_supported(config, read["hidden_act"], ACTIVATIONS)
-        return EncoderConfig(
-            vocab_size=read["vocab_size"],
-            hidden_size=read["hidden_size"],
-            intermediate_size=read["intermediate_size"],
-            num_layers=read["num_hidden_layers"],
-            num_heads=read["num_attention_heads"],
-            num_positions=read["max_position_embeddings"],
-            first_position=2,  # behind that of padding, which is always 1
-            norm_eps=read["layer_norm_eps"],
-            activation=read["hidden_act"],
-        )
+        # Behind the position of padding, which is always 1.
+        return read_encoder(ConfigReader(config, DEFAULTS), first_position=2)
