@@ -24,7 +24,8 @@ def reference_markdown() -> str:
     lines = ["| architecture | what it is | used for | in GGUF files |", "|---|---|---|---|"]
     for name in sorted(ARCHITECTURES):
         model = ARCHITECTURES.get(name)
-        said = " ".join((sys.modules[model.__module__].__doc__ or "").split("\n\n")[0].split())
+        told = vars(model)["__doc__"] or sys.modules[model.__module__].__doc__ or ""  # a file may have several
+        said = " ".join(told.split("\n\n")[0].split())
         uses = ", ".join(dict.fromkeys(_USES[use] for use in sorted(model.capabilities) if use in _USES))
         lines.append(f"| `{name}` | {said} | {uses} | {', '.join(in_gguf.get(name, ()))} |")
     return _HEAD + "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what is built like it: R1, Kimi-K2, V3.2, GLM-4-MoE-Lite (GLM-4.7-Flash), GLM-5."""
+"""DeepSeek-V3 and what is built like it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULTS = {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scali
 
 
 class DeepseekV3(DecoderLM):
-    """Latent attention; experts in groups, chosen by sigmoid scores and a bias."""
+    """DeepSeek-V3 and R1, Kimi-K2: latent attention; experts in groups, chosen by sigmoid scores and a bias."""
 
     weight_map = LATENT_EXPERTS
 
@@ -36,7 +36,7 @@ class DeepseekV3(DecoderLM):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """V3 with other defaults."""
+    """GLM-4-MoE-Lite (GLM-4.7-Flash): DeepSeek-V3 with other defaults."""
 
     @classmethod
     def experts(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 class DeepseekV32(DeepseekV3):
-    """V3 whose queries attend to the keys that a sparse indexer chooses."""
+    """DeepSeek-V3.2: V3 whose queries attend to the keys that a sparse indexer chooses."""
 
     interleaved_index = False
 
@@ -59,4 +59,6 @@ class DeepseekV32(DeepseekV3):
 
 
 class GlmMoeDsa(DeepseekV32):
+    """GLM-5: DeepSeek-V3.2 whose index is rotated in pairs side by side."""
+
     interleaved_index = True

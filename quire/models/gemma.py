@@ -1,4 +1,4 @@
-"""Gemma2 and Gemma3 (text): four norms around 1, scaled embeddings, layers that slide."""
+"""Gemma2 and Gemma3 (text)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_gemma(config: dict[str, Any], defaults: dict[str, Any], **flags: Any) -
 
 
 class Gemma2(DecoderLM):
-    """Soft caps; every other layer slides."""
+    """Gemma2: four norms around 1, scaled embeddings, soft caps, every other layer sliding."""
 
     weight_map = PRE_POST_NORM_WEIGHTS
 
@@ -56,7 +56,7 @@ class Gemma2(DecoderLM):
 
 
 class Gemma3(DecoderLM):
-    """Norms on q and k instead of soft caps, and a RoPE base of its own for the sliding layers."""
+    """Gemma3 (text): Gemma2 with q/k norms instead of soft caps, and its own RoPE base for the sliding layers."""
 
     weight_map = PRE_POST_NORM_WEIGHTS
 

@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers on embeddings, attention, residuals and logits, and Granite-MoE."""
+"""Granite and Granite-MoE."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from quire.ops.routing import Routing
 
 
 class Granite(DecoderLM):
+    """Granite: Llama with multipliers on embeddings, attention, residuals and logits."""
+
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         read = ConfigReader(config, {})
@@ -24,7 +26,7 @@ class Granite(DecoderLM):
 
 
 class GraniteMoe(Granite):
-    """Granite with experts; a token's weights are the softmax over the logits of its experts."""
+    """Granite-MoE: Granite with experts; a token's weights are the softmax over the logits of its experts."""
 
     weight_map = EXPERT_WEIGHTS.renaming(
         ("block_sparse_moe.router.layer", "mlp.router"),

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions, and attention with normed queries and keys in some layers; LFM2-MoE."""
+"""LFM2 and LFM2-MoE."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ WEIGHTS = replace(EXPERT_WEIGHTS, rename={"feed_forward": "mlp", **EXPERT_WEIGHT
 
 
 class Lfm2(DecoderLM):
+    """LFM2: short convolutions, and attention with normed queries and keys in some layers."""
+
     weight_map = WEIGHTS
 
     @classmethod
@@ -52,7 +54,7 @@ class Lfm2(DecoderLM):
 
 
 class Lfm2Moe(Lfm2):
-    """MLPs are experts behind the first dense layers, chosen by sigmoid scores and a bias."""
+    """LFM2-MoE: LFM2 whose MLPs are experts behind the first dense layers, chosen by sigmoid scores and a bias."""
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Llama, and models that differ from it by a few switches: Mistral, Phi3 and Phi4, SmolLM3, OLMo2, EuroBERT."""
+"""Llama, and models that differ from it by a few switches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types.errors import ModelError
 
 
 class Llama(DecoderLM):
-    """Pre-norm, grouped-query attention, SiLU-gated MLP."""
+    """Llama: pre-norm, grouped-query attention, SiLU-gated MLP."""
 
     fits_float16 = True
 
@@ -21,7 +21,7 @@ class Llama(DecoderLM):
 
 
 class Mistral(DecoderLM):
-    """Llama with a sliding window on every layer, where the config gives one."""
+    """Mistral: Llama with a sliding window on every layer, where the config gives one."""
 
     fits_float16 = True
 
@@ -31,7 +31,7 @@ class Mistral(DecoderLM):
 
 
 class Phi3(DecoderLM):
-    """Llama whose checkpoints hold qkv and gate_up already merged; longrope for the long variants."""
+    """Phi3 and Phi4: Llama whose checkpoints hold qkv and gate_up already merged; longrope for the long variants."""
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -43,7 +43,7 @@ class Phi3(DecoderLM):
 
 
 class SmolLM3(DecoderLM):
-    """Llama where every fourth layer rotates nothing; those layers may slide."""
+    """SmolLM3: Llama where every fourth layer rotates nothing; those layers may slide."""
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -62,7 +62,7 @@ class SmolLM3(DecoderLM):
 
 
 class Olmo2(DecoderLM):
-    """Attention and MLP are normalized after, not before; q and k over all heads together."""
+    """OLMo2: attention and MLP are normalized after, not before; q and k are normalized over all heads together."""
 
     weight_map = PRE_POST_NORM_WEIGHTS
 
@@ -77,7 +77,7 @@ class Olmo2(DecoderLM):
 
 
 class EuroBert(DecoderLM):
-    """Llama whose tokens see those after them too."""
+    """EuroBERT: Llama whose tokens see those after them too."""
 
     capabilities = frozenset({"pools", "encodes"})
 

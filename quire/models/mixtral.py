@@ -1,4 +1,4 @@
-"""Mixtral, and Phi-3.5-MoE and MiniMax-M2, whose checkpoints name experts as it does."""
+"""Mixtral, and models whose checkpoints name experts as it does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types.errors import ModelError
 
 
 class Mixtral(DecoderLM):
-    """Mistral whose MLPs are experts, the weights of a token's experts adding up to 1."""
+    """Mixtral: Mistral whose MLPs are experts, the weights of a token's experts adding up to 1."""
 
     weight_map = PRE_NORM_WEIGHTS.renaming(
         ("block_sparse_moe", "mlp"),
@@ -35,7 +35,7 @@ class Mixtral(DecoderLM):
 
 
 class PhiMoe(DecoderLM):
-    """LayerNorms, biases in attention and head, and sparse mixer's choice of two experts."""
+    """Phi-3.5-MoE: LayerNorms, biases in attention and head, and sparse mixer's choice of two experts."""
 
     weight_map = Mixtral.weight_map
 
@@ -56,7 +56,7 @@ class PhiMoe(DecoderLM):
 
 
 class MiniMaxM2(DecoderLM):
-    """Experts chosen by sigmoid scores and a bias; q and k normalized over all heads, partial RoPE."""
+    """MiniMax-M2: experts chosen by sigmoid scores and a bias; q and k normalized over all heads, partial RoPE."""
 
     weight_map = Mixtral.weight_map.renaming(("mlp.choice_bias", "mlp.router.choice_bias"))
 

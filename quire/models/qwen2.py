@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3: Llama with biases on q, k and v, or norms on each head of q and k."""
+"""Qwen2 and Qwen3: Llama with biases on q, k and v, or norms on each head of q and k."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from quire.models.decoder import DecoderLM
 
 
 class Qwen2(DecoderLM):
+    """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optionally sliding windows on the upper layers."""
+
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         return read_config(config, is_sliding=upper_layers(config), qkv_bias=True, o_bias=False)
 
 
 class Qwen3(DecoderLM):
-    """Biases only where the config asks for them."""
+    """Qwen3: RMS norms on each head of q and k; biases only where the config asks for them."""
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: MLPs are experts, but for layers that the config lists or skips."""
+"""Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.ops.routing import Routing
 
 
 class Qwen2Moe(DecoderLM):
-    """Qwen2 with a shared expert, whose result each token weighs, beside the others."""
+    """Qwen2-MoE: Qwen2 whose MLPs are experts beside a shared one, whose result each token weighs."""
 
     weight_map = EXPERT_WEIGHTS.renaming(("shared_expert", "shared"), ("shared_expert_gate", "shared_gate"))
 
@@ -36,7 +36,7 @@ class Qwen2Moe(DecoderLM):
 
 
 class Qwen3Moe(DecoderLM):
-    """Qwen3 with experts."""
+    """Qwen3-MoE: Qwen3 whose MLPs are experts, but for layers that the config lists or skips."""
 
     weight_map = EXPERT_WEIGHTS
 

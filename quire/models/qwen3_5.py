@@ -1,4 +1,4 @@
-"""Qwen3.5, its text model: Qwen3-Next with projections apart, and dense MLPs or experts."""
+"""Qwen3.5, its text model, dense and with experts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Qwen35(Qwen3Next):
+    """Qwen3.5, its text model: Qwen3-Next with dense MLPs and projections apart."""
+
     weight_map = delta_weights(PRE_NORM_WEIGHTS, *PROJECTIONS).renaming(LANGUAGE_MODEL).ignoring("model.visual.*")
     delta_mixer = "gated_delta"
 
@@ -34,6 +36,8 @@ class Qwen35(Qwen3Next):
 
 
 class Qwen35Moe(Qwen3Next):
+    """Qwen3.5-MoE, its text model: Qwen3-Next with projections apart."""
+
     weight_map = delta_weights(Qwen2Moe.weight_map, *PROJECTIONS).renaming(LANGUAGE_MODEL).ignoring("model.visual.*")
     delta_mixer = "gated_delta"
 
