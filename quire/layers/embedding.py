@@ -156,11 +156,11 @@ class LMHead(nn.Module):
         self._scale, self._soft_cap = SCALE.bind(target), SOFT_CAP.bind(target)
         self._group = group
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [m, hidden] -> [m, vocab]."""
-        logits = self._group.collectives.all_gather(self.projection(hidden), self.projection.vocab_size)
+    def forward(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        """hidden: [m, hidden] -> [m, vocab]; without `whole`, of this rank's slice of the vocabulary."""
+        logits: Tensor = self.projection(hidden)
         if self.logit_divisor is not None:
             logits = self._scale(logits, 1.0 / self.logit_divisor)
         if self.logit_soft_cap is not None:
             logits = self._soft_cap(logits, self.logit_soft_cap)
-        return logits
+        return self._group.collectives.all_gather(logits, self.projection.vocab_size) if whole else logits

@@ -132,8 +132,11 @@ class Model(MappedModule):
         """Whether a token sees those after it too, so that whole prompts have to be computed in one step."""
         return any(not layer.spec.causal for layer in self.attention_layers())
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] -> [m, vocab] in the model's dtype; of a model that generates."""
+    def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        """[m, hidden] -> [m, vocab] in the model's dtype; of a model that generates.
+
+        Without `whole` they are of this rank's slice of the vocabulary, as its sampler takes them.
+        """
         raise EngineError(f"{type(self).__name__} has no LM head: it pools, and samples nothing")
 
     def token_inputs(self, max_rows: int, max_model_len: int) -> TokenInputs:

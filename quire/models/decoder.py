@@ -237,8 +237,8 @@ class DecoderLM(CausalLM):
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed(input_ids)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         if self.lm_head is None:
-            return super().compute_logits(hidden)
-        logits: Tensor = self.lm_head(hidden)
+            return super().compute_logits(hidden, whole)
+        logits: Tensor = self.lm_head(hidden, whole)
         return logits

@@ -31,17 +31,17 @@ def first_max(scores: Tensor) -> tuple[Tensor, Tensor]:
     return places.gather(1, _first_equal(scores.gather(1, places), best).unsqueeze(1)).squeeze(1), best.squeeze(1)
 
 
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """[m] int64: a token for each line of logits [m, vocab_size], already divided by the temperature.
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor, first_token: int = 0) -> Tensor:
+    """[m] int64: the place of a token for each line of logits [m, n], already divided by the temperature.
 
-    seeds and positions are [m] int64. Ties go to the lower token id.
+    seeds and positions are [m] int64. Ties go to the lower token id. The logits are of tokens from first_token on.
     """
     size = logits.shape[1]
     lines = max(1, _COUNTERS * 4 // size)
     tokens = []
     for start in range(0, len(logits), lines):
         part = slice(start, start + lines)
-        noise = gumbel_noise(seeds[part], positions[part], size)
+        noise = gumbel_noise(seeds[part], positions[part], size, first_token)
         tokens.append(first_max(noise.add_(logits[part]))[0])
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 

@@ -18,20 +18,28 @@ def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Te
     (0: none), top_p (1: none). seeds and positions [m] int64 key the noise. Limits apply in the order min_p, top_k,
     top_p. The highest logit is infinite where one is NaN, and the token then any valid one.
     """
-    temperature, log_min_p, top_k, top_p = parameters
-    size = logits.shape[1]
     logits = logits.to(torch.float32)
     greedy, highest = first_max(logits)
-    scaled = logits / torch.where(temperature == 0.0, 1.0, temperature).to(torch.float32).unsqueeze(1)
+    tokens = torch.where(parameters[0] == 0.0, greedy, draw(within_limits(logits, parameters), seeds, positions))
+    return tokens.to(torch.int32), torch.where(highest.isnan(), torch.inf, highest)
+
+
+def scale_logits(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits [m, n] float32 divided by temperature [m]; those of greedy rows stay as they are."""
+    return logits / torch.where(temperature == 0.0, 1.0, temperature).to(torch.float32).unsqueeze(1)
+
+
+def within_limits(logits: Tensor, parameters: Tensor) -> Tensor:
+    """logits [m, n] divided by the temperature, -inf for what min_p, top_k and top_p leave out."""
+    temperature, log_min_p, top_k, top_p = parameters
+    size, scaled = logits.shape[1], scale_logits(logits, temperature)
     lowest = scaled.amax(-1) + log_min_p.to(torch.float32)
     scaled = scaled.masked_fill(scaled < lowest.unsqueeze(1), -torch.inf)
     probabilities = (scaled - scaled.amax(-1, keepdim=True)).exp()  # what they add up to makes no difference
     counts = torch.where(top_k == 0.0, size, top_k).to(torch.int64)
     scaled = scaled.masked_fill(~keep_prefix(scaled, torch.ones_like(scaled, dtype=torch.int64), counts), -torch.inf)
     within_p = keep_top_p(scaled, probabilities, top_p)
-    scaled = torch.where((top_p < 1.0).unsqueeze(1), within_p, scaled)
-    tokens = torch.where(temperature == 0.0, greedy, draw(scaled, seeds, positions))
-    return tokens.to(torch.int32), torch.where(highest.isnan(), torch.inf, highest)
+    return torch.where((top_p < 1.0).unsqueeze(1), within_p, scaled)
 
 
 def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -60,13 +60,19 @@ LOG_COEFFICIENTS = (  # C0..C7, every one exact in float32
 )
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise for every token of the vocabulary: [m, vocab_size] float32 from seeds and positions [m] int64."""
-    blocks = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
+def gumbel_noise(seeds: Tensor, positions: Tensor, count: int, first: int = 0) -> Tensor:
+    """Noise for `count` tokens from `first` on: [m, count] float32 from seeds and positions [m] int64."""
+    blocks = torch.arange(first // 4, (first + count + 3) // 4, device=seeds.device).unsqueeze(0)
     words = torch.empty(seeds.shape[0], blocks.shape[1], 4, dtype=torch.float32, device=seeds.device)
     for index, word in enumerate(_words(seeds, positions, blocks)):
         words[..., index].copy_(word)
-    return _gumbel(words.flatten(1))[:, :vocab_size]
+    return _gumbel(words.flatten(1))[:, first % 4 : first % 4 + count]
+
+
+def gumbel_of(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Noise for token_ids [m, n] int64, the same bits: [m, n] float32."""
+    words = torch.stack(_words(seeds, positions, token_ids // 4), dim=-1)
+    return gumbel_from_words(words.gather(-1, (token_ids % 4).unsqueeze(-1)).squeeze(-1))
 
 
 def gumbel_from_words(words: Tensor) -> Tensor:

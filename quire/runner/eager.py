@@ -86,7 +86,7 @@ class Eager:
         assert step.hidden is not None
         device = step.hidden.device
         places = upload(rows, device, torch.int64)
-        logits = self._head(step.hidden[: len(rows)], places if kind.adapted else None)
+        logits = self._head(step.hidden[: len(rows)], places if kind.adapted else None, not kind.candidates)
         ahead = upload(step.tokens.samples.ahead, device) if kind.drafted else None
         out = program.sampler.sample(kind, logits, places, program.rows, ahead)
         step.sampled = Sampled(Download(out), errors=program.sampler.errors(rows) if kind.eager else {})

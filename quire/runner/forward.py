@@ -159,7 +159,7 @@ class StepProgram:
         Returns [m, 2] int32 as Sampler.sample does, with packed log-probabilities behind where the kind has them.
         """
         with nullcontext() if self.adapters is None or not kind.adapted else self.adapters.of_samples(rows):
-            logits = self.model.compute_logits(hidden)
+            logits = self.model.compute_logits(hidden, not kind.candidates)
         out = self.sampler.sample(kind, logits, rows, self.rows, ahead if kind.drafted else None)
         if kind.logprobs is None:
             return out

@@ -20,10 +20,10 @@ class LogitsHead:
     def max_rows(self) -> int:
         return self._ladder[-1] if self._ladder else 256
 
-    def __call__(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Tensor | None = None, whole: bool = True) -> Tensor:
         """Logits of hidden [m, hidden]: [m, vocab] in the model's type. At most `max_rows` of them.
 
-        rows [m] int64: whose adapters count; None: nobody's.
+        Without `whole` they are of this rank's slice of the vocabulary. rows [m] int64: whose adapters count; None: nobody's.
         """
         count = hidden.shape[0]
         if self._ladder:
@@ -31,4 +31,4 @@ class LogitsHead:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
         adapters = None if rows is None else self._adapters
         with nullcontext() if adapters is None or rows is None else adapters.of_samples(rows, len(hidden)):
-            return self._model.compute_logits(hidden)[:count]
+            return self._model.compute_logits(hidden, whole)[:count]

@@ -44,6 +44,7 @@ from quire.runner.runner import Runner, RunningStep
 from quire.runner.sampling.logits_processors import load_processors
 from quire.runner.sampling.registry import FEATURES, MakeFeature, sampling_features
 from quire.runner.sampling.sampler import Sampler
+from quire.runner.sampling.sharded import VocabShard
 from quire.runner.stages import NoPromptLogprobs, NoSampler, Stage, StageInputs
 from quire.runner.ways import make_ways
 from quire.types.errors import EngineDeadError
@@ -308,7 +309,10 @@ def build_runner(
     max_samples, pipeline = plan.sizes.max_num_samples, plan.pipeline
     sampler: Sampler = NoSampler()
     if pipeline.is_last:
-        sampler = Sampler(plan.description.vocab_size, settings.max_num_seqs, platform.device, features, max_samples)
+        vocab_size, group, shard = plan.description.vocab_size, plan.group, None
+        if group.size > 1:
+            shard = VocabShard(group.share_of(vocab_size, "vocabulary")[0], group.size, group.collectives)
+        sampler = Sampler(vocab_size, settings.max_num_seqs, platform.device, features, max_samples, shard)
     with platform.device:
         inputs = model.token_inputs(settings.max_num_seqs, ledger.max_model_len)
     received = None

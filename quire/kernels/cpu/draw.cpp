@@ -32,13 +32,19 @@ struct Tokens {
     int64_t count;
 };
 
+// Logits of tokens from `first_id` on.
+struct Row {
+    const float* logits;
+    int64_t size, first_id;
+};
+
 // Finds the tokens whose scaled logit is at least `floor`.
 struct Above {
     const float* logits;
-    int64_t size;
+    int64_t size, first_id;
     float temperature, floor, rough;
-    Above(const float* logits, int64_t size, float temperature, float floor)
-        : logits(logits), size(size), temperature(temperature), floor(floor) {
+    Above(const Row& row, float temperature, float floor)
+        : logits(row.logits), size(row.size), first_id(row.first_id), temperature(temperature), floor(floor) {
         // Divisions are slow; what is below this cannot be above the floor after one.
         const float product = floor * temperature;
         rough = floor > LOWEST ? product - (std::fabs(product) * 1e-6f + 1e-30f) : -INFINITY;
@@ -67,7 +73,7 @@ void collect(const Above& above, Tokens& tokens) {
             if (!(above.logits[i] > above.rough)) continue;
             const float scaled = above.logits[i] / above.temperature;
             tokens.scaled[count] = scaled;
-            tokens.ids[count] = (int32_t)i;
+            tokens.ids[count] = (int32_t)(above.first_id + i);
             count += scaled >= above.floor;
         }
     }
@@ -157,32 +163,46 @@ int64_t needed_of(int64_t total, double top_p) {
     return needed < 1 ? 1 : needed;
 }
 
+void keep_first(Tokens& tokens, int64_t top_k) {
+    if (tokens.count > top_k) keep_prefix(tokens, top_k, [](int64_t) { return (int64_t)1; });
+}
+
+// Leave what top_p lets be drawn of tokens that are all there are.
+void keep_top_p(Tokens& tokens, float top, double top_p) {
+    weigh(tokens.scaled, tokens.count, top, tokens.weights);
+    const int64_t needed = needed_of(sum_of(tokens.weights, tokens.count), top_p);
+    keep_prefix(tokens, needed, [&](int64_t i) { return tokens.weights[i]; });
+}
+
+// The row's tokens down to one of DEPTHS, but not under `lowest`.
+Above above_depth(const Row& row, float temperature, float top, float lowest, int depth) {
+    const float floor = top - DEPTHS[depth];
+    return Above(row, temperature, floor > lowest ? floor : lowest);
+}
+
+// The first top_k tokens of a row.
+void collect_first(const Row& row, const Limits& limits, float top, float lowest, Tokens& tokens) {
+    for (int d = 0; d <= EVERYTHING; ++d) {
+        collect(above_depth(row, limits.temperature, top, lowest, d), tokens);
+        if (tokens.count >= limits.top_k) break;
+    }
+    keep_first(tokens, limits.top_k);
+}
+
 // Leave what top_k and top_p let be drawn. `lowest` is min_p's limit.
-void apply_limits(const float* logits, int64_t size, const Limits& limits, float top, float lowest, Tokens& tokens) {
-    const auto above = [&](int d) {
-        const float floor = top - DEPTHS[d];
-        return Above(logits, size, limits.temperature, floor > lowest ? floor : lowest);
-    };
-    if (limits.has_k(size)) {
-        for (int d = 0; d <= EVERYTHING; ++d) {
-            collect(above(d), tokens);
-            if (tokens.count >= limits.top_k) break;
-        }
-        if (tokens.count > limits.top_k) keep_prefix(tokens, limits.top_k, [](int64_t) { return (int64_t)1; });
-        if (!limits.has_p()) return;
+void apply_limits(const Row& row, const Limits& limits, float top, float lowest, Tokens& tokens) {
+    const auto above = [&](int d) { return above_depth(row, limits.temperature, top, lowest, d); };
+    if (limits.has_k(row.size)) {
+        collect_first(row, limits, top, lowest, tokens);
+        if (limits.has_p()) keep_top_p(tokens, top, limits.top_p);
+        return;
     }
-    int64_t needed;
-    if (limits.has_k(size)) {
-        weigh(tokens.scaled, tokens.count, top, tokens.weights);
-        needed = needed_of(sum_of(tokens.weights, tokens.count), limits.top_p);
-    } else {
-        int64_t at_depth[NO_WEIGHT];
-        needed = needed_of(weight_above(above(NO_WEIGHT), top, at_depth), limits.top_p);
-        int d = 0;
-        while (d < NO_WEIGHT && at_depth[d] < needed) ++d;
-        collect(above(d), tokens);
-        weigh(tokens.scaled, tokens.count, top, tokens.weights);
-    }
+    int64_t at_depth[NO_WEIGHT];
+    const int64_t needed = needed_of(weight_above(above(NO_WEIGHT), top, at_depth), limits.top_p);
+    int d = 0;
+    while (d < NO_WEIGHT && at_depth[d] < needed) ++d;
+    collect(above(d), tokens);
+    weigh(tokens.scaled, tokens.count, top, tokens.weights);
     keep_prefix(tokens, needed, [&](int64_t i) { return tokens.weights[i]; });
 }
 
@@ -214,43 +234,52 @@ int32_t best_of(const Tokens& tokens, uint64_t seed, uint64_t position) {
     return found;
 }
 
-// The same of all tokens above a floor, which are many.
+// The same of all tokens above a floor, which are many. The row begins with the first word of a counter.
 int32_t best_of_many(const Above& above, uint64_t seed, uint64_t position) {
     uint32_t blocks[COUNTERS], words[WORDS];
     float logits[WORDS] = {}, scores[WORDS], best = -INFINITY;
-    int32_t found = 0;
+    int32_t found = (int32_t)above.first_id;
     for (int64_t first = 0; first < above.size; first += WORDS) {
         const int64_t n = above.size - first < WORDS ? above.size - first : WORDS;
         above.scale(first, n, logits);
-        for (int i = 0; i < COUNTERS; ++i) blocks[i] = (uint32_t)(first / 4 + i);
+        for (int i = 0; i < COUNTERS; ++i) blocks[i] = (uint32_t)((above.first_id + first) / 4 + i);
         random_words(blocks, seed, position, words);
         add_noise(logits, words, scores);
         for (int64_t i = 0; i < n; ++i)
-            if (scores[i] > best) best = scores[i], found = (int32_t)(first + i);
+            if (scores[i] > best) best = scores[i], found = (int32_t)(above.first_id + first + i);
     }
     return found;
 }
 
-int32_t draw_row(const float* logits, int64_t size, float highest, const Limits& limits, uint64_t seed,
-                 uint64_t position) {
+Tokens room_for(int64_t size) {
+    return {(float*)scratch(1, sizeof(float) * size), (int32_t*)scratch(2, sizeof(int32_t) * size),
+            (int64_t*)scratch(3, sizeof(int64_t) * size), 0};
+}
+
+int32_t draw_row(const Row& row, float highest, const Limits& limits, uint64_t seed, uint64_t position) {
     const float top = highest / limits.temperature, by_min_p = top + limits.log_min_p;
     const float lowest = by_min_p > LOWEST ? by_min_p : LOWEST;
-    Tokens tokens;
-    tokens.scaled = (float*)scratch(1, sizeof(float) * size);
-    tokens.ids = (int32_t*)scratch(2, sizeof(int32_t) * size);
-    tokens.weights = (int64_t*)scratch(3, sizeof(int64_t) * size);
-    if (limits.has_k(size) || limits.has_p()) {
-        apply_limits(logits, size, limits, top, lowest, tokens);
+    Tokens tokens = room_for(row.size);
+    if (limits.has_k(row.size) || limits.has_p()) {
+        apply_limits(row, limits, top, lowest, tokens);
         return best_of(tokens, seed, position);
     }
     // With the least noise for the likeliest token and the most for another, this one still loses.
     const float hopeless = top - (MOST_NOISE - LEAST_NOISE) - 1e-6f * std::fabs(top);
-    const Above above(logits, size, limits.temperature, hopeless > lowest ? hopeless : lowest);
+    const Above above(row, limits.temperature, hopeless > lowest ? hopeless : lowest);
     int64_t count = 0;
-    for (int64_t first = 0; first < size; first += STEP) count += above.count(first);
-    if (count > size / 4) return best_of_many(above, seed, position);
+    for (int64_t first = 0; first < row.size; first += STEP) count += above.count(first);
+    if (count > row.size / 4 && row.first_id % 4 == 0) return best_of_many(above, seed, position);
     collect(above, tokens);
     return best_of(tokens, seed, position);
+}
+
+Limits limits_of(const double* parameters, int64_t rows, int64_t r) {
+    return {(float)parameters[r], (float)parameters[rows + r], (int64_t)parameters[2 * rows + r], parameters[3 * rows + r]};
+}
+
+bool is_greedy(const Limits& limits, float highest) {
+    return limits.temperature == 0.0f || !__builtin_isfinite(highest / limits.temperature);
 }
 
 }  // namespace
@@ -261,15 +290,78 @@ void draw_within(const float* logits, const double* parameters, const int64_t* s
     first_max(logits, rows, size, stride, likeliest, highest);
     parallel(rows, 1, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            const Limits limits{(float)parameters[r], (float)parameters[rows + r], (int64_t)parameters[2 * rows + r],
-                                parameters[3 * rows + r]};
+            const Limits limits = limits_of(parameters, rows, r);
             tokens[r] = (int32_t)likeliest[r];
             if (highest[r] != highest[r]) highest[r] = INFINITY;
-            if (limits.temperature == 0.0f || !__builtin_isfinite(highest[r] / limits.temperature)) continue;
-            tokens[r] = draw_row(logits + r * stride, size, highest[r], limits, (uint64_t)seeds[r],
-                                 (uint64_t)positions[r]);
+            if (is_greedy(limits, highest[r])) continue;
+            const Row row{logits + r * stride, size, 0};
+            tokens[r] = draw_row(row, highest[r], limits, (uint64_t)seeds[r], (uint64_t)positions[r]);
         }
     });
+}
+
+void offer_candidates(const float* logits, const double* parameters, const int64_t* seeds, const int64_t* positions,
+                      int64_t first_token, int64_t count, int64_t rows, int64_t size, int64_t stride, float* out) {
+    int64_t* likeliest = (int64_t*)scratch(4, sizeof(int64_t) * rows);
+    float* highest = (float*)scratch(5, sizeof(float) * rows);
+    first_max(logits, rows, size, stride, likeliest, highest);
+    parallel(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const Row row{logits + r * stride, size, first_token};
+            float* offer = out + r * (1 + 2 * count);
+            const auto put_token = [&](int64_t i, int32_t id, float logit) {
+                offer[1 + i] = logit;
+                offer[1 + count + i] = float_of((uint32_t)id);
+            };
+            const auto put_one = [&](int32_t id) { put_token(0, id, row.logits[id - first_token]); };
+            offer[0] = highest[r] != highest[r] ? INFINITY : highest[r];
+            for (int64_t i = 1; i < count; ++i) put_token(i, (int32_t)first_token, -INFINITY);
+            put_one((int32_t)(first_token + likeliest[r]));
+            if (!parameters) continue;
+            Limits limits = limits_of(parameters, rows, r);
+            if (is_greedy(limits, offer[0])) continue;
+            if (limits.top_k == 0) {
+                limits = {limits.temperature, -INFINITY, 0, 1.0};
+                put_one(draw_row(row, offer[0], limits, (uint64_t)seeds[r], (uint64_t)positions[r]));
+                continue;
+            }
+            Tokens tokens = room_for(size);
+            if (limits.top_k > count) limits.top_k = count;
+            collect_first(row, limits, offer[0] / limits.temperature, LOWEST, tokens);
+            for (int64_t i = 0; i < tokens.count; ++i)
+                put_token(i, tokens.ids[i], row.logits[tokens.ids[i] - first_token]);
+        }
+    });
+}
+
+void draw_among(const float* offers, const double* parameters, const int64_t* seeds, const int64_t* positions,
+                int64_t ranks, int64_t count, int64_t rows, int32_t* tokens, float* highest) {
+    const int64_t width = 1 + 2 * count;
+    for (int64_t r = 0; r < rows; ++r) {
+        const float* row = offers + r * ranks * width;
+        const auto logit = [&](int64_t i) { return row[i / count * width + 1 + i % count]; };
+        const auto id = [&](int64_t i) { return int_of(row[i / count * width + 1 + count + i % count]); };
+        int64_t best = 0;
+        float most = row[0];
+        for (int64_t i = 1; i < ranks; ++i) most = row[i * width] > most ? row[i * width] : most;
+        for (int64_t i = 1; i < ranks * count; ++i) best = logit(i) > logit(best) ? i : best;
+        highest[r] = most;
+        tokens[r] = id(best);
+        if (!parameters) continue;
+        const Limits limits = limits_of(parameters, rows, r);
+        if (is_greedy(limits, most)) continue;
+        const float top = most / limits.temperature, by_min_p = top + limits.log_min_p;
+        const float lowest = by_min_p > LOWEST ? by_min_p : LOWEST;
+        Tokens found = room_for(ranks * count);
+        for (int64_t i = 0; i < ranks * count; ++i) {
+            found.scaled[found.count] = logit(i) / limits.temperature;
+            found.ids[found.count] = id(i);
+            found.count += found.scaled[found.count] >= lowest;
+        }
+        if (limits.top_k > 0) keep_first(found, limits.top_k);
+        if (limits.has_p()) keep_top_p(found, top, limits.top_p);
+        tokens[r] = best_of(found, (uint64_t)seeds[r], (uint64_t)positions[r]);
+    }
 }
 
 }  // namespace QUIRE_NS

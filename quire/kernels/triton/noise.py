@@ -52,6 +52,24 @@ def _gumbel(word):
 
 
 @triton.jit
+def _words(counters, seed, position):
+    """The four random words of each counter."""
+    zeros = (counters * 0).to(tl.uint32)
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, counters.to(tl.uint32), zeros + low, zeros + high, zeros + _DOMAIN)
+
+
+@triton.jit
+def noise_of(tokens, seed, position):
+    """The noise of these token ids."""
+    words = _words(tokens // 4, seed, position)
+    place = tokens % 4
+    word = tl.where(place == 0, words[0], tl.where(place == 1, words[1], tl.where(place == 2, words[2], words[3])))
+    return _gumbel(word)
+
+
+@triton.jit
 def load_scaled(line_ptr, tokens, vocab_size, temperature):
     x = tl.load(line_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, temperature)
@@ -60,24 +78,23 @@ def load_scaled(line_ptr, tokens, vocab_size, temperature):
 
 @triton.jit
 def best_score(
-    line_ptr, first, vocab_size, temperature, seed, position, floor, bound, bound_token, COUNTERS: tl.constexpr
-):
-    """(score, token) of the best of 4 * COUNTERS tokens from `first` on, not under `floor`, and before the bound."""
-    counters = first // 4 + tl.arange(0, COUNTERS)
-    zeros = counters * 0
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    words = tl.philox(
-        seed, counters.to(tl.uint32), zeros.to(tl.uint32) + low, zeros.to(tl.uint32) + high,
-        zeros.to(tl.uint32) + _DOMAIN,
-    )  # fmt: skip
+    line_ptr, first, vocab_size, temperature, seed, position, floor, bound, bound_token, COUNTERS: tl.constexpr,
+    FIRST_ID: tl.constexpr = 0,
+):  # fmt: skip
+    """(score, token) of the best of 4 * COUNTERS tokens from `first` on, not under `floor`, and before the bound.
+
+    Tokens are places in the line, whose first one has FIRST_ID. Where that is no multiple of 4, the tokens are those
+    from up to three places before `first` on.
+    """
+    counters = (FIRST_ID + first) // 4 + tl.arange(0, COUNTERS)
+    words = _words(counters, seed, position)
     best = tl.full([COUNTERS], float("-inf"), tl.float32)
-    at = zeros + vocab_size
+    at = counters * 0 + vocab_size
     for word in tl.static_range(4):
-        tokens = counters * 4 + word
-        x = load_scaled(line_ptr, tokens, vocab_size, temperature)
+        tokens = counters * 4 + word - FIRST_ID
+        x = load_scaled(line_ptr, tl.maximum(tokens, 0), vocab_size, temperature)
         before = (x > bound) | ((x == bound) & (tokens < bound_token))
-        allowed = (tokens < vocab_size) & (x >= floor) & before
+        allowed = (tokens >= 0) & (tokens < vocab_size) & (x >= floor) & before
         score = tl.where(allowed, _gumbel(words[word]) + x, float("-inf"))
         is_better = score > best
         best = tl.where(is_better, score, best)

@@ -10,6 +10,8 @@ to one program each. Probabilities are added as integers, so that their order ma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,9 @@ from quire.kernels.triton.launch import begin_dependent, launch_options
 from quire.kernels.triton.noise import best_score, load_scaled
 
 _CHUNK = 4096  # tokens of a program
-_GROUP = 128  # tokens that share a highest logit
+GROUP = 128  # tokens that share a highest logit
 _BLOCK = 8192  # tokens at a time where one program walks over a row
-_FEW = 128  # the largest top_k that groups are used for
+FEW = 128  # the largest top_k that groups are used for
 _SPREAD = 16  # programs that share a row's chunks in a round: more than that, and those of finished rows take long
 _ROUNDS = 3
 _ONE = tl.constexpr(float(1 << 40))  # the greedy token's probability as an integer
@@ -47,6 +49,7 @@ def _scan_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
+    FIRST_ID: tl.constexpr = 0,  # of the first logit's token
 ):
     """The greedy token of each chunk; and the one with the highest score, where no floor must be known before."""
     begin_dependent(PDL)
@@ -63,19 +66,19 @@ def _scan_kernel(
     at = row * num_chunks + chunk
     tl.store(best_ptr + at, best)
     tl.store(best_at_ptr + at, tl.min(tl.min(tl.where(x == best, tokens, vocab_size), axis=1), axis=0))
-    temperature, log_min_p, top_k, _ = _load_parameters(parameters_ptr, row, count)
+    temperature, log_min_p, top_k, _ = load_parameters(parameters_ptr, row, count)
     if (temperature > 0.0) & (top_k == 0) & (log_min_p == float("-inf")):
         nothing = float("-inf")
         score, token = best_score(
             line_ptr, chunk * CHUNK, vocab_size, temperature, tl.load(seeds_ptr + row), tl.load(positions_ptr + row),
-            nothing, nothing, vocab_size, CHUNK // 4,
+            nothing, nothing, vocab_size, CHUNK // 4, FIRST_ID,
         )  # fmt: skip
         tl.store(score_ptr + at, score)
         tl.store(score_at_ptr + at, token)
 
 
 @triton.jit
-def _load_parameters(parameters_ptr, row, count):
+def load_parameters(parameters_ptr, row, count):
     temperature = tl.load(parameters_ptr + row).to(tl.float32)
     log_min_p = tl.load(parameters_ptr + count + row).to(tl.float32)
     return (
@@ -87,7 +90,7 @@ def _load_parameters(parameters_ptr, row, count):
 
 
 @triton.jit
-def _first_of(values_ptr, places_ptr, row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
+def first_of(values_ptr, places_ptr, row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
     """(the highest value of a row's chunks, the lowest place of it)"""
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < num_chunks
@@ -125,9 +128,9 @@ def _limits_kernel(
     """The floor of each row that has limits; and the tokens of those that have none."""
     begin_dependent(PDL)
     row = tl.program_id(0)
-    highest, token = _first_of(best_ptr, best_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    highest, token = first_of(best_ptr, best_at_ptr, row, num_chunks, vocab_size, CHUNKS)
     tl.store(highest_ptr + row, highest)
-    temperature, log_min_p, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    temperature, log_min_p, top_k, top_p = load_parameters(parameters_ptr, row, count)
     is_sound = (highest < float("inf")) & (highest > float("-inf"))
     if is_sound & (temperature > 0.0):
         top = tl.div_rn(highest, temperature)
@@ -152,14 +155,14 @@ def _limits_kernel(
         tl.store(limits_ptr + count + row, floor)
         tl.store(limits_ptr + 2 * count + row, least)
         tl.store(limits_ptr + 3 * count + row, equals.to(tl.float32))
-        _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+        _, token = first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
         if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
             token = token * 0 - 1
     tl.store(drawn_ptr + row, tl.minimum(token, vocab_size - 1))
 
 
 @triton.jit
-def _weights(x, top):
+def weights_of(x, top):
     return (tl.exp(x - top) * _ONE).to(tl.int64)
 
 
@@ -167,7 +170,7 @@ def _weights(x, top):
 def _measure(x, tokens, bound, token, top, floor, least):
     """Of some tokens: how many come before `token`, their probability, and that of what is above the end of top_k."""
     before = (x > bound) | ((x == bound) & (tokens < token))
-    weights = _weights(x, top)
+    weights = weights_of(x, top)
     mass = tl.sum(tl.where(before, weights, 0), axis=0)
     total = tl.sum(tl.where((x >= floor) & (x > least), weights, 0), axis=0)
     return tl.sum(before.to(tl.int32), axis=0), mass, total
@@ -177,7 +180,7 @@ def _measure(x, tokens, bound, token, top, floor, least):
 def _is_within(before, mass, total, top, least, equals, top_k, top_p):
     """Whether a token is the draw, given what `_measure` finds in all of its row."""
     if equals > 0:
-        total += _weights(least, top) * equals
+        total += weights_of(least, top) * equals
     needed = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
     return ((before < top_k) | (top_k == 0)) & ((mass < needed) | (top_p >= 1.0))
 
@@ -198,7 +201,7 @@ def _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, coun
     mass = tl.sum(tl.load(at + count * num_chunks, mask=inside, other=0), axis=0)
     total = tl.sum(tl.load(at + 2 * count * num_chunks, mask=inside, other=0), axis=0)
     top, _, least, equals = _load_limits(limits_ptr, row, count)
-    _, _, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    _, _, top_k, top_p = load_parameters(parameters_ptr, row, count)
     return _is_within(before, mass, total, top, least, equals, top_k, top_p)
 
 
@@ -234,7 +237,7 @@ def _draw_kernel(
         tl.store(now_drawn_ptr + row, drawn)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    temperature, log_min_p, top_k, _ = _load_parameters(parameters_ptr, row, count)
+    temperature, log_min_p, top_k, _ = load_parameters(parameters_ptr, row, count)
     _, floor, _, _ = _load_limits(limits_ptr, row, count)
     if IS_FIRST:
         tl.store(now_drawn_ptr + row, drawn)
@@ -243,7 +246,7 @@ def _draw_kernel(
         bound = float("-inf")
         token = vocab_size
     else:
-        _, token = _first_of(before_score_ptr, before_score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+        _, token = first_of(before_score_ptr, before_score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
         is_found = _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS)
         tl.store(now_drawn_ptr + row, tl.where(is_found, token, drawn))
         if is_found:
@@ -283,7 +286,7 @@ def _measure_kernel(
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     temperature = tl.load(parameters_ptr + row).to(tl.float32)
     top, floor, least, _ = _load_limits(limits_ptr, row, count)
-    _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    _, token = first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
     bound = load_scaled(line_ptr, token, vocab_size, temperature)
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -323,10 +326,10 @@ def _finish_kernel(
         tl.store(tokens_ptr + row, drawn)
         return
     line_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    temperature, _, top_k, top_p = _load_parameters(parameters_ptr, row, count)
+    temperature, _, top_k, top_p = load_parameters(parameters_ptr, row, count)
     top, floor, least, equals = _load_limits(limits_ptr, row, count)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-    _, token = _first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
+    _, token = first_of(score_ptr, score_at_ptr, row, num_chunks, vocab_size, CHUNKS)
     is_found = _is_measured(measures_ptr, limits_ptr, parameters_ptr, row, num_chunks, count, CHUNKS)
     while not is_found:
         bound = load_scaled(line_ptr, token, vocab_size, temperature)
@@ -355,35 +358,60 @@ def _finish_kernel(
     tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1))
 
 
+class Scanned(NamedTuple):
+    """What `_scan_kernel` finds of logits."""
+
+    group_highest: Tensor
+    best: Tensor
+    best_at: Tensor
+    score: Tensor
+    score_at: Tensor
+
+
+def scan(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0) -> Scanned:
+    """Of logits [rows, size], the first of which is of the token `first_id`."""
+    count, size = logits.shape
+    # Noise is made for four tokens at a time, so that a chunk may begin up to three tokens early.
+    groups, chunks = triton.cdiv(size, GROUP), triton.cdiv(size + first_id % 4, _CHUNK)
+
+    def scratch(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(count, width, dtype=dtype, device=logits.device)
+
+    found = Scanned(
+        scratch(groups), scratch(chunks), scratch(chunks, torch.int32), scratch(chunks), scratch(chunks, torch.int32)
+    )
+    _scan_kernel[(count, chunks)](
+        logits, parameters, seeds, positions, *found, size, logits.stride(0), groups, chunks, count,
+        CHUNK=_CHUNK, GROUP=GROUP, FIRST_ID=first_id, num_warps=4, **launch_options(fused=False),
+    )  # fmt: skip
+    return found
+
+
 def draw_within(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """See quire/ops/draw_within.py."""
     count, vocab_size = logits.shape
-    groups, chunks = triton.cdiv(vocab_size, _GROUP), triton.cdiv(vocab_size, _CHUNK)
+    groups, chunks = triton.cdiv(vocab_size, GROUP), triton.cdiv(vocab_size, _CHUNK)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     tokens, highest = scratch(count, dtype=torch.int32), scratch(count)
     drawn = scratch(1 + _ROUNDS, count, dtype=torch.int32)
-    group_highest, limits = scratch(count, groups), scratch(4, count)
-    best, best_at = scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)
-    scores = [(scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)) for _ in range(_ROUNDS)]
+    limits, scanned = scratch(4, count), scan(logits, parameters, seeds, positions)
+    scores = [(scratch(count, chunks), scratch(count, chunks, dtype=torch.int32)) for _ in range(1, _ROUNDS)]
+    scores = [(scanned.score, scanned.score_at), *scores]
     measures = [scratch(3, count, chunks, dtype=torch.int64) for _ in range(_ROUNDS)]
-    found = scratch(count, _FEW, dtype=torch.int32)
+    found = scratch(count, FEW, dtype=torch.int32)
     of_row, keys = (logits, parameters), (seeds, positions)
     sizes = (vocab_size, logits.stride(0), chunks, count)
     padded = triton.next_power_of_2(chunks)
     block = min(_BLOCK, max(16, triton.next_power_of_2(vocab_size)))
     shared = (count, min(chunks, _SPREAD))
     options = launch_options(fused=False)
-    _scan_kernel[(count, chunks)](
-        *of_row, *keys, group_highest, best, best_at, *scores[0], vocab_size, logits.stride(0), groups, chunks, count,
-        CHUNK=_CHUNK, GROUP=_GROUP, num_warps=4, **options,
-    )  # fmt: skip
     _limits_kernel[(count,)](
-        *of_row, group_highest, found, best, best_at, *scores[0], drawn[0], highest, limits, vocab_size,
-        logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=_GROUP,
-        FEW=_FEW, BLOCK=block, num_warps=16, **options,
+        *of_row, scanned.group_highest, found, *scanned[1:], drawn[0], highest, limits, vocab_size,
+        logits.stride(0), groups, chunks, count, CHUNKS=padded, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP,
+        FEW=FEW, BLOCK=block, num_warps=16, **options,
     )  # fmt: skip
     for now in range(_ROUNDS):
         before = (drawn[now], *scores[max(now - 1, 0)], measures[max(now - 1, 0)])

@@ -232,6 +232,18 @@ def gather_mixed(
     return input_ids, positions, *slots.unbind(0)
 
 
+def find_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest of each chunk of logits [rows, size], and its place: [rows, chunks] float32 and int32."""
+    count, size = logits.shape
+    chunks = triton.cdiv(size, _CHUNK)
+    best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
+    at = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
+    _highest_kernel[(count, chunks)](
+        logits, best, at, size, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **launch_options()
+    )
+    return best, at
+
+
 def append_greedy(
     logits: Tensor,
     rows: Tensor,
@@ -242,14 +254,7 @@ def append_greedy(
     ahead: Tensor | None = None,
 ) -> Tensor:
     """See quire/ops/append.py."""
-    count, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    best = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
-    at = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    _highest_kernel[(count, chunks)](
-        logits, best, at, vocab_size, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **launch_options()
-    )
-    return _append(best, at, rows, token_ids, num_tokens, num_computed, scratch_row, ahead=ahead)
+    return _append(*find_highest(logits), rows, token_ids, num_tokens, num_computed, scratch_row, ahead=ahead)
 
 
 def append_tokens(

@@ -41,7 +41,7 @@ class DraftHead(Model):
         rope = config.rope[0]
         self.rotary = None if rope is None else rotary_embedding(rope, ctx.max_model_len, ctx.target)
         self._embed: Callable[[Tensor], Tensor]
-        self._target_logits: Callable[[Tensor], Tensor]
+        self._target_logits: Callable[[Tensor, bool], Tensor]
 
     def use(self, target: DecoderLM) -> None:
         """Take what it shares with the target, which has its weights and keeps from now on what the head reads."""
@@ -78,8 +78,8 @@ class DraftHead(Model):
         rotation = None if self.rotary is None else self.rotary(positions)
         return merge_residual(*self.layer(hidden, None, rotation, batch))
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._target_logits(hidden)
+    def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        return self._target_logits(hidden, whole)
 
 
 def whole_linear(in_features: int, out_features: int, ctx: BuildContext, *, bias: bool = False) -> Linear:

@@ -94,7 +94,8 @@ class Eagle3(DraftHead):
         mixed, residual = self.layer.mlp_norm.merge(self.layer.self_attn(both, rotation, batch), hidden)
         return merge_residual(self.layer.mlp(mixed), residual)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        assert whole, "tokens that the head leaves out have no rank"
         logits = self.lm_head(self.norm(hidden))
         return logits if self.draft_tokens is None else self.draft_tokens.spread(logits, self._vocab_size)
 

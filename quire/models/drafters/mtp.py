@@ -42,8 +42,8 @@ class Mtp(DraftHead):
         both = joined(self.enorm(self._embed(input_ids)), self.hnorm(inputs_embeds), self.eh_proj)
         return self.run_layer(both, positions, batch)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._target_logits(self.shared_head_norm(hidden))
+    def compute_logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        return self._target_logits(self.shared_head_norm(hidden), whole)
 
 
 class Glm4MoeMtp(Mtp):

@@ -8,6 +8,8 @@ Order, with the results of vLLM's:
 4. temperature, min_p, top_k, top_p, then argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
 5. log-probabilities, of the logits as the model gave them
 
+Where ranks share the vocabulary, a kind with `candidates` takes this rank's logits alone (sharded.py).
+
 Eager and captured steps run this one list of ops; which of them a step needs is its SamplingKind.
 """
 
@@ -34,6 +36,7 @@ from quire.runner.sampling.grammar_masks import GrammarMasks
 from quire.runner.sampling.logprobs import Logprobs, pack_logprobs
 from quire.runner.sampling.mask_buffer import MaskBuffer, mask_words
 from quire.runner.sampling.registry import FEATURES, MakeFeature
+from quire.runner.sampling.sharded import ShardedVocab, VocabShard, WholeVocab
 from quire.types.ledger import EngineSizes, LedgerLine
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
@@ -54,6 +57,7 @@ class SamplingKind(NamedTuple):
     eager: bool = False  # some row asks for what cannot be captured
     drafted: bool = False  # some row has drafts, so rows come several times
     adapted: bool = False  # some row has a LoRA adapter, which may be on the head too
+    candidates: int = 0  # tokens that each rank offers of its slice of the vocabulary; 0: it has all logits
 
 
 class Sampler:
@@ -64,8 +68,12 @@ class Sampler:
         device: torch.device,
         features: Sequence[MakeFeature] = FEATURES,
         max_samples: int | None = None,
+        shard: VocabShard | None = None,
     ) -> None:
-        """`max_samples`: places of a step that are sampled; without drafts as many as there are rows."""
+        """`max_samples`: places of a step that are sampled; without drafts as many as there are rows.
+
+        `shard`: the slice of the vocabulary that this rank has; None: all of it.
+        """
         self._max_samples = max_samples or max_rows
         self.mask_buffer = MaskBuffer(vocab_size, max_rows, self._max_samples, device)
         self.masks = GrammarMasks(self.mask_buffer)
@@ -78,6 +86,7 @@ class Sampler:
         self._logprobs = Logprobs(vocab_size)
         self.asked_logprobs = AskedLogprobs(device)
         target = Target(device.type)
+        self._vocab = WholeVocab() if shard is None else ShardedVocab(shard, target)
         self._keep_allowed = KEEP_ALLOWED.bind(target)
         self._gather, self._draw_within = GATHER_SAMPLING.bind(target), DRAW_WITHIN.bind(target)
         self._append, self._append_greedy = APPEND_TOKENS.bind(target), APPEND_GREEDY.bind(target)
@@ -115,6 +124,7 @@ class Sampler:
         if not params.greedy:
             self._sampled.add(row)
         self._draw_table.set(row, params)
+        self._vocab.add_request(row, params)
         self._logprobs.add_request(row, start)
         self.asked_logprobs.add_request(row, start)
 
@@ -125,6 +135,7 @@ class Sampler:
             feature.remove_request(row)
         self._asked.pop(row, None)
         self._sampled.discard(row)
+        self._vocab.remove_request(row)
         self._logprobs.remove_request(row)
         self.asked_logprobs.remove_request(row)
 
@@ -144,12 +155,12 @@ class Sampler:
         """The same for tokens that are only proposed: without features that keep something of a row, and logprobs."""
         kind = self.kind(row_list, masked)
         kept = frozenset(feature.group for feature in self._features if feature.capturable)
-        return kind._replace(groups=kind.groups & kept, logprobs=None, eager=False)
+        return kind._replace(groups=kind.groups & kept, logprobs=None, eager=False, candidates=0)
 
     @property
     def usual_kinds(self) -> list[SamplingKind]:
         """Those that nearly every engine comes to."""
-        return [SamplingKind(), SamplingKind(greedy=False)]
+        return [SamplingKind(greedy=greedy, candidates=count) for greedy, count in self._vocab.usual]
 
     def _find_kind(self, row_list: list[int], masked: bool) -> SamplingKind:
         asking = [] if self._asked.keys().isdisjoint(row_list) else [row for row in row_list if row in self._asked]
@@ -158,7 +169,7 @@ class Sampler:
         is_wide = most is not None and most > CAPTURED_LOGPROBS[-1]
         if most is not None and not is_wide:
             most = next(count for count in CAPTURED_LOGPROBS if count >= most)
-        return SamplingKind(
+        kind = SamplingKind(
             greedy=self._sampled.isdisjoint(row_list),
             masked=masked,
             groups=frozenset(feature.group for feature in asked),
@@ -168,6 +179,8 @@ class Sampler:
             or any(not feature.capturable for feature in asked)
             or any(feature.is_oversized(row) for row in asking for feature in self._asked[row]),
         )
+        needs_all = masked or kind.groups or kind.eager or most is not None
+        return kind if needs_all else kind._replace(candidates=self._vocab.candidates(row_list))
 
     def wanted_logprobs(self, row_list: list[int]) -> dict[int, int]:
         """Place in the batch -> number of top logprobs, for those rows that want any."""
@@ -187,6 +200,8 @@ class Sampler:
     ) -> Tensor:
         """Choose a token for each of rows [m] int64 from logits [m, vocab_size], and append it to the row. No sync.
 
+        Of a kind with `candidates` the logits are of this rank's slice of the vocabulary.
+
         With drafts a row comes several times, with ahead [m] int32 of them before the token; they stand behind the
         row's known tokens, and what is appended are those that hold and one token more. Returns [m, 2] int32: the
         tokens, and OK or a code of quire/types/status.py. The logits stay as they are.
@@ -195,12 +210,17 @@ class Sampler:
         shaped, raw_highest = logits, None
         if kind.masked or kind.groups:
             shaped, raw_highest = self._shape(kind, logits, rows, state, ahead)
+        elif kind.greedy and kind.candidates:
+            return self._append(*self._vocab.choose(logits, kind.candidates), *place, None, ahead)
         elif kind.greedy:
             return self._append_greedy(logits, *place, ahead)
         drawn = self._gather(
             rows, self._draw_table.parameters, state.seeds, state.num_tokens, state.num_prompt_tokens, ahead
         )
-        tokens, highest = self._draw_within(shaped, *drawn)
+        if kind.candidates:
+            tokens, highest = self._vocab.choose(logits, kind.candidates, drawn)
+        else:
+            tokens, highest = self._draw_within(shaped, *drawn)
         return self._append(tokens, highest, *place, raw_highest, ahead)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -128,6 +128,10 @@ COVERED = {
     ),
     "first_max": Held("test_the_first_maximum", "test_nan_is_reported", "test_draws"),
     "draw_within": Held("test_draws_are_the_references", "test_draws", "test_rows_do_not_depend_on_the_batch"),
+    **dict.fromkeys(
+        ("offer_candidates", "draw_among"),
+        Held(*["test_draws_among_the_offers_of_ranks"] * 2, "test_ops_of_steps_are_their_references"),
+    ),
     "greedy": Held(
         "test_the_chosen_token_is_appended_and_the_row_advances",
         "test_rows_whose_logits_broke_are_told",

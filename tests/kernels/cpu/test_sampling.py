@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.cpu import ops
+from quire.kernels.cpu import candidates, ops
 from quire.ops import choice
 from quire.ops.draw_within import draw_within
 from quire.ops.gumbel import gumbel_noise
@@ -71,6 +71,45 @@ def test_draws_are_the_references(data: st.DataObject, rows: int, size: int, isa
     expected, expected_highest = draw_within(logits, parameters, seeds, positions)
     assert torch.equal(tokens, expected)
     assert torch.equal(highest, expected_highest)
+
+
+@examples(80)
+@given(data=st.data(), rows=st.integers(1, 6), size=SIZES, isa=st.sampled_from(INSTRUCTION_SETS or [""]))
+def test_draws_among_the_offers_of_ranks(data: st.DataObject, rows: int, size: int, isa: str) -> None:
+    """What each of several ranks offers of its slice of the vocabulary decides like all logits."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    seeds, positions = torch.randint(1 << 40, (2, rows), generator=generator)
+    logits = torch.randn(rows, size, generator=generator) * data.draw(st.sampled_from([0.0, 0.3, 3.0, 12.0]))
+    if data.draw(st.booleans()):
+        logits = logits.round()
+        logits[:, 1::3] = -torch.inf
+    if data.draw(st.booleans()):
+        logits[0, size // 2] = data.draw(st.sampled_from([torch.nan, torch.inf]))
+    with_k = st.tuples(
+        st.sampled_from([0.0, 0.1, 0.7, 5.0]),
+        st.sampled_from([-torch.inf, -0.1, -3.0]),
+        st.sampled_from([1, 2, 50, 64]),
+        st.sampled_from([1.0, 1e-9, 0.3, 0.99999]),
+    )
+    without = st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.just(-torch.inf), st.just(0), st.just(1.0))
+    chosen = data.draw(st.lists(st.one_of(with_k, without), min_size=rows, max_size=rows))
+    drawn = torch.tensor(chosen, dtype=torch.float64).T.contiguous(), seeds, positions
+    ranks = data.draw(st.integers(1, min(5, size)))
+    share = -(-size // ranks)
+    starts = range(0, size, share)
+    with using(isa, threads=data.draw(st.integers(1, 3))):
+        for count, of_rows in ((64, drawn), (1, None)):
+            offers = [
+                candidates.offer_candidates(logits[:, start : start + share], start, count, of_rows)
+                for start in starts
+            ]
+            tokens, highest = candidates.draw_among(torch.cat(offers, dim=1), len(starts), of_rows)
+            parameters = drawn[0] if of_rows is not None else torch.zeros(4, rows, dtype=torch.float64)
+            expected, expected_highest = ops.draw_within(logits, parameters, seeds, positions)
+            assert torch.equal(highest, expected_highest)
+            sound = highest < torch.inf
+            assert torch.equal(tokens[sound], expected[sound])
+            assert ((tokens >= 0) & (tokens < size)).all()
 
 
 def free(rows: int) -> Tensor:

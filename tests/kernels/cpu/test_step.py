@@ -12,6 +12,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.step import append_greedy
 from quire.ops.append import APPEND_GREEDY, APPEND_TOKENS
 from quire.ops.base import Op
+from quire.ops.candidates import DRAW_AMONG, OFFER_CANDIDATES
 from quire.ops.drafts import PLACE_DRAFTS
 from quire.ops.gather import GATHER_MIXED, GATHER_SAMPLING
 from quire.ops.keep_allowed import KEEP_ALLOWED
@@ -19,7 +20,10 @@ from quire.ops.shaping import EDIT_LOGITS, PENALIZE
 from quire.types.status import BAD_LOGITS, OK
 from tests.kernels.cpu.isa import each_instruction_set, using
 
-OPS = (PLACE_DRAFTS, GATHER_MIXED, GATHER_SAMPLING, KEEP_ALLOWED, EDIT_LOGITS, PENALIZE, APPEND_TOKENS, APPEND_GREEDY)
+OPS = (
+    *(PLACE_DRAFTS, GATHER_MIXED, GATHER_SAMPLING, KEEP_ALLOWED, EDIT_LOGITS, PENALIZE, APPEND_TOKENS, APPEND_GREEDY),
+    *(OFFER_CANDIDATES, DRAW_AMONG),
+)
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
 

@@ -301,7 +301,7 @@ def latent(all_shapes: bool) -> None:
 
 
 def sampling(all_shapes: bool) -> None:
-    from quire.kernels.triton import drafts, logprobs, sampling, shaping, step
+    from quire.kernels.triton import candidates, drafts, logprobs, sampling, shaping, step
     from quire.kernels.triton.rows import start_rows, write_blocks
     from quire.runner.sampling.edits import MAX_BEFORE, MAX_EDITS
     from quire.runner.sampling.mask_buffer import MaskBuffer
@@ -316,6 +316,10 @@ def sampling(all_shapes: bool) -> None:
         for count in (0, 5, 20) if all_shapes else (5,):
             logprobs.logprobs(logits, index, count)
         step.append_greedy(logits, index, token_ids, known, known, rows)
+    drawn = numbers(4, rows, dtype=torch.float64), index, index
+    for count, of_rows in ((1, None), (64, drawn)):
+        offers = candidates.offer_candidates(numbers(rows, VOCAB // 2), VOCAB // 2 + 1, count, of_rows)
+        candidates.draw_among(offers.repeat(1, 2), 2, of_rows)
     highest = numbers(rows, dtype=torch.float32)
     step.append_tokens(index.to(torch.int32), highest, index, token_ids, known, known, rows, highest.unsqueeze(1))
     tables, starts = torch.zeros(1, rows + 1, 64, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int32)

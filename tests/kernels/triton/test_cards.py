@@ -31,7 +31,7 @@ PARTS = {
         "qkv",
     },
     "latent": {"index", "latent", "latent_attention"},
-    "sampling": {"drafts", "logprobs", "rows", "sampling", "shaping", "step"},
+    "sampling": {"candidates", "drafts", "logprobs", "rows", "sampling", "shaping", "step"},
     "states": {"channel_states", "chunked_states", "short_conv", "states"},
 }
 
@@ -48,7 +48,7 @@ NOT_THERE = {
 # a row's keys shared or not.
 VARIANTS = {
     "sampling": {
-        "_scan_kernel": 2,
+        "_scan_kernel": 3,
         "_limits_kernel": 2,
         "_draw_kernel": 4,
         "_measure_kernel": 2,

@@ -1,0 +1,106 @@
+"""Sampling on logits that ranks share by vocabulary: each rank offers the few tokens that can be the choice.
+
+A row's offer of `count` tokens is 1 + 2 * count numbers: the highest logit of the rank's slice, infinite where one is
+NaN; logits in the order of token ids, -inf where fewer tokens are offered; and these ids, as the bits of int32. Rows
+whose limits cannot be kept by offers, min_p or top_p without top_k, need all logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops import draw_within as of_rows
+from quire.ops.base import Implementation, Op, native
+from quire.ops.choice import draw, first_max
+from quire.ops.draw_within import scale_logits, within_limits
+from quire.ops.gumbel import gumbel_of
+from quire.ops.order import keep_prefix
+
+Drawn = tuple[Tensor, Tensor, Tensor]  # parameters, seeds and positions of rows, see quire/ops/draw_within.py
+
+
+def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn | None = None) -> Tensor:
+    """What a rank offers of logits [m, n], of tokens from first_token on: [m, 1 + 2 * count] float32.
+
+    Of a greedy row the highest; of one with a top_k, at most `count`, so many; of others the highest with noise
+    added. Without `drawn` all rows are greedy.
+    """
+    (rows, size), logits = logits.shape, logits.to(torch.float32)
+    best, highest = first_max(logits)
+    kept = torch.zeros(rows, size, dtype=torch.bool, device=logits.device)
+    if drawn is None:
+        kept.scatter_(1, best.unsqueeze(1), True)
+    else:
+        (temperature, _, top_k, _), *keys = drawn
+        scaled = scale_logits(logits, temperature)
+        one = torch.where(temperature == 0.0, best, draw(scaled, *keys, first_token))
+        kept.scatter_(1, one.unsqueeze(1), True)
+        first_k = keep_prefix(scaled, torch.ones_like(kept, dtype=torch.int64), top_k.clamp(1, count).to(torch.int64))
+        kept = torch.where(((temperature == 0.0) | (top_k == 0.0)).unsqueeze(1), kept, first_k)
+    places = kept.logical_not().to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
+    offered = torch.where(kept.gather(1, places), logits.gather(1, places), -torch.inf)
+    padding = (0, max(0, count - size))
+    ids = torch.nn.functional.pad(first_token + places, padding, value=first_token).to(torch.int32)
+    offered = torch.nn.functional.pad(offered, padding, value=-torch.inf)
+    highest = torch.where(highest.isnan(), torch.inf, highest)
+    return torch.cat([highest.unsqueeze(1), offered, ids.view(torch.float32)], dim=1)
+
+
+def draw_among(offers: Tensor, ranks: int, drawn: Drawn | None = None) -> tuple[Tensor, Tensor]:
+    """What draw_within gives for logits of which offers [m, ranks * (1 + 2 * count)] are those of all ranks in order:
+    tokens [m] int32 and the highest logits [m] float32."""
+    of_ranks = offers.view(offers.shape[0], ranks, -1)
+    count = of_ranks.shape[2] // 2
+    logits = of_ranks[:, :, 1 : 1 + count].flatten(1)
+    ids = of_ranks[:, :, 1 + count :].contiguous().view(torch.int32).flatten(1).to(torch.int64)
+    places, _ = first_max(logits)
+    if drawn is not None:
+        parameters, seeds, positions = drawn
+        scores = within_limits(logits, parameters) + gumbel_of(seeds, positions, ids)
+        places = torch.where(parameters[0] == 0.0, places, first_max(scores)[0])
+    return ids.gather(1, places.unsqueeze(1)).squeeze(1).to(torch.int32), of_ranks[:, :, 0].amax(1)
+
+
+def _rows(seed: int) -> tuple[Tensor, Drawn | None]:
+    """Rows whose limits offers can keep; every third time all are greedy."""
+    logits, parameters, *keys = of_rows.generate_inputs(seed)
+    unlimited = parameters[2] == 0.0
+    parameters[1, unlimited], parameters[3, unlimited] = -torch.inf, 1.0
+    parameters[2].clamp_(max=20.0)
+    return logits, None if seed % 3 == 2 else (parameters, keys[0], keys[1])
+
+
+def generate_offer(seed: int) -> tuple[Tensor, int, int, Drawn | None]:
+    logits, drawn = _rows(seed)
+    return logits, seed % 5 * 333, 1 if drawn is None else 32, drawn
+
+
+def generate_among(seed: int) -> tuple[Tensor, int, Drawn | None]:
+    logits, drawn = _rows(seed)
+    ranks = min(1 + seed % 4, logits.shape[1])
+    slices = logits.tensor_split(ranks, dim=1)
+    starts = [sum(part.shape[1] for part in slices[:rank]) for rank in range(ranks)]
+    count = 1 if drawn is None else 32
+    offers = [offer_candidates(part, start, count, drawn) for part, start in zip(slices, starts, strict=True)]
+    return torch.cat(offers, dim=1), ranks, drawn
+
+
+def _triton(function: str) -> Implementation:
+    return Implementation("triton", f"triton.candidates:{function}", ("cuda",), (torch.float32,))
+
+
+OFFER_CANDIDATES = Op(
+    "offer_candidates",
+    offer_candidates,
+    generate_offer,
+    0.0,
+    (_triton("offer_candidates"), native("offer_candidates", "candidates")),
+)
+DRAW_AMONG = Op(
+    "draw_among",
+    draw_among,
+    generate_among,
+    0.0,
+    (_triton("draw_among"), native("draw_among", "candidates")),
+)
