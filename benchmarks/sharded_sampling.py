@@ -1,6 +1,6 @@
 """Bytes and time of the end of a tensor parallel step: all logits gathered on each rank, or candidates exchanged.
 
-Run: python benchmarks/sharded_sampling.py [--ranks 2] [--rounds 60] [--output benchmarks/results/sharded_sampling.json]
+Run: python benchmarks/sharded_sampling.py [--ranks 2] [--rounds 60] [--output FILE]
 
 Ranks are processes on this machine's CPU with one thread each. Head and sampler are those of an engine, the head's
 matrix is made up; a round is the head's matmul over a rank's slice of the vocabulary, the exchange, and the choice of
@@ -113,11 +113,11 @@ def main() -> None:
     for child in children:
         os.waitpid(child, 0)
     for name, row in found.items():
-        print(
-            f"{name:<22} bytes {row['gathered_bytes_from_each_rank']:>10,} -> {row['candidates_bytes_from_each_rank']:>7,}"
-            f"   best {row['gathered_best_ms']:7.2f} -> {row['candidates_best_ms']:7.2f} ms"
-            f"   median {row['gathered_median_ms']:7.2f} -> {row['candidates_median_ms']:7.2f} ms"
-        )
+        told = [
+            f"{what} {row[f'gathered_{key}']:12,.2f} -> {row[f'candidates_{key}']:9,.2f}"
+            for what, key in (("bytes", "bytes_from_each_rank"), ("best ms", "best_ms"), ("median ms", "median_ms"))
+        ]
+        print(f"{name:<22} {'   '.join(told)}")
     if args.output is not None:
         write_report(args.output, environment("torch"), {"ranks": args.ranks, "steps": found}, note=args.note)
 

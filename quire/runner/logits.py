@@ -23,7 +23,8 @@ class LogitsHead:
     def __call__(self, hidden: Tensor, rows: Tensor | None = None, whole: bool = True) -> Tensor:
         """Logits of hidden [m, hidden]: [m, vocab] in the model's type. At most `max_rows` of them.
 
-        Without `whole` they are of this rank's slice of the vocabulary. rows [m] int64: whose adapters count; None: nobody's.
+        Without `whole` they are of this rank's slice of the vocabulary. rows [m] int64: whose adapters count; None:
+        nobody's.
         """
         count = hidden.shape[0]
         if self._ladder:

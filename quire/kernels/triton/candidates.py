@@ -188,7 +188,8 @@ def draw_among(offers: Tensor, ranks: int, drawn: _Drawn | None = None) -> tuple
     highest = torch.empty(rows, dtype=torch.float32, device=offers.device)
     of_rows = (offers, offers, offers) if drawn is None else drawn
     _among_kernel[(rows,)](
-        offers.contiguous().view(torch.int32), *of_rows, tokens, highest, rows, SAMPLES=drawn is not None, RANKS=ranks,
+        offers.contiguous().view(torch.int32), *of_rows, tokens, highest, rows,
+        SAMPLES=drawn is not None, RANKS=ranks,
         PADDED_RANKS=triton.next_power_of_2(ranks), COUNT=count, SIZE=triton.next_power_of_2(ranks * count),
         num_warps=4, **launch_options(fused=False),
     )  # fmt: skip

@@ -45,8 +45,10 @@ def test_ranks_draw_what_all_logits_give() -> None:
     logits = torch.round(torch.randn(rows, size, generator=generator) * 8) / 4
     logits[6, 8000] = torch.nan
     parameters = torch.tensor(
-        [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 1, 1.0), (1.0, 64, 1.0), (0.9, 50, 0.5), (1.0, 5, 1.0)]
-        + [(2.0, 40, 0.01)],
+        [
+            *((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 1, 1.0)),
+            *((1.0, 64, 1.0), (0.9, 50, 0.5), (1.0, 5, 1.0), (2.0, 40, 0.01)),
+        ],
         dtype=torch.float64,
     )
     columns = torch.stack([parameters[:, 0], torch.full((rows,), -torch.inf), parameters[:, 1], parameters[:, 2]])

@@ -60,9 +60,7 @@ def sample_by_ranks(logits: Tensor, rows: list[Row], ranks: int) -> tuple[list[A
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    data=st.data(), ranks=st.sampled_from([2, 3, 4]), rows=st.lists(rows_of(VOCAB), min_size=1, max_size=4)
-)
+@given(data=st.data(), ranks=st.sampled_from([2, 3, 4]), rows=st.lists(rows_of(VOCAB), min_size=1, max_size=4))
 def test_ranks_sample_what_one_does(data: st.DataObject, ranks: int, rows: list[Row]) -> None:
     logits = torch.from_numpy(make_logits(data.draw(st.integers(0, 99)), len(rows), VOCAB))
     one = Sampler(VOCAB, MAX_ROWS, CPU)
