@@ -23,6 +23,7 @@ from quire.loader.open import open_checkpoint
 from quire.loader.peft import AdapterLayers
 from quire.models.base import CausalLM, Model
 from quire.models.registry import model_class
+from quire.parallel.collectives import NullCollectives
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline
 from quire.planning.drafting import make_proposer
@@ -310,7 +311,7 @@ def build_runner(
     sampler: Sampler = NoSampler()
     if pipeline.is_last:
         vocab_size, group, shard = plan.description.vocab_size, plan.group, None
-        if group.size > 1:
+        if not isinstance(group.collectives, NullCollectives):
             shard = VocabShard(group.share_of(vocab_size, "vocabulary")[0], group.size, group.collectives)
         sampler = Sampler(vocab_size, settings.max_num_seqs, platform.device, features, max_samples, shard)
     with platform.device:
