@@ -39,7 +39,9 @@ def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn 
         first_k = keep_prefix(scaled, torch.ones_like(kept, dtype=torch.int64), top_k.clamp(1, count).to(torch.int64))
         kept = torch.where(((temperature == 0.0) | (top_k == 0.0)).unsqueeze(1), kept, first_k)
     places = kept.logical_not().to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
-    offered = torch.where(kept.gather(1, places), logits.gather(1, places), -torch.inf)
+    is_kept = kept.gather(1, places)
+    offered = torch.where(is_kept, logits.gather(1, places), -torch.inf)
+    places = torch.where(is_kept, places, 0)
     padding = (0, max(0, count - size))
     ids = torch.nn.functional.pad(first_token + places, padding, value=first_token).to(torch.int32)
     offered = torch.nn.functional.pad(offered, padding, value=-torch.inf)
