@@ -32,9 +32,9 @@ def offer_candidates(logits: Tensor, first_token: int, count: int, drawn: Drawn 
     if drawn is None:
         kept.scatter_(1, best.unsqueeze(1), True)
     else:
-        (temperature, _, top_k, _), *keys = drawn
+        (temperature, _, top_k, _), seeds, positions = drawn
         scaled = scale_logits(logits, temperature)
-        one = torch.where(temperature == 0.0, best, draw(scaled, *keys, first_token))
+        one = torch.where(temperature == 0.0, best, draw(scaled, seeds, positions, first_token))
         kept.scatter_(1, one.unsqueeze(1), True)
         first_k = keep_prefix(scaled, torch.ones_like(kept, dtype=torch.int64), top_k.clamp(1, count).to(torch.int64))
         kept = torch.where(((temperature == 0.0) | (top_k == 0.0)).unsqueeze(1), kept, first_k)

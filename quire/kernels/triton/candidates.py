@@ -78,7 +78,7 @@ def _offer_kernel(
     tl.store(out_ptr, highest.to(tl.int32, bitcast=True))
     taken = tl.zeros([], tl.int32)
     if SAMPLES:
-        temperature, _, top_k, _ = load_parameters(parameters_ptr, row, rows)
+        temperature, _min_p, top_k, _top_p = load_parameters(parameters_ptr, row, rows)
         is_sound = (highest < float("inf")) & (highest > float("-inf"))
         if is_sound & (temperature > 0.0):
             if top_k > 0:
@@ -93,7 +93,7 @@ def _offer_kernel(
                     least, equals = kth_of_line(line_ptr, size, temperature, k, top, BLOCK)
                 taken = _put_first(line_ptr, out_ptr, size, temperature, least, equals, FIRST_ID, COUNT, BLOCK)
             else:
-                _, token = first_of(score_ptr, score_at_ptr, row, num_chunks, size, CHUNKS)
+                _best, token = first_of(score_ptr, score_at_ptr, row, num_chunks, size, CHUNKS)
     places = tl.arange(0, COUNT)
     token = tl.minimum(token, size - 1)
     is_one = (places == 0) & (taken == 0)

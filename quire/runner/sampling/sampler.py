@@ -211,7 +211,8 @@ class Sampler:
         if kind.masked or kind.groups:
             shaped, raw_highest = self._shape(kind, logits, rows, state, ahead)
         elif kind.greedy and kind.candidates:
-            return self._append(*self._vocab.choose(logits, kind.candidates), *place, None, ahead)
+            tokens, highest = self._vocab.choose(logits, kind.candidates)
+            return self._append(tokens, highest, *place, None, ahead)
         elif kind.greedy:
             return self._append_greedy(logits, *place, ahead)
         drawn = self._gather(
