@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import msgspec
 from quire.loader.model_config import PICKLED
 from quire.types.errors import AdapterError
 from quire.types.request import AdapterRef
+from quire.utils.turns import no_rest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
+_CHUNK = 1 << 18
 _MOST_WEIGHT_BYTES = 16 << 30  # rank 512 on all layers of a model of 70 billion parameters
 
 
@@ -63,12 +66,16 @@ def adapter_ref(name: str, path: str) -> AdapterRef:
     return AdapterRef(name, digest_of(folder), str(folder.resolve()), max(config.r, *config.rank_pattern.values(), 0))
 
 
-def digest_of(folder: Path) -> str:
-    """Of the bytes of an adapter's files."""
+def digest_of(folder: Path, rest: Callable[[], None] = no_rest) -> str:
+    """Of the bytes of an adapter's files. `rest` is called often."""
     found = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
+        of_file = hashlib.sha256()
         with existing(folder, name).open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
+            while chunk := file.read(_CHUNK):
+                of_file.update(chunk)
+                rest()
+        found.update(of_file.digest())
     return found.hexdigest()
 
 

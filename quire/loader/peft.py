@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from quire.loader.checkpoint import TensorInfo
 from quire.loader.mapped import MappedFile
 from quire.loader.safetensors import read_header
 from quire.types.errors import AdapterError
+from quire.utils.turns import no_rest
 
 _LISTED = 8  # names in an error message
 _PREFIX = "base_model.model."
@@ -41,10 +42,16 @@ class AdapterLayers:
         return sum(packed.down.nbytes + packed.up.nbytes for packed in self.layers.values())
 
 
-def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.dtype) -> AdapterLayers:
+def read_adapter(
+    folder: Path,
+    model: MappedModule,
+    max_rank: int,
+    dtype: torch.dtype,
+    rest: Callable[[], None] = no_rest,
+) -> AdapterLayers:
     """Read and check everything: each tensor fits a matrix of the model, each of a pair is there.
 
-    AdapterError names the first thing that does not fit.
+    AdapterError names the first thing that does not fit. `rest` is called often.
     """
     config, path = read_peft_config(folder), existing(folder, WEIGHTS_FILE)
     file = _AdapterFile(path)
@@ -52,6 +59,7 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
     found: dict[str, dict[int, LoraPair]] = {}
     highest = 0
     for module, sides in _by_module(path, file.infos).items():
+        rest()
         destination = model.weight_map.resolve(f"{module}.weight")
         if (destination is not None and model.is_elsewhere(destination)) or _is_elsewhere(model, module, layers):
             continue  # another stage of a pipeline serves it
@@ -77,10 +85,12 @@ def read_adapter(folder: Path, model: MappedModule, max_rank: int, dtype: torch.
         for part, pair in pairs.items():
             found.setdefault(name, {}).update(layers[name].adapter_parts(part, pair))
         highest = max(highest, rank)
-    packed = {
-        name: adapters.pack(parts) for name, parts in found.items() if (adapters := layers[name].adapters) is not None
-    }
-    return AdapterLayers(digest_of(folder), highest, packed)
+    packed = {}
+    for name, parts in found.items():
+        rest()
+        if (adapters := layers[name].adapters) is not None:
+            packed[name] = adapters.pack(parts)
+    return AdapterLayers(digest_of(folder, rest), highest, packed)
 
 
 class _AdapterFile:

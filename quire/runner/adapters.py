@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from quire.types.errors import EngineError
 from quire.types.ledger import LedgerLine
 from quire.types.request import AdapterRef
 from quire.types.step import AdapterLoad, RowStart
+from quire.utils.turns import no_rest
 
 
 class NoAdapters:
@@ -28,7 +29,7 @@ class NoAdapters:
     def load(self, load: AdapterLoad) -> None:
         raise EngineError(f"adapter {load.digest} has no slot; start the engine with --enable-lora")
 
-    def read(self, ref: AdapterRef) -> int:
+    def read(self, ref: AdapterRef, rest: Callable[[], None] = no_rest) -> int:
         raise EngineError("adapters are not enabled; start the engine with --enable-lora")
 
     def add_request(self, start: RowStart) -> None:
@@ -52,10 +53,10 @@ class RowAdapters(NoAdapters):
     def are_in(self, rows: list[int]) -> bool:
         return bool(self._rows) and not self._rows.isdisjoint(rows)
 
-    def read(self, ref: AdapterRef) -> int:
+    def read(self, ref: AdapterRef, rest: Callable[[], None] = no_rest) -> int:
         """Bring an adapter into host memory, checked whole, and say how many bytes it takes there."""
         if ref.digest not in self.host:
-            found = read_adapter(Path(ref.path), self._model, self._tokens.sizes.max_rank, self._dtype)
+            found = read_adapter(Path(ref.path), self._model, self._tokens.sizes.max_rank, self._dtype, rest)
             if found.digest != ref.digest:
                 raise EngineError(f"the files of adapter {ref.name!r} in {ref.path} have changed; load it again")
             self.host[ref.digest] = found

@@ -86,6 +86,8 @@ class AdapterSlots(NoAdapterSlots):
         digest = _digest(request)
         if digest is not None:
             self._running[digest] -= 1
+            if not self._running[digest]:
+                del self._running[digest]
 
     def forget(self, loads: Iterable[AdapterLoad]) -> None:
         for load in loads:

@@ -14,6 +14,7 @@ from quire.types.request import AdapterRef
 from quire.types.step import Returned, StepPlan, StepResult
 from quire.utils.log import get_logger
 from quire.utils.phases import ReportPhase
+from quire.utils.turns import Turns
 from quire.worker.executor import Executor
 from quire.worker.worker import Worker
 
@@ -73,19 +74,21 @@ class InProcExecutor(Executor):
     def __init__(self, worker: Worker) -> None:
         self.description = worker.description
         self._worker = worker
+        self._turns = Turns()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
         self._prepares = True
         self._prepared: list[float] = []  # seconds that each took
 
     def execute(self, plan: StepPlan) -> InProcStep:
         waits = not self._worker.platform.asynchronous
-        try:
-            step = InProcStep(self._worker.execute(plan), waits=waits)
-        except Exception as error:  # a failing step is the engine's to contain, whatever it was
-            return InProcStep(None, error=error)
-        if waits and not plan.mask_slots:
-            step.wait()
-        return step
+        with self._turns.step:
+            try:
+                step = InProcStep(self._worker.execute(plan), waits=waits)
+            except Exception as error:  # a failing step is the engine's to contain, whatever it was
+                return InProcStep(None, error=error)
+            if waits and not plan.mask_slots:
+                step.wait()
+            return step
 
     def learn(self, returned: Sequence[Returned]) -> None:
         self._worker.learn(returned)
@@ -108,7 +111,11 @@ class InProcExecutor(Executor):
         return self._prepares
 
     def read_adapter(self, ref: AdapterRef) -> Future[int]:
-        return self._reader.submit(lambda: self._worker.runner.adapters.read(ref))
+        return self._reader.submit(self._read_adapter, ref)
+
+    def _read_adapter(self, ref: AdapterRef) -> int:
+        with self._turns.other():
+            return self._worker.runner.adapters.read(ref, self._turns.rest)
 
     def forget_adapter(self, digest: str) -> None:
         self._worker.adapters.pop(digest, None)

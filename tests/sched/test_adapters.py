@@ -43,3 +43,13 @@ def test_the_least_recently_used_of_the_smallest_leaves() -> None:
     assert slot == 1, "b's; c is in a larger slot"
     slot, _ = slots.take(asking("e", 16))
     assert slot == 2
+
+
+def test_nothing_is_kept_of_adapters_that_have_left() -> None:
+    slots = AdapterSlots(((8, 1),))
+    for number in range(10):
+        request = asking(str(number), 8)
+        slots.take(request)
+        slots.give_back(request)
+    assert len(slots._resident) == 1
+    assert not slots._running
