@@ -30,9 +30,14 @@ def outputs(
     spec: AttentionSpec = SPEC,
     dtype: torch.dtype = HALF,
     cache_dtype: torch.dtype | None = None,
+    *,
+    last: bool = False,
     **attributes: Any,
 ) -> list[Tensor]:
-    """What each row's tokens get, under steps that take them as `plans` say; `attributes` are the backend's."""
+    """What each row's tokens get, under steps that take them as `plans` say; `attributes` are the backend's.
+
+    `last`: in the last step alone; those before only write to the cache.
+    """
     from quire.attention.triton_fixed import FixedTritonAttention
 
     # Short prompts count as long ones, with several segments.
@@ -63,6 +68,8 @@ def outputs(
         spans = zip(rows, before, contexts, strict=True)
         qkv = torch.cat([tokens[row][start:context] for row, start, context in spans])
         query = backend.write(spec, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None, cache, metadata)
+        if last and (rows, contexts) != plans[-1]:
+            continue
         for row, part in zip(rows, backend.attend(spec, query, cache, metadata).split(counts), strict=True):
             found[row].append(part)
     return [torch.cat(parts) for parts in found if parts]
@@ -88,7 +95,8 @@ def test_the_widest_heads() -> None:
 def test_the_same_bits_whoever_shares_the_segments(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     found, spec = [], AttentionSpec(num_heads, 1, head_dim, 0.1)
     for share in ((1, 4), (2, 2), (2, 4), (4, 2), (16, 4)):
-        found.append(outputs([([0], [69]), ([0], [70])], spec, dtype, segment_shares=((1, share),))[0])
+        plans = [([0], [69]), ([0], [70])]
+        found.append(outputs(plans, spec, dtype, last=True, segment_shares=((1, share),))[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 

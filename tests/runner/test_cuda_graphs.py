@@ -33,9 +33,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # the interpreter runs each by itself
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_model(tmp_path, "llama", num_hidden_layers=1, head_dim=16)
+    return make_model(tmp_path, "llama", num_hidden_layers=1, **HEADS)
 
 
 def tokens_of(
@@ -63,11 +66,11 @@ def test_same_tokens_as_eager_steps(folder: Path, tmp_path: Path, monkeypatch: p
     Layers may see all tokens, or some of them a window, which have block tables of their own.
     """
     if kind == "windows":
-        folder = make_model(tmp_path / "windows", "gemma3_text", head_dim=16, **WINDOWS)
+        folder = make_model(tmp_path / "windows", "gemma3_text", **HEADS, **WINDOWS)
     stem = [3 + 5 * index % 190 for index in range(20)]
     prompts = [stem, [7, 8, 9], [*stem[:16], 11, 12]]
     eager = tokens_of(folder, prompts)
-    capture_steps(monkeypatch)
+    capture_steps(monkeypatch, mixed=(4, 24))
     assert tokens_of(folder, prompts) == eager
     assert Rerun.captured >= 3
 
@@ -112,7 +115,7 @@ def test_draws_with_keys_shared_evenly_or_a_program_each(
     prompts = [[3, 8, 13, 18, 23], [4, 9]]
     params = SamplingParams(temperature=0.9, top_k=9, top_p=0.8, min_p=0.01, max_tokens=3, ignore_eos=True, seed=2)
     eager = tokens_of(folder, prompts, params)
-    capture_steps(monkeypatch)
+    capture_steps(monkeypatch, mixed=(4, 8))
 
     class Sharing(TritonAttention):
         min_shared_rows = 1
@@ -172,7 +175,7 @@ MASKED = [
 
 def test_masked_rows_beside_free_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, _, _ = ask(folder, MASKED)
-    capture_steps(monkeypatch)
+    capture_steps(monkeypatch, mixed=(4, 8))
     captured, _, spy = ask(folder, MASKED, steps_in_flight=2)
     assert captured == eager
     assert masked_steps(spy) >= 2

@@ -122,6 +122,18 @@ def products(all_shapes: bool) -> None:
         fp8.linear_fp8_fixed(numbers(rows, 4096), *quantized)
 
 
+def widest_products(all_shapes: bool) -> None:
+    """Those that want the most shared memory."""
+    from quire.kernels.triton import fixed_matmul, matmul
+
+    fixed_matmul._library_agrees = lambda *of: False
+    for rows in (1, 16, 160):
+        x, weight = numbers(rows, 14336), numbers(4096, 14336)
+        matmul.linear_transposed(x, weight)
+        fixed_matmul.linear_transposed(x, weight)
+        matmul.gated_linear(numbers(rows, 4096), numbers(28672, 4096), None, "silu")
+
+
 def experts(all_shapes: bool) -> None:
     """Mixtures of experts with plain and with packed weights, and linear layers with packed ones."""
     from quire.kernels.packed import PackedWeight
@@ -386,6 +398,7 @@ def states(all_shapes: bool) -> None:
 PARTS = {
     "states": states,
     "products": products,
+    "widest_products": widest_products,
     "experts": experts,
     "lines": lines,
     "attention": attention,
