@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.kv.events import KVEventSink, NullEventSink
+from quire.kv.events import NullEventSink
 from quire.types.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class Block:
 class BlockPool:
     """`num_blocks` counts block 0, the null block, which is never handed out and never freed."""
 
-    def __init__(self, num_blocks: int, num_groups: int, events: KVEventSink | None = None) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, events: NullEventSink | None = None) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks} but must be at least 2: block 0 is the null block")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]

@@ -11,7 +11,7 @@ from itertools import chain
 
 from quire.kv.block_pool import Block, BlockPool
 from quire.kv.deltas import BlockDeltas
-from quire.kv.events import KVEventSink
+from quire.kv.events import NullEventSink
 from quire.kv.groups import Group
 from quire.kv.hashing import HashChain
 from quire.kv.kinds import ceil_div
@@ -89,7 +89,7 @@ class KVCacheManager:
         layout: KVLayout,
         num_blocks: int | Sequence[int],
         enable_prefix_caching: bool = True,
-        events: KVEventSink | None = None,
+        events: NullEventSink | None = None,
     ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
@@ -288,7 +288,7 @@ class KVCacheManager:
         """For those who look on."""
         return [part.pool for part in self._pools]
 
-    def listen(self, events: KVEventSink) -> None:
+    def listen(self, events: NullEventSink) -> None:
         """Tell `events` of cached blocks from now on, and nobody else."""
         for part in self._pools:
             part.pool.events = events

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from quire.kv.block_pool import Block, BlockPool
+from quire.kv.events import NullEventSink
 from quire.types.console import PoolView, PrefixNode
 
 _MOST_CELLS = 2048  # of a map
@@ -20,8 +21,8 @@ _MOST_NODES = 96
 _MOST_EVICTED = 1 << 16  # hashes that are remembered
 
 
-class EvictedHashes:
-    """A KVEventSink that remembers which blocks could be found once."""
+class EvictedHashes(NullEventSink):
+    """Remembers which blocks could be found once."""
 
     def __init__(self) -> None:
         self._hashes: dict[bytes, None] = {}

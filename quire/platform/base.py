@@ -1,4 +1,4 @@
-"""Platform: the device behind the engine, its defaults, memory and events. Where it has none, null objects stand in.
+"""Platform: the device behind the engine, its defaults and its memory. Where it has none, null objects stand in.
 
 Only kernels/ and platform/ name a device; everything else asks the platform.
 """
@@ -29,25 +29,6 @@ class DefaultMemory(NamedTuple):
 
     num_bytes: int
     reason: str
-
-
-class Event(ABC):
-    @abstractmethod
-    def record(self) -> None: ...
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block the host until the recorded work is done."""
-
-
-class NullEvent(Event):
-    """Work on a CPU is finished when the call returns."""
-
-    def record(self) -> None:
-        return None
-
-    def wait(self) -> None:
-        return None
 
 
 class HostCopy:
@@ -113,8 +94,9 @@ class Platform(ABC):
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether this error says that the device's memory is used up."""
 
-    @abstractmethod
-    def event(self) -> Event: ...
+    def synchronize(self) -> None:
+        """Block the host until the work that was started is done, where it goes on after the call."""
+        return None
 
     def release_memory(self) -> None:
         """Give memory that was freed back to the system."""

@@ -1,4 +1,4 @@
-"""The CPU platform: everything is synchronous, so events are null objects."""
+"""The CPU platform: everything is synchronous."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from quire.platform.base import DefaultMemory, Event, MemorySupply, NullEvent, Platform
+from quire.platform.base import DefaultMemory, MemorySupply, Platform
 from quire.platform.limits import available_memory, machine_memory
 
 _ENOUGH_KV = 1 << 30  # for some requests of usual length; a laptop runs other things too
@@ -65,6 +65,3 @@ class CpuPlatform(Platform):
         return isinstance(error, MemoryError) or (
             isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
         )
-
-    def event(self) -> Event:
-        return NullEvent()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire.platform.base import DefaultMemory, Event, HostCopy, MemorySupply, Platform
+from quire.platform.base import DefaultMemory, HostCopy, MemorySupply, Platform
 from quire.platform.recording import CudaGraphPool
 from quire.types.errors import ConfigError, EngineError
 from quire.utils.log import get_logger
@@ -22,17 +22,6 @@ logger = get_logger(__name__)
 _OLDEST = (8, 0)  # Ampere, the first with bfloat16
 _KERNEL_BYTES = 1 << 20  # more than a compiled kernel has
 _CHUNK = 1 << 29  # bytes of pinned memory that are taken at a time
-
-
-class CudaEvent(Event):
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-
-    def record(self) -> None:
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class CudaPlatform(Platform):
@@ -109,8 +98,8 @@ class CudaPlatform(Platform):
     def host_copy(self, constant: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> HostCopy:
         return PinnedCopy(_storages(constant), _storages(changing))
 
-    def event(self) -> Event:
-        return CudaEvent()
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
     def graph_pool(self, num_bytes: int) -> CudaGraphPool:
         return CudaGraphPool(num_bytes)
