@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +32,12 @@ def outputs(
     dtype: torch.dtype = HALF,
     cache_dtype: torch.dtype | None = None,
     *,
-    last: bool = False,
+    variants: Sequence[dict[str, Any]] = (),
     **attributes: Any,
 ) -> list[Tensor]:
     """What each row's tokens get, under steps that take them as `plans` say; `attributes` are the backend's.
 
-    `last`: in the last step alone; those before only write to the cache.
+    With `variants` of these: what the tokens of the last step get under each.
     """
     from quire.attention.triton_fixed import FixedTritonAttention
 
@@ -68,7 +69,10 @@ def outputs(
         spans = zip(rows, before, contexts, strict=True)
         qkv = torch.cat([tokens[row][start:context] for row, start, context in spans])
         query = backend.write(spec, qkv, HeadNorm(weight, weight, 1e-6, 0.0), None, cache, metadata)
-        if last and (rows, contexts) != plans[-1]:
+        if variants:
+            if (rows, contexts) == plans[-1]:
+                kinds = [type("Variant", (type(backend),), variant)() for variant in variants]
+                return [kind.attend(spec, query, cache, metadata) for kind in kinds]
             continue
         for row, part in zip(rows, backend.attend(spec, query, cache, metadata).split(counts), strict=True):
             found[row].append(part)
@@ -93,10 +97,9 @@ def test_the_widest_heads() -> None:
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 16), (5, 64), (20, 80), (4, 128), (2, 256)])
 def test_the_same_bits_whoever_shares_the_segments(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    found, spec = [], AttentionSpec(num_heads, 1, head_dim, 0.1)
-    for share in ((1, 4), (2, 2), (2, 4), (4, 2), (16, 4)):
-        plans = [([0], [69]), ([0], [70])]
-        found.append(outputs(plans, spec, dtype, last=True, segment_shares=((1, share),))[0])
+    shares = ((1, 4), (2, 2), (2, 4), (4, 2), (16, 4))
+    variants = [{"segment_shares": ((1, share),)} for share in shares]
+    found = outputs([([0], [69]), ([0], [70])], AttentionSpec(num_heads, 1, head_dim, 0.1), dtype, variants=variants)
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 

@@ -263,7 +263,7 @@ def test_a_row_whose_grammar_leaves_no_token(folder: Path, monkeypatch: pytest.M
     core.constraints.set_vocabulary(VOCABULARY)
     nothing = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
     driver = Driver(core)
-    driver.add("masked", [3, 4], SamplingParams(temperature=0.0, max_tokens=5), grammar=regex("a*"))
+    driver.add("masked", [3, 4], SamplingParams(temperature=0.0, max_tokens=5), grammar=regex("a{6}"))
     driver.add("free", [5, 6], GREEDY)
     wait_for_grammars(core)
     driver.step()
