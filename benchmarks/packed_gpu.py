@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.kernels.packed import PackedWeight
 from quire.kernels.triton.expert_slots import sort_slots
 from quire.kernels.triton.grouped_matmul import GroupedShape
+from quire.kernels.triton.packed_fragments import packed_fragments
 from quire.kernels.triton.packed_matmul import packed_tiles
 from quire.kernels.triton.packed_rows import packed_rows
 from quire.kernels.triton.packed_wide import packed_wide
@@ -41,7 +42,10 @@ IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
 class Way(NamedTuple):
-    """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights."""
+    """How a matmul is computed: `rows` without matrix instructions, `scaled` is `wide` with scaled weights.
+
+    `fragments` has `bn` pieces at a time.
+    """
 
     kind: str
     bt: int  # of rows: words of codes at a time
@@ -60,6 +64,9 @@ def ways(rows: int, piece: int) -> Iterator[Way]:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
             yield Way("rows", block, lines, warps, 0, splits)
+    if rows == 1 or (rows <= 8 and piece == 128):
+        for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
+            yield Way("fragments", 0, pieces, warps, 0, 1)
     if rows <= 16:
         shapes, splits = [(16, 128, 4, 4)], [2, 8]
         wide = [(16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 128, 128, 8, 4), (16, 128, 128, 4, 4)]
@@ -106,12 +113,15 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
         weights = [make_weight(1, n, k, kind) for _ in range(copies)]
     else:
         ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
-        slots = None if way.kind == "rows" else sort_slots(ids, EXPERTS, way.bt)
-        per_row = TOP_K if name == "gate_up" and way.kind in ("tiles", "rows") else 1
+        slots = None if way.kind in ("rows", "fragments") else sort_slots(ids, EXPERTS, way.bt)
+        per_row = TOP_K if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
         x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
 
     def run(weight: PackedWeight) -> Tensor:
+        if way.kind == "fragments":
+            cut = {"warps": way.warps, "pieces": way.bn}
+            return packed_fragments(x, ids, weight, None, activation, per_row=per_row, **cut)
         if way.kind == "rows":
             return packed_rows(
                 x, ids, weight, None, activation, per_row=per_row,

@@ -137,7 +137,7 @@ def widest_products(all_shapes: bool) -> None:
 def experts(all_shapes: bool) -> None:
     """Mixtures of experts with plain and with packed weights, and linear layers with packed ones."""
     from quire.kernels.packed import PackedWeight
-    from quire.kernels.triton import add_shared, packed_mlp, routing, sparse_mlp
+    from quire.kernels.triton import add_shared, packed_fragments, packed_matmul, packed_mlp, routing, sparse_mlp
     from quire.ops.routing import Routing
 
     def packed(count: int, n: int, k: int, group: int, kind: str) -> PackedWeight:
@@ -187,6 +187,9 @@ def experts(all_shapes: bool) -> None:
     ]
     for rows, weight in product((1, 300), fine):
         packed_mlp.packed_linear(numbers(rows, 4096), weight, None, "")
+    if packed_matmul.has_packed_arithmetic():
+        for weight in (packed(1, 28672, 4096, 128, "zeros"), packed(1, 5760, 2880, 32, "e2m1"), fine[0]):
+            packed_fragments.packed_fragments(numbers(1, weight.sizes[2]), None, weight, None, "silu")
 
 
 def lines(all_shapes: bool) -> None:

@@ -22,8 +22,8 @@ KERNELS = {
 PARTS = {
     "products": {"lora", "matmul", "tile_matmul", "wide_matmul"},
     "experts": {
-        *("add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_matmul", "packed_rows"),
-        *("packed_wide", "routing"),
+        *("add_shared", "expert_slots", "grouped_matmul", "grouped_sorted", "packed_fragments", "packed_matmul"),
+        *("packed_rows", "packed_wide", "routing"),
     },
     "lines": {"activation", "encoder", "gather", "layer_norm", "norm", "quantize", "scale_rows"},
     "attention": {
@@ -38,8 +38,11 @@ PARTS = {
 CARDS = ("hopper", "ampere", "ada", "blackwell")
 # Older cards have no unit that copies tiles, and the oldest no eight-bit floats.
 NOT_THERE = {
-    "ampere": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel", "_quantize_kernel", "_gated_line_kernel"},
-    "ada": {"_wide_kernel", "_packed_wide_kernel", "_sorted_kernel"},
+    "ampere": {
+        *("_wide_kernel", "_packed_wide_kernel", "_packed_fragment_kernel", "_sorted_kernel", "_quantize_kernel"),
+        "_gated_line_kernel",
+    },
+    "ada": {"_wide_kernel", "_packed_wide_kernel", "_packed_fragment_kernel", "_sorted_kernel"},
     "blackwell": {"_packed_wide_kernel", "_sorted_kernel"},  # too little shared memory
 }
 

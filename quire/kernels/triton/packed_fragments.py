@@ -1,0 +1,435 @@
+"""Matmuls of up to 8 tokens with packed weights: matrix instructions whose operands never leave registers.
+
+A warp multiplies 16 lines by 8 tokens. Of each 128 columns (64 of bytes) a thread reads 16 bytes of two lines, unpacks
+them with a few bit operations and gives them to the matrix unit as they are: which thread has which columns is all
+the same to an inner sum, as long as the activations are read likewise. There is no shared memory and nothing to wait for but
+what is read. The warps of a program have different columns of the same lines.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.packed import CHUNK, E4M3, PackedWeight
+from quire.kernels.triton.grouped_matmul import activated, empty_slots, weighted
+from quire.kernels.triton.launch import allow_dependents, launch_options, wait_for_predecessor
+from quire.kernels.triton.packed_matmul import _kind, _parts, has_packed_arithmetic
+from quire.kernels.triton.packed_values import byte_values
+from quire.kernels.triton.tile_matmul import lines_of
+
+MAX_TOKENS = 8
+_LINES = 16
+_ALIGNMENT = 16  # bytes
+_COLUMNS = 128  # of a piece of 4-bit weights
+
+
+def _assembly(kind: str) -> str:
+    """A piece's product: $0-3 of 4 words of two lines each ($4-7, $8-11) and x (from $12 on).
+
+    Behind x (16 words) 4-bit weights have zeros or powers ($28-31). Two chains of matrix instructions, so that they
+    wait less for one another.
+    """
+    lines = [
+        "{",
+        ".reg .b32 a<4>, b<2>, part, sign, power;",
+        ".reg .f32 d<4>;",
+        *(f"mov.b32 ${index}, 0; mov.f32 d{index}, 0f00000000;" for index in range(4)),
+        *(_bytes() if kind == "e4m3" else _slices(kind)),
+        *(f"add.f32 ${index}, ${index}, d{index};" for index in range(4)),
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _mma(chain: int, first: str, second: str) -> str:
+    sums = ", ".join(f"d{index}" if chain else f"${index}" for index in range(4))
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, {{a0, a1, a2, a3}}, "
+        f"{{{first}, {second}}}, {{{sums}}};"
+    )
+
+
+def _slices(kind: str) -> list[str]:
+    """Four slices of columns of two words at a time."""
+    lines = []
+    for piece in range(4):
+        for half in range(2):
+            for operand in range(4):
+                line, word = operand % 2, 2 * half + operand // 2
+                lines += _unpacked(kind, f"a{operand}", 4 + 4 * line + word, piece, line)
+            x = 12 + 4 * piece + 2 * half
+            lines.append(_mma(half, f"${x}", f"${x + 1}"))
+    return lines
+
+
+def _bytes() -> list[str]:
+    """A word of four columns at a time: the first and the third, then the second and the fourth."""
+    lines = ["mov.b32 power, 0x7B807B80;"]  # 2 ** 120: the exponents of both types begin so far apart
+    for word in range(4):
+        for line in range(2):
+            source = f"${4 + 4 * line + word}"
+            lines += [
+                f"shl.b32 sign, {source}, 8;",
+                "and.b32 sign, sign, 0x80008000;",
+                f"shl.b32 part, {source}, 4;",
+                "lop3.b32 part, part, 0x07F007F0, sign, 0xEA;",
+                f"mul.bf16x2 a{line}, part, power;",
+                f"and.b32 sign, {source}, 0x80008000;",
+                f"shr.u32 part, {source}, 4;",
+                "lop3.b32 part, part, 0x07F007F0, sign, 0xEA;",
+                f"mul.bf16x2 a{2 + line}, part, power;",
+            ]
+        x = 12 + 2 * word
+        lines += [f"prmt.b32 b0, ${x}, ${x + 1}, 0x5410;", f"prmt.b32 b1, ${x}, ${x + 1}, 0x7632;"]
+        lines.append(_mma(word % 2, "b0", "b1"))
+    return lines
+
+
+def _unpacked(kind: str, to: str, word: int, piece: int, line: int) -> list[str]:
+    """Two columns of one of the four slices of a word."""
+    if kind == "int4":
+        source = f"${word}" if piece == 0 else "part"
+        return [
+            *([] if piece == 0 else [f"shr.u32 part, ${word}, {4 * piece};"]),
+            f"lop3.b32 part, {source}, 0x000F000F, 0x43004300, 0xEA;",
+            f"sub.bf16x2 {to}, part, ${28 + 2 * line};",
+        ]
+    moved = 6 - 4 * piece
+    return [
+        f"shl.b32 sign, ${word}, {12 - 4 * piece};",
+        "and.b32 sign, sign, 0x80008000;",
+        f"shl.b32 part, ${word}, {moved};" if moved > 0 else f"shr.u32 part, ${word}, {-moved};",
+        "lop3.b32 part, part, 0x01C001C0, sign, 0xEA;",
+        f"mul.bf16x2 {to}, part, ${28 + 2 * line + piece // 2};",
+    ]
+
+
+_INT4: tl.constexpr = tl.constexpr(_assembly("int4"))
+_E2M1: tl.constexpr = tl.constexpr(_assembly("e2m1"))
+_E4M3: tl.constexpr = tl.constexpr(_assembly("e4m3"))
+_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 28))
+_BYTE_OPERANDS: tl.constexpr = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
+
+
+@triton.jit
+def _plain(bits):
+    """The lower bfloat16 of words as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half(words, SHIFT: tl.constexpr, zeros, KIND: tl.constexpr):
+    """The codes at some bits of words, as float32."""
+    code = (words >> SHIFT) & 15
+    if KIND == "int4":
+        return _plain(code + 0x4300) - zeros
+    return _plain(((code & 8) << 12) | ((code & 7) << 6)) * zeros
+
+
+@triton.jit
+def _pair_sums(words, x, zeros, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """What one slice of words of 8 lines gives for each of 8 tokens: [WARPS, 8, 8]."""
+    first = (x << 16).to(tl.float32, bitcast=True)
+    second = (x & -65536).to(tl.float32, bitcast=True)
+    a, b = _half(words, 4 * SLICE, zeros, KIND), _half(words, 16 + 4 * SLICE, zeros, KIND)
+    sums = tl.reshape(a, [WARPS, 8, 1, 16]) * tl.reshape(first, [WARPS, 1, 8, 16])
+    sums += tl.reshape(b, [WARPS, 8, 1, 16]) * tl.reshape(second, [WARPS, 1, 8, 16])
+    return tl.sum(sums, axis=3)
+
+
+@triton.jit
+def _piece_product(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of one piece [32 * WARPS, 4]: of the thread's two lines, each for two tokens, as matrix units have them."""
+    if ASM:
+        if KIND == "int4":
+            return tl.inline_asm_elementwise(
+                _INT4, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
+            )
+        return tl.inline_asm_elementwise(
+            _E2M1, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
+        )
+    # [threads, 2 lines, 2]: of integers twice the same, else the powers of both halves of a chunk.
+    by_half, second = tl.split(tl.reshape(_plain(zeros), [32 * WARPS, 2, 2]))
+    low_first, high_first = tl.split(by_half)
+    low_second, high_second = tl.split(second)
+    one = tl.zeros([32 * WARPS, 4], tl.float32)
+    a, b = one + low_first[:, None], one + high_first[:, None]
+    lower = _pair_sums(low, x0, a, 0, KIND, WARPS) + _pair_sums(low, x1, a, 1, KIND, WARPS)
+    upper = _pair_sums(high, x0, b, 0, KIND, WARPS) + _pair_sums(high, x1, b, 1, KIND, WARPS)
+    a, b = one + low_second[:, None], one + high_second[:, None]
+    lower += _pair_sums(low, x2, a, 2, KIND, WARPS) + _pair_sums(low, x3, a, 3, KIND, WARPS)
+    upper += _pair_sums(high, x2, b, 2, KIND, WARPS) + _pair_sums(high, x3, b, 3, KIND, WARPS)
+    return _in_fragments(lower, upper, WARPS)
+
+
+@triton.jit
+def _in_fragments(lower, upper, WARPS: tl.constexpr):
+    """Sums of 8 lines and 8 others [WARPS, 8, 8] as matrix units give them to threads: [32 * WARPS, 4]."""
+    both = tl.permute(tl.reshape(tl.join(lower, upper), [WARPS, 32, 2, 2]), (0, 1, 3, 2))
+    return tl.reshape(both, [32 * WARPS, 4])
+
+
+@triton.jit
+def _byte_sums(words, x, SHIFT: tl.constexpr, UPPER: tl.constexpr, WARPS: tl.constexpr):
+    """What one byte of words of 8 lines gives for each of 8 tokens, x being in one half of words: [WARPS, 8, 8]."""
+    value = byte_values(((words >> SHIFT) & 255).to(tl.uint8), tl.float32, "e4m3", False)
+    other = (x & -65536).to(tl.float32, bitcast=True) if UPPER else _plain(x)
+    return tl.sum(tl.reshape(value, [WARPS, 8, 1, 16]) * tl.reshape(other, [WARPS, 1, 8, 16]), axis=3)
+
+
+@triton.jit
+def _byte_product(low, high, x0, x1, ASM: tl.constexpr, WARPS: tl.constexpr):
+    """The same of bytes."""
+    if ASM:
+        out = tl.inline_asm_elementwise(
+            _E4M3, _BYTE_OPERANDS, [low, high, x0, x1], dtype=tl.float32, is_pure=True, pack=4
+        )
+    else:
+        x = tl.reshape(tl.permute(tl.join(x0, x1), (0, 2, 1)), [32 * WARPS, 4, 2])
+        a, b = tl.split(x)
+        lower = _byte_sums(low, a, 0, False, WARPS) + _byte_sums(low, a, 8, True, WARPS)
+        lower += _byte_sums(low, b, 16, False, WARPS) + _byte_sums(low, b, 24, True, WARPS)
+        upper = _byte_sums(high, a, 0, False, WARPS) + _byte_sums(high, a, 8, True, WARPS)
+        upper += _byte_sums(high, b, 16, False, WARPS) + _byte_sums(high, b, 24, True, WARPS)
+        out = _in_fragments(lower, upper, WARPS)
+    return out
+
+
+@triton.jit
+def _scale_at(scale_ptr, at, ASM: tl.constexpr):
+    """Scales as float32, two addresses of a thread being the same."""
+    if not ASM:
+        return tl.load(scale_ptr + at).to(tl.float32)
+    # Loads by assembly: their results lie where they are used, and not where the compiler finds loads fast.
+    kind: tl.constexpr = scale_ptr.dtype.element_ty
+    if kind == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 h; ld.global.nc.b16 h, [$2]; cvt.f32.f16 $0, h; mov.b32 $1, $0; }",
+            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    if kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.nc.b16 h, [$2]; mov.b32 $0, {z, h}; mov.b32 $1, $0; }",
+            "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.b32 $0, [$2]; mov.b32 $1, $0;",
+        "=&r,=&r,l,l", [scale_ptr + at], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _byte_at(ptr, at, ASM: tl.constexpr):
+    """Bytes as int32."""
+    if not ASM:
+        return tl.load(ptr + at).to(tl.int32) & 255
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.u8 $0, [$1];", "=r,l", [ptr + at], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr, GROUP: tl.constexpr,
+                PIECE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Scales of a piece, and what is taken from or multiplied into its weights: twice the same bfloat16."""
+    if KIND == "e2m1":
+        power = _byte_at(scale_ptr, groups + (4 * piece + 2 * chunk)[:, None] + i % 2, ASM)
+        scale, zero = power.to(tl.float32), (power + 63) * 0x00800080
+    else:
+        at = groups + (piece * PIECE // GROUP)[:, None]
+        scale = _scale_at(scale_ptr, at, ASM)
+        if zero_ptr is None:
+            zero = tl.full(scale.shape, 0x43084308, tl.int32)
+        else:
+            zero = _byte_at(zero_ptr, at, ASM) * 0x00010001 + 0x43004300
+    return scale, zero
+
+
+@triton.jit
+def _packed_fragment_kernel(
+    x_ptr,  # words of two bfloat16
+    codes_ptr,  # words of 32 bits
+    scale_ptr,
+    zero_ptr,
+    line_scale_ptr,
+    bias_ptr,
+    ids_ptr,  # [slots] int32: the expert of each
+    weights_ptr,  # [slots] float32
+    out_ptr,  # [slots, width], or where weighted [TOP_K, rows, width] float32
+    num_rows,
+    N,
+    K,
+    KIND: tl.constexpr,  # of codes: int4, e2m1, e4m3
+    ACTIVATION: tl.constexpr,
+    TOP_K: tl.constexpr,  # slots of a row, whose results are weighted; 0: they are not
+    PER_ROW: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a scale
+    ASM: tl.constexpr,
+    WARPS: tl.constexpr,
+    PIECES: tl.constexpr,  # of a warp, which are read at once
+    PDL: tl.constexpr,
+):
+    """16 lines, of one matrix for all rows of x, or of the expert of one slot."""
+    allow_dependents(PDL)
+    tiles = tl.cdiv(N, 16)
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    thread, i = tl.arange(0, 32 * WARPS), tl.arange(0, 4)[None, :]
+    warp, lane = thread // 32, thread % 32
+    index, quarter = lane // 4, lane % 4
+    BYTES: tl.constexpr = KIND == "e4m3"
+    PIECE: tl.constexpr = 64 if BYTES else 128
+    chunk = quarter * 0 if BYTES else quarter // 2
+    row = tl.minimum(index, num_rows - 1)
+    expert = tl.zeros([], tl.int64)
+    if ids_ptr is not None:
+        wait_for_predecessor(PDL)
+        expert = tl.load(ids_ptr + slot).to(tl.int64)
+        row = index * 0 + slot // PER_ROW
+    if ACTIVATION == "":
+        low, apart = tl.minimum(16 * tile + 2 * index, N - 2), 1
+    else:
+        low, apart = tl.minimum(8 * tile + index, N // 2 - 1), N // 2
+    line = expert * N + low
+    width = tl.multiple_of(K // 4, 16) if BYTES else tl.multiple_of(K // 8, 8)
+    low_at = codes_ptr + tl.multiple_of(line * width + 4 * quarter, 4)[:, None] + i
+    high_at = codes_ptr + tl.multiple_of((line + apart) * width + 4 * quarter, 4)[:, None] + i
+    begin = 8 * quarter if BYTES else 32 * chunk + 4 * (quarter % 2)
+    x_at = x_ptr + tl.multiple_of(row.to(tl.int64) * (K // 2) + begin, 4)[:, None] + i
+    groups = (line[:, None] + i // 2 * apart) * (K // GROUP)
+    acc = tl.zeros([32 * WARPS, 4], tl.float32)
+    for first in range(0, tl.cdiv(K, PIECE), WARPS * PIECES):
+        lows, highs, scales, zeros = (), (), (), ()
+        for number in tl.static_range(PIECES):
+            piece = first + number * WARPS + warp
+            present = piece * PIECE + 64 * chunk < K
+            at = tl.multiple_of(16 * piece, 16)[:, None]
+            lows = lows + (tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first"),)
+            highs = highs + (tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first"),)
+            there = tl.where(present, piece, 0)
+            scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, PIECE, ASM)
+            scales, zeros = scales + (scale,), zeros + (zero,)
+        wait_for_predecessor(PDL)
+        for number in tl.static_range(PIECES):
+            piece = first + number * WARPS + warp
+            present = (piece * PIECE + 64 * chunk < K)[:, None]
+            x_piece = x_at + tl.multiple_of(piece * (PIECE // 2), 32)[:, None]
+            x0 = tl.load(x_piece, mask=present, other=0)
+            if BYTES:
+                x1 = tl.load(x_piece + 4, mask=present, other=0)
+                part = _byte_product(lows[number], highs[number], x0, x1, ASM, WARPS)
+            else:
+                x1 = tl.load(x_piece + 8, mask=present, other=0)
+                x2 = tl.load(x_piece + 16, mask=present, other=0)
+                x3 = tl.load(x_piece + 24, mask=present, other=0)
+                part = _piece_product(lows[number], highs[number], x0, x1, x2, x3, zeros[number], KIND, ASM, WARPS)
+            acc += part if KIND == "e2m1" else part * scales[number]
+    sums = tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0)
+    out = tl.reshape(tl.permute(tl.reshape(sums, [8, 4, 2, 2]), (0, 2, 1, 3)), [16, 8])
+    if KIND == "e2m1":
+        out *= 9223372036854775808.0  # 2 ** 63
+    _put(
+        out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+        ACTIVATION, TOP_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _put(
+    out, tile, slot, expert, line_scale_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, num_rows, N,
+    ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Store 16 lines of 8 tokens, of which an expert's slot has the first."""
+    lines, outputs, width = lines_of(tile, N, 16, ACTIVATION != "")
+    line, line_mask = expert * N + lines, outputs < width
+    if line_scale_ptr is not None:
+        out *= tl.load(line_scale_ptr + line, mask=line_mask, other=0.0)[:, None]
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + line, mask=line_mask, other=0.0).to(tl.float32)[:, None]
+    token = tl.arange(0, 8)
+    place = token
+    inside = token < num_rows
+    if ids_ptr is not None:
+        place = token + slot
+        inside = token < 1
+    if ACTIVATION != "":
+        out = activated(out, tl.bfloat16, 16, 8, ACTIVATION)
+        outputs = tile * 8 + tl.arange(0, 8)
+    if TOP_K > 0:
+        out = weighted(out, weights_ptr, place, inside, tl.bfloat16)
+        place = place % TOP_K * num_rows + place // TOP_K
+    at = place.to(tl.int64)[None, :] * width + outputs[:, None]
+    mask = inside[None, :] & (outputs < width)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def fragments_fit(x: Tensor, *weights: PackedWeight) -> bool:
+    """Whether the kernel takes these weights, and this device has its instructions (or the interpreter runs)."""
+    if x.is_cuda and not has_packed_arithmetic():
+        return False
+    if x.dtype != torch.bfloat16 or x.data_ptr() % _ALIGNMENT:
+        return False
+    return all(_fits(weight) for weight in weights)
+
+
+def _fits(weight: PackedWeight) -> bool:
+    if weight.is_fine or weight.codes.data_ptr() % _ALIGNMENT or weight.sizes[1] % 2:
+        return False
+    if weight.is_float:
+        return weight.group == 32 and weight.scales.dtype == torch.uint8
+    if weight.scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if weight.has_bytes:
+        return weight.codes.dtype == E4M3 and weight.group % CHUNK == 0
+    return weight.group % _COLUMNS == 0
+
+
+def packed_fragments(
+    x: Tensor,
+    expert_ids: Tensor | None,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str = "",
+    weights: Tensor | None = None,
+    *,
+    per_row: int = 1,
+    warps: int = 8,
+    pieces: int = 4,
+) -> Tensor:
+    """Line s // per_row of x times the matrix of slot s's expert -> [slots, N], as `packed_tiles`.
+
+    Without `expert_ids` there is one matrix, and every line of x, of which there are at most 8, is a slot.
+    """
+    _, n, k = weight.sizes
+    num_slots = x.shape[0] if expert_ids is None else expert_ids.numel()
+    assert expert_ids is not None or num_slots <= MAX_TOKENS
+    out = empty_slots(x, num_slots, n // 2 if activation else n, weights)
+    _, scales, zeros, _, line_scale = _parts(weight)
+    rows = num_slots if expert_ids is None else out.shape[1]
+    _packed_fragment_kernel[(triton.cdiv(n, _LINES) * (1 if expert_ids is None else num_slots),)](
+        x.view(torch.int32),
+        weight.codes.view(torch.int32),
+        scales,
+        zeros,
+        line_scale,
+        bias,
+        expert_ids,
+        out if weights is None else weights,
+        out,
+        rows,
+        n,
+        k,
+        KIND=_kind(weight),
+        ACTIVATION=activation,
+        TOP_K=0 if weights is None else weights.shape[1],
+        PER_ROW=per_row,
+        GROUP=weight.group,
+        ASM=torch.cuda.is_available(),
+        WARPS=warps,
+        PIECES=pieces,
+        num_warps=warps,
+        **launch_options(),
+    )
+    return out
