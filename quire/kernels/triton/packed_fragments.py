@@ -1,9 +1,9 @@
 """Matmuls of up to 8 tokens with packed weights: matrix instructions whose operands never leave registers.
 
-A warp multiplies 16 lines by 8 tokens. Of each 128 columns (64 of bytes) a thread reads 16 bytes of two lines, unpacks
-them with a few bit operations and gives them to the matrix unit as they are: which thread has which columns is all
-the same to an inner sum, as long as the activations are read likewise. There is no shared memory and nothing to wait for but
-what is read. The warps of a program have different columns of the same lines.
+A warp multiplies 16 lines by 8 tokens. Of each 128 columns (64 of bytes) a thread reads 16 bytes of two lines,
+unpacks them with a few bit operations and gives them to the matrix unit as they are: which thread has which columns
+is all the same to an inner sum, as long as the activations are read likewise. There is no shared memory in the loop
+and nothing to wait for but what is read. The warps of a program have different columns of the same lines.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _pair_sums(words, x, zeros, SLICE: tl.constexpr, KIND: tl.constexpr, WARPS: 
 
 @triton.jit
 def _piece_product(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr):
-    """Sums of one piece [32 * WARPS, 4]: of the thread's two lines, each for two tokens, as matrix units have them."""
+    """Sums of one piece [32 * WARPS, 4]: two lines of a thread, each for two tokens, as matrix units have them."""
     if ASM:
         if KIND == "int4":
             return tl.inline_asm_elementwise(
@@ -151,7 +151,7 @@ def _piece_product(low, high, x0, x1, x2, x3, zeros, KIND: tl.constexpr, ASM: tl
         return tl.inline_asm_elementwise(
             _E2M1, _OPERANDS, [low, high, x0, x1, x2, x3, zeros], dtype=tl.float32, is_pure=True, pack=4
         )
-    # [threads, 2 lines, 2]: of integers twice the same, else the powers of both halves of a chunk.
+    # Of integers twice the same, else the powers of both halves of a chunk.
     by_half, second = tl.split(tl.reshape(_plain(zeros), [32 * WARPS, 2, 2]))
     low_first, high_first = tl.split(by_half)
     low_second, high_second = tl.split(second)
@@ -289,10 +289,10 @@ def _packed_fragment_kernel(
         expert = tl.load(ids_ptr + slot).to(tl.int64)
         row = index * 0 + slot // PER_ROW
     if ACTIVATION == "":
-        low, apart = tl.minimum(16 * tile + 2 * index, N - 2), 1
+        first_line, apart = tl.minimum(16 * tile + 2 * index, N - 2), 1
     else:
-        low, apart = tl.minimum(8 * tile + index, N // 2 - 1), N // 2
-    line = expert * N + low
+        first_line, apart = tl.minimum(8 * tile + index, N // 2 - 1), N // 2
+    line = expert * N + first_line
     width = tl.multiple_of(K // 4, 16) if BYTES else tl.multiple_of(K // 8, 8)
     low_at = codes_ptr + tl.multiple_of(line * width + 4 * quarter, 4)[:, None] + i
     high_at = codes_ptr + tl.multiple_of((line + apart) * width + 4 * quarter, 4)[:, None] + i
@@ -306,11 +306,12 @@ def _packed_fragment_kernel(
             piece = first + number * WARPS + warp
             present = piece * PIECE + 64 * chunk < K
             at = tl.multiple_of(16 * piece, 16)[:, None]
-            lows = lows + (tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first"),)
-            highs = highs + (tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first"),)
+            low = tl.load(low_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
+            high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
             there = tl.where(present, piece, 0)
             scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, PIECE, ASM)
-            scales, zeros = scales + (scale,), zeros + (zero,)
+            lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005 (Triton unpacks no tuples)
+            scales, zeros = scales + (scale,), zeros + (zero,)  # noqa: RUF005
         wait_for_predecessor(PDL)
         for number in tl.static_range(PIECES):
             piece = first + number * WARPS + warp
