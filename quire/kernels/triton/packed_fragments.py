@@ -249,6 +249,12 @@ def _numbers_at(scale_ptr, zero_ptr, groups, piece, chunk, i, KIND: tl.constexpr
 
 
 @triton.jit
+def _with(values, value):
+    """A tuple with one value more."""
+    return values + (value,)  # noqa: RUF005 (Triton unpacks none)
+
+
+@triton.jit
 def _packed_fragment_kernel(
     x_ptr,  # words of two bfloat16
     codes_ptr,  # words of 32 bits
@@ -310,8 +316,8 @@ def _packed_fragment_kernel(
             high = tl.load(high_at + at, mask=present[:, None], other=0, eviction_policy="evict_first")
             there = tl.where(present, piece, 0)
             scale, zero = _numbers_at(scale_ptr, zero_ptr, groups, there, chunk, i, KIND, GROUP, PIECE, ASM)
-            lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005 (Triton unpacks no tuples)
-            scales, zeros = scales + (scale,), zeros + (zero,)  # noqa: RUF005
+            lows, highs = _with(lows, low), _with(highs, high)
+            scales, zeros = _with(scales, scale), _with(zeros, zero)
         wait_for_predecessor(PDL)
         for number in tl.static_range(PIECES):
             piece = first + number * WARPS + warp
