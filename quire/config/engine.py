@@ -23,6 +23,7 @@ from quire.config.groups import (
     StructuredConfig,
     TracingConfig,
 )
+from quire.config.hosts import nth_address
 from quire.config.speculative import check_speculative, read_speculative
 from quire.types.errors import ConfigError
 from quire.utils.units import parse_bytes
@@ -60,10 +61,32 @@ class EngineConfig:
         check(config)
         return config
 
-    def of_replica(self, num_threads: int | None) -> EngineConfig:
-        """The same for one engine of several, with its share of the threads."""
+    def of_replica(self, index: int, num_threads: int) -> EngineConfig:
+        """The same for one engine of several, with its share of the threads, or its own address for workers."""
+        if self.parallel.hosts_address is not None:
+            address = nth_address(self.parallel.hosts_address, index)
+            return replace(self, parallel=replace(self.parallel, data_parallel_size=1, hosts_address=address))
         device = replace(self.device, num_threads=self.device.num_threads or num_threads)
         return replace(self, device=device, parallel=replace(self.parallel, data_parallel_size=1))
+
+    def with_sizes(self, tensor: int, stages: int, replicas: int = 1) -> EngineConfig:
+        """The same with these parallel sizes, which have to be possible."""
+        parallel = replace(
+            self.parallel,
+            parallel="manual",
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=stages,
+            data_parallel_size=replicas,
+        )
+        found = replace(self, parallel=parallel)
+        check(found)
+        return found
+
+    def with_replicas(self, count: int) -> EngineConfig:
+        """The same with this number of replicas, which can be changed again."""
+        found = replace(self, parallel=replace(self.parallel, data_parallel_size=count, elastic=True))
+        check(found)
+        return found
 
     def reserving(self, num_bytes: int) -> EngineConfig:
         """The same with more of the machine's memory left to others."""
@@ -175,6 +198,8 @@ def check(config: EngineConfig) -> None:
 def _check_parallel(config: EngineConfig) -> None:
     parallel = config.parallel
     ranks = parallel.num_ranks
+    if parallel.parallel == "auto":
+        _check_auto(parallel)
     if ranks > MAX_RANKS:
         raise ConfigError(
             f"tensor_parallel_size times pipeline_parallel_size is {ranks} but an engine has at most {MAX_RANKS}"
@@ -189,11 +214,8 @@ def _check_parallel(config: EngineConfig) -> None:
             f"executor is {parallel.executor!r} and hosts_address is {parallel.hosts_address!r}; workers join at an"
             " address, so set both: --executor hosts --hosts-address HOST:PORT"
         )
-    if parallel.executor == "hosts" and parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}, but workers join one engine; start a server for"
-            " each"
-        )
+    if parallel.hosts_address is not None:
+        nth_address(parallel.hosts_address, parallel.data_parallel_size - 1)
     if not parallel.join_timeout > 0:
         raise ConfigError(f"join_timeout is {parallel.join_timeout} but must be above 0")
     if parallel.tp_exact and parallel.tensor_parallel_size not in EXACT_SIZES:
@@ -201,15 +223,26 @@ def _check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {parallel.tensor_parallel_size} but with tp_exact it must be one of {sizes}"
         )
-    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1 and parallel.parallel == "manual":
         raise ConfigError(
             "enable_expert_parallel needs several tensor parallel ranks to give experts to; set -tp 2 or more"
         )
-    if config.device.standby and parallel.data_parallel_size > 1:
+    if config.device.standby and (parallel.data_parallel_size > 1 or parallel.elastic):
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     _ = config.lora.buckets  # are they what they should be?
     if parallel.tp_exact and config.lora.enable_lora:
         raise ConfigError("tp_exact does not take LoRA adapters, whose sums it does not fix; unset one of the two")
+
+
+def _check_auto(parallel: ParallelConfig) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(f"parallel is 'auto' and {name} is {size}; leave one of the two out")
+    if parallel.executor not in ("auto", "multiproc"):
+        raise ConfigError(
+            f"parallel is 'auto', which uses the GPUs of this machine, but executor is {parallel.executor!r}; set the"
+            " sizes yourself, such as those of `quire fit --parallel auto --machine 2x8xh200`"
+        )
 
 
 def check_budget(num_seqs: int, budget: int) -> None:

@@ -23,6 +23,7 @@ MetricsNames = Literal["quire", "vllm"]
 RunnerName = Literal["auto", "generate", "pooling"]
 Conversion = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
+ParallelName = Literal["manual", "auto"]
 ExecutorName = Literal["auto", "inproc", "multiproc", "hosts", "ray"]
 
 DEFAULT_MODEL = "smollm2"
@@ -306,6 +307,11 @@ class SpeculationConfig:
 class ParallelConfig:
     """How many processes share the work."""
 
+    parallel: ParallelName = setting(
+        "manual",
+        "auto chooses the sizes below by the memory that the model needs and the GPUs of this machine: the fewest"
+        " ranks that hold it, then replicas; `quire fit --parallel auto` says which, and why. manual: as set.",
+    )
     tensor_parallel_size: int = setting(
         1, "Processes that share every layer: each holds a slice of the weights and of the KV heads.", short="-tp"
     )
@@ -319,6 +325,11 @@ class ParallelConfig:
         "Engines of `quire serve`, each with all of the model; a request goes to the one that would be done first, by"
         " load and cached prefixes.",
         short="-dp",
+    )
+    elastic: bool = setting(
+        False,
+        "Let `quire ctl replicas` add a replica to a server of one engine without a restart; with -dp 2 or more it"
+        " may anyway.",
     )
     enable_expert_parallel: bool = setting(
         False,
@@ -335,7 +346,9 @@ class ParallelConfig:
         " join with `quire worker`) or ray (workers that Ray places). auto: multiproc for several ranks.",
     )
     hosts_address: str | None = setting(
-        None, "With executor hosts: the HOST:PORT of this machine where workers join; port 0 takes a free one."
+        None,
+        "With executor hosts: the HOST:PORT of this machine where workers join; port 0 takes a free one. With -dp,"
+        " workers of the next replicas join at the ports that follow.",
     )
     hosts_secret_file: str | None = setting(
         None,

@@ -32,6 +32,19 @@ def read_secret(path: str | None) -> bytes:
     return secret
 
 
+def nth_address(address: str, index: int) -> str:
+    """Where workers join replica number `index`: ports follow each other."""
+    if index == 0:
+        return address
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) <= 65535 - index:
+        raise ConfigError(
+            f"hosts_address is {address!r}, but workers of {index + 1} replicas join at as many ports, from this one"
+            f" on; give one of 1 to {65535 - index}"
+        )
+    return f"{host}:{int(port) + index}"
+
+
 def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:

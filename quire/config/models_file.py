@@ -100,6 +100,8 @@ def _entry(path: str, name: str, table: Any, defaults: Mapping[str, Any], settin
         raise ConfigError(f"{where}: {error}") from error
     for key, value, normal in (
         ("data_parallel_size", engine.parallel.data_parallel_size, 1),
+        ("parallel", engine.parallel.parallel, "manual"),
+        ("elastic", engine.parallel.elastic, False),
         ("standby", engine.device.standby, False),
     ):
         if value != normal:

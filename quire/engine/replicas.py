@@ -1,17 +1,18 @@
 """ReplicaClient: several engine processes behind the face of one. A router says which of them a request goes to.
 
 A replica that dies is launched again; its open requests go on in the others with the tokens that they have. When no
-replica is left, the whole is dead.
+replica is left, the whole is dead. Their number may change at any time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from quire.engine.client import EngineClient
 from quire.engine.control import REPLY_LIMIT
 from quire.engine.journal import Entry
 from quire.engine.router import Router
+from quire.engine.warming import Told, warm_up
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
 from quire.types.console import joined
 from quire.types.errors import EngineDeadError, EngineError, EngineStartError
@@ -36,48 +38,8 @@ _MOST_DEATHS = 3  # of replicas that a request was in, without a token of any, a
 _BACKOFF, _MOST_BACKOFF = 0.5, 30.0  # seconds before a replica is launched again, doubled with each death in a row
 
 
-class Replica(Protocol):
-    """An engine that may die; ZmqClient is one."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def start_phases(self) -> list[PhaseTime]: ...
-
-    async def wait_ready_async(self) -> EngineInfo: ...
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
-    async def get_outputs_async(self) -> EngineOutputs: ...
-
-    async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any: ...
-
-    def seconds_without_step(self) -> float: ...
-
-    def forgive_stall(self) -> None: ...
-
-    def seconds_without_news(self) -> float: ...
-
-    def take_received(self) -> list[EngineOutput]: ...
-
-    def dump_stacks(self) -> None: ...
-
-    async def stop_async(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-LaunchReplica = Callable[[int], Replica]
-"""Launch replica number i."""
+LaunchReplica = Callable[[int, int], ZmqClient]
+"""Launch replica number i of so many."""
 
 
 SINCE_START = (
@@ -117,14 +79,17 @@ class ReplicaClient(EngineClient):
 
     def __init__(self, num_replicas: int, launch: LaunchReplica) -> None:
         self._launch = launch
-        self._clients: list[Replica | None] = [None] * num_replicas
+        self._clients: list[ZmqClient | None] = [None] * num_replicas
         self._past = EngineStats()  # of dead replicas, what counts since start
         self._deaths = [0] * num_replicas  # in a row, without a token between them
+        self._num_wanted = num_replicas
+        self._readers: dict[int, asyncio.Future[None]] = {}
+        self._resizing: asyncio.Future[None] | None = None
         self._router = Router(num_replicas, 1, 1)
         self._open: dict[str, _Open] = {}
         self._outputs: asyncio.Queue[EngineOutputs] = asyncio.Queue()
         self._tasks: set[asyncio.Future[None]] = set()
-        self._vocabulary: object = None
+        self._told = Told()
         self._dead: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self.start_phases: list[PhaseTime] = []
 
@@ -146,13 +111,13 @@ class ReplicaClient(EngineClient):
     async def wait_ready_async(self) -> EngineInfo:
         """One after the other: each plans with the memory that those before it have left."""
         for index in range(len(self._clients)):
-            client = self._clients[index] = self._launch(index)
+            client = self._clients[index] = self._launch(index, self._num_wanted)
             info = await client.wait_ready_async()
             if index == 0:
                 self.info, self.start_phases = info, client.start_phases
                 self._router = Router(len(self._clients), info.block_size, info.num_kv_blocks)
             logger.info("replica %d is ready in engine process %d", index, client.pid)
-            self._spawn(self._read(index, client))
+            self._readers[index] = self._spawn(self._read(index, client))
         return self.info
 
     async def wait_dead(self) -> EngineError:
@@ -197,13 +162,14 @@ class ReplicaClient(EngineClient):
         return found
 
     async def call_async(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        """Of every replica; the answer is the first one's, and to the console that of all."""
-        if verb == "set_vocabulary":
-            self._vocabulary = argument
+        """Of every replica; the answer is the first one's (who has not ended a change), and to the console of all."""
+        self._told.note(verb, argument)
         living = [client for client in self._clients if client is not None]
         if not living:
             raise EngineDeadError("no replica lives")
         replies = await asyncio.gather(*(client.call_async(verb, argument, limit=limit) for client in living))
+        if verb == "state":
+            return next((state for state in replies if state.changing or state.error), replies[0])
         return joined(replies) if verb == "console" else replies[0]
 
     def has_unfinished(self) -> bool:
@@ -227,15 +193,11 @@ class ReplicaClient(EngineClient):
                 client.dump_stacks()
 
     async def stop_async(self) -> None:
-        self._die(EngineDeadError("the engine was shut down"))
-        for task in self._tasks:
-            task.cancel()
+        self._end()
         await asyncio.gather(*(client.stop_async() for client in self._clients if client is not None))
 
     def shutdown(self) -> None:
-        self._die(EngineDeadError("the engine was shut down"))
-        for task in self._tasks:
-            task.cancel()
+        self._end()
         for client in self._clients:
             if client is not None:
                 client.shutdown()
@@ -246,21 +208,62 @@ class ReplicaClient(EngineClient):
     def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
         raise EngineError("these engines are driven asynchronously; use call_async")
 
-    async def drain(self, index: int) -> None:
-        """Let a replica finish what it has; no new request goes there until `reopen`."""
-        self._router.close(index, is_lost=False)
-        while any(opened.replica == index for opened in self._open.values()):
-            await asyncio.sleep(0.05)
+    async def resize(self, count: int, limit: float) -> None:
+        """Have `count` replicas. New ones get requests once they are warm; EngineError if one does not come up.
 
-    def reopen(self, index: int) -> None:
-        if self._clients[index] is not None:
-            self._router.open(index)
+        Those that go, the last ones, finish what they have within `limit` seconds; what they have then goes on in
+        the others.
+        """
+        if self._resizing is not None and not self._resizing.done():
+            raise EngineError("the number of replicas is being changed already; wait until that has ended")
+        grows = count > len(self._clients)
+        self._resizing = asyncio.ensure_future(self._grow(count) if grows else self._shrink(count, limit))
+        await asyncio.shield(self._resizing)
+
+    async def _grow(self, count: int) -> None:
+        for index in range(len(self._clients), count):
+            self._num_wanted = index + 1
+            self._clients.append(None)
+            self._deaths.append(0)
+            self._router.add()
+            try:
+                self._serve_with(index, await self._bring_up(index))
+            except (EngineError, OSError) as error:
+                self._drop_last()
+                raise EngineError(f"replica {index} does not come up, and {index} go on: {error}") from error
+
+    async def _shrink(self, count: int, limit: float) -> None:
+        self._num_wanted, end = count, time.monotonic() + limit
+        for index in range(count, len(self._clients)):
+            self._router.close(index, is_lost=False)
+        while any(opened.replica >= count for opened in self._open.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        while len(self._clients) > count:
+            index, client = len(self._clients) - 1, self._clients[-1]
+            self._readers.pop(index).cancel()
+            if client is not None:
+                await client.stop_async()
+                moved = self._lose(index, client)
+                logger.info("replica %d has left; %d requests go on in others", index, len(moved))
+            self._drop_last()
             self._submit_waiting()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _drop_last(self) -> None:
+        self._router.drop()
+        self._clients.pop()
+        self._deaths.pop()
+        self._num_wanted = len(self._clients)
+
+    def _end(self) -> None:
+        self._die(EngineDeadError("the engine was shut down"))
+        for task in (*self._tasks, *([] if self._resizing is None else [self._resizing])):
+            task.cancel()
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
+        return task
 
     def _on_done(self, task: asyncio.Future[None]) -> None:
         """After a bug here the whole is dead, and does not pretend to serve."""
@@ -289,7 +292,7 @@ class ReplicaClient(EngineClient):
             if opened.replica < 0:
                 self._submit(opened)
 
-    async def _read(self, index: int, client: Replica) -> None:
+    async def _read(self, index: int, client: ZmqClient) -> None:
         """Pass on what a replica says until it dies; then bring it back."""
         while True:
             try:
@@ -337,20 +340,13 @@ class ReplicaClient(EngineClient):
         if outputs:
             self._outputs.put_nowait(EngineOutputs(outputs))
 
-    async def _replace(self, index: int, client: Replica, error: EngineError) -> None:
+    async def _replace(self, index: int, client: ZmqClient, error: EngineError) -> None:
         """A replica died: its requests go on elsewhere, and another process takes its place."""
-        self._take(index, client.take_received(), None)
-        since_start = {name: getattr(client.stats, name) for name in SINCE_START}
-        self._past = sum_stats([self._past, EngineStats(**since_start)])
-        client.shutdown()
-        self._clients[index] = None
-        self._router.close(index, is_lost=True)
+        moved = self._lose(index, client)
         self._deaths[index] += 1
-        moved = [opened for opened in self._open.values() if opened.replica == index]
         logger.error("replica %d died: %s; %d requests go on in others", index, error, len(moved))
         refused = []
         for opened in moved:
-            opened.replica, opened.entry.num_to_skip = -1, opened.entry.num_prompt_logprobs
             opened.entry.num_deaths += 1
             if opened.entry.num_deaths >= _MOST_DEATHS:
                 cause = (
@@ -363,39 +359,54 @@ class ReplicaClient(EngineClient):
             self._die(EngineDeadError(f"the last replica died: {error}"))
             return
         self._submit_waiting()
-        await self._relaunch(index)
+        if index < self._num_wanted:
+            await self._relaunch(index)
+
+    def _lose(self, index: int, client: ZmqClient) -> list[_Open]:
+        """Forget a replica that is gone; the requests that it had, which none has now."""
+        self._take(index, client.take_received(), None)
+        since_start = {name: getattr(client.stats, name) for name in SINCE_START}
+        self._past = sum_stats([self._past, EngineStats(**since_start)])
+        client.shutdown()
+        self._clients[index] = None
+        self._router.close(index, is_lost=True)
+        moved = [opened for opened in self._open.values() if opened.replica == index]
+        for opened in moved:
+            opened.replica, opened.entry.num_to_skip = -1, opened.entry.num_prompt_logprobs
+        return moved
 
     async def _relaunch(self, index: int) -> None:
         while not self._dead.done():
             await asyncio.sleep(min(_MOST_BACKOFF, _BACKOFF * 2 ** (self._deaths[index] - 1)))
             try:
-                client = self._launch(index)
-            except OSError as error:
-                logger.error("replica %d cannot be launched: %s", index, error)
-                self._deaths[index] += 1
-                continue
-            try:
-                await client.wait_ready_async()
-                if self._vocabulary is not None:
-                    await client.call_async("set_vocabulary", self._vocabulary, limit=None)
-            except asyncio.CancelledError:
-                client.shutdown()
-                raise
+                client = await self._bring_up(index)
             except EngineStartError as error:
                 logger.error("replica %d is given up: %s", index, error)
-                client.shutdown()
                 return
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 logger.error("replica %d died as it started: %s", index, error)
-                client.shutdown()
                 self._deaths[index] += 1
                 continue
-            self._clients[index] = client
-            self._router.open(index)
-            self._spawn(self._read(index, client))
-            self._submit_waiting()
-            logger.info("replica %d serves again, in engine process %d", index, client.pid)
+            self._serve_with(index, client)
             return
+
+    async def _bring_up(self, index: int) -> ZmqClient:
+        """Launch a replica and make it what the others are."""
+        client = self._launch(index, self._num_wanted)
+        try:
+            await client.wait_ready_async()
+            await warm_up(client, self._told, next((other for other in self._clients if other is not None), None))
+        except BaseException:
+            client.shutdown()
+            raise
+        return client
+
+    def _serve_with(self, index: int, client: ZmqClient) -> None:
+        self._clients[index] = client
+        self._router.open(index)
+        self._readers[index] = self._spawn(self._read(index, client))
+        self._submit_waiting()
+        logger.info("replica %d serves now, in engine process %d", index, client.pid)
 
     def _die(self, error: EngineError) -> None:
         if not self._dead.done():
@@ -406,14 +417,13 @@ def launch_replicas(
     config: EngineConfig, take_line: TakeLine = print_line, on_phase: OnPhase = ignore_phases
 ) -> ReplicaClient:
     """As many engine processes as the settings say, each with its own GPUs or its share of the cores."""
-    count, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
-    visible = visible_devices()
-    own = config.of_replica(max(1, len(os.sched_getaffinity(0)) // (count * ranks)))
+    ranks, visible = config.parallel.num_ranks, visible_devices()
 
-    def launch(index: int) -> ZmqClient:
+    def launch(index: int, count: int) -> ZmqClient:
+        own = config.of_replica(index, max(1, len(os.sched_getaffinity(0)) // (count * ranks)))
         wanted = range(index * ranks, (index + 1) * ranks)
         devices = ",".join(visible[at] if at < len(visible) else str(at) for at in wanted)
         child = EngineChild(take_line=take_line, environment={"CUDA_VISIBLE_DEVICES": devices})
         return ZmqClient(own, child=child, on_phase=on_phase)
 
-    return ReplicaClient(count, launch)
+    return ReplicaClient(config.parallel.data_parallel_size, launch)

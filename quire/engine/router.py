@@ -57,6 +57,18 @@ class Router:
         self._note_held(best, names)
         return best, work
 
+    def add(self) -> None:
+        """One more replica, which is closed."""
+        self._held.append(OrderedDict())
+        self.loads.append(0)
+        self._closed.append(True)
+
+    def drop(self) -> None:
+        """The last replica is no more."""
+        self.close(len(self.loads) - 1, is_lost=True)
+        for column in (self._held, self.loads, self._closed):
+            column.pop()
+
     def finish(self, replica: int, work: int) -> None:
         """A request that its load had grown by has ended."""
         self.loads[replica] -= work

@@ -103,7 +103,7 @@ def launch_client(
     config: EngineConfig, on_phase: OnPhase, take_line: TakeLine = print_line, spare: NoSpare = NO_SPARE
 ) -> ServingClient:
     """An engine in the spare process, if there is one, else in a new one; or several replicas."""
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.data_parallel_size > 1 or config.parallel.elastic:
         return launch_replicas(config, take_line, on_phase)
     return ZmqClient(config, child=spare.take(), on_phase=on_phase, take_line=take_line)
 
@@ -248,6 +248,28 @@ class EngineSupervisor:
                 return self._client.pid
             await self._turned()
         raise EngineError(f"the engine is {self._status}: {self._detail}")
+
+    @property
+    def num_replicas(self) -> int:
+        return self.wanted.config.parallel.data_parallel_size
+
+    async def resize(self, count: int) -> int:
+        """Have `count` replicas of the engine, whose number is returned; no open request is lost.
+
+        An engine that is not elastic is restarted as one that is. EngineUnavailableError while it is not ready,
+        EngineError if a replica does not come up.
+        """
+        if self._client is None or self._status != "ready":
+            why = f"the engine is {self._status}; the number of its replicas cannot be changed now"
+            raise EngineUnavailableError(why, _RETRY_AFTER)
+        self.wanted.config.with_replicas(count)  # can it be?
+        if not isinstance(self._client, ReplicaClient) and count > 1:
+            self.wanted.config = self.wanted.config.with_replicas(1)
+            await self.restart_engine()
+        if isinstance(self._client, ReplicaClient):
+            await self._client.resize(count, self._options.drain_timeout)
+            self.wanted.config = self.wanted.config.with_replicas(count)
+        return self.num_replicas
 
     async def wait_failed(self) -> EngineError:
         """Wait until the supervisor gives up; the error is the cause."""

@@ -73,7 +73,8 @@ def as_flags(setting: Setting, value: Any) -> list[str]:
 FIXED = {
     **dict.fromkeys(("block_size", "num_threads"), st.just(32)),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), st.just(1)),
-    **dict.fromkeys(("tp_exact", "enable_expert_parallel"), st.just(False)),
+    **dict.fromkeys(("tp_exact", "enable_expert_parallel", "elastic"), st.just(False)),
+    "parallel": st.just("manual"),
     "executor": st.sampled_from(["auto", "inproc", "multiproc"]),
     "join_timeout": st.sampled_from([0.5, 60.0]),
     "lora_slots": st.sampled_from(["16x6", "8x1,64x2"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.engine import EngineConfig
 from quire.config.hosts import parse_address, read_secret
 from quire.types.errors import ConfigError
 
@@ -25,6 +26,17 @@ SECRET = b"a secret of 16+ bytes"
 def test_addresses_that_are_none(address: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_address(address)
+
+
+def test_every_replica_has_a_port_of_its_own() -> None:
+    config = EngineConfig.from_flat(
+        model="m", executor="hosts", hosts_address="10.0.0.1:5900", data_parallel_size=3, tensor_parallel_size=2
+    )
+    replicas = [config.of_replica(index, 4) for index in range(3)]
+    assert [each.parallel.hosts_address for each in replicas] == [f"10.0.0.1:590{index}" for index in range(3)]
+    assert {each.parallel.data_parallel_size for each in replicas} == {1}
+    assert {each.device.num_threads for each in replicas} == {None}  # the cores of other hosts are theirs
+    assert EngineConfig.from_flat(model="m", data_parallel_size=3).of_replica(2, 4).device.num_threads == 4
 
 
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

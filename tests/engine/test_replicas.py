@@ -11,13 +11,19 @@ from contextlib import asynccontextmanager
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.engine import replicas as replicas_module
+from quire.engine import warming
 from quire.engine.replicas import ReplicaClient
+from quire.engine.warming import Told
 from quire.engine.zmq_client import ZmqClient
 from quire.types.console import ConsoleQuery, EngineView
-from quire.types.errors import EngineDeadError, EngineStartError
+from quire.types.control import LiveLimits
+from quire.types.errors import EngineDeadError, EngineError, EngineStartError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from tests.engine.fake_engine import COMMAND, EXIT
+from tests.engine.processes import Watch
+from tests.fakes import generate_alone
 
 LIMIT = 20.0
 
@@ -48,7 +54,7 @@ class Answers:
 @asynccontextmanager
 async def replicas(count: int = 2, model: str = "long,slow") -> AsyncIterator[ReplicaClient]:
     config = EngineConfig.from_flat(model=model)
-    client = ReplicaClient(count, lambda index: ZmqClient(config, command=COMMAND))
+    client = ReplicaClient(count, lambda index, count: ZmqClient(config, command=COMMAND))
     try:
         await client.wait_ready_async()
         yield client
@@ -72,12 +78,8 @@ def test_requests_go_to_the_replica_with_their_prefix_or_the_least_load() -> Non
             await answers.read_until(lambda: len(answers.ends) == 2)
             client.add_request(ask("b", [*talk, 7, 8, 9]))
             assert holder(client, "b") == first
-            await client.drain(first)  # finishes "b" while its outputs are read elsewhere
-            client.add_request(ask("c", [*talk, 7, 8, 9]))
-            assert holder(client, "c") == 1 - first
-            client.reopen(first)
-            await answers.read_until(lambda: len(answers.ends) == 4)
-            assert answers.ends == {"a": None, "other": None, "b": None, "c": None}
+            await answers.read_until(lambda: len(answers.ends) == 3)
+            assert answers.ends == {"a": None, "other": None, "b": None}
 
     asyncio.run(run())
 
@@ -121,6 +123,112 @@ def test_requests_go_on_when_their_replica_dies() -> None:
                     await asyncio.sleep(0.02)
             assert victim not in client.pids
             assert client.stats.prompt_tokens >= 6 * 40 + 6 * 8  # those of the dead replica count on
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_the_number_of_replicas_changes_under_load_and_no_token_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up: no request goes to a replica before it is warm. Down: what does not end in time goes on in the others."""
+    cold: list[ZmqClient] = []
+
+    async def run() -> None:
+        may_warm = asyncio.Event()
+
+        async def warm_up(client: ZmqClient, told: Told, other: ZmqClient | None) -> None:
+            cold.append(client)
+            await may_warm.wait()
+            await warming.warm_up(client, told, other)
+
+        monkeypatch.setattr(replicas_module, "warm_up", warm_up)
+        async with replicas(1) as client:
+            answers = Answers(client)
+            await client.call_async("set_limits", LiveLimits(max_num_seqs=8))
+            growing = asyncio.create_task(client.resize(3, LIMIT))
+            await until(lambda: bool(cold))
+            prompts = {f"r{index}": [30 + index] * 40 for index in range(4)}
+            for name, prompt in prompts.items():
+                client.add_request(ask(name, prompt, 600))
+                assert holder(client, name) == 0
+            with pytest.raises(EngineError, match="being changed already"):
+                await client.resize(2, 0.0)
+            may_warm.set()
+            await growing
+            living = [each for each in client._clients if each is not None]
+            assert living[1:] == cold
+            assert [(await each.call_async("state")).max_num_seqs for each in living] == [8, 8, 8]
+            assert all(each.stats.prompt_tokens == 1 for each in cold)  # of its first step
+            for index in range(2):
+                prompts[f"new{index}"] = [36 + index] * 40
+                client.add_request(ask(f"new{index}", prompts[f"new{index}"], 600))
+            assert {holder(client, f"new{index}") for index in range(2)} == {1, 2}
+            await answers.read_until(lambda: len(answers.tokens) == 6)
+            going = [Watch(each.pid) for each in cold]
+            await client.resize(1, 0.1)
+            for watch in going:
+                watch.wait()
+            assert {holder(client, name) for name in prompts} == {0}
+            await answers.read_until(lambda: len(answers.ends) == 6)
+            assert answers.ends == dict.fromkeys(prompts)
+            assert answers.tokens == {
+                name: generate_alone(ask("x", prompt, 600), 4096)[0] for name, prompt in prompts.items()
+            }
+            assert client.stats.prompt_tokens >= 6 * 40 + 2  # those of replicas that have left count on
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_goes_finishes_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with replicas(2) as client:
+            answers = Answers(client)
+            for index in range(2):
+                client.add_request(ask(f"r{index}", [30 + index] * 40, 200))
+            assert [holder(client, f"r{index}") for index in range(2)] == [0, 1]
+            shrinking = asyncio.create_task(client.resize(1, LIMIT))
+            await until(lambda: client._num_wanted == 1)
+            client.add_request(ask("late", [31] * 40, 5))
+            assert holder(client, "late") == 0  # although the other one has its prefix
+            await answers.read_until(lambda: len(answers.ends) == 3)
+            await shrinking
+            assert answers.ends == {"r0": None, "r1": None, "late": None}
+            assert len(client.pids) == 1
+
+    with caplog.at_level("INFO", logger="quire"):
+        asyncio.run(run())
+    assert "replica 1 has left; 0 requests go on in others" in caplog.text
+
+
+def test_a_replica_that_cannot_come_or_dies_as_it_goes_costs_nothing() -> None:
+    """One that does not start leaves the others as they are; one that is to go is not launched again."""
+
+    async def run() -> None:
+        right, wrong = (EngineConfig.from_flat(model=model) for model in ("long,slow", "fail-at-start"))
+        client = ReplicaClient(2, lambda index, _: ZmqClient(right if index < 2 else wrong, command=COMMAND))
+        try:
+            await client.wait_ready_async()
+            with pytest.raises(EngineError, match="replica 2 does not come up, and 2 go on: no model"):
+                await client.resize(4, LIMIT)
+            answers = Answers(client)
+            for index in range(2):
+                client.add_request(ask(f"r{index}", [30 + index] * 40, 300))
+            await answers.read_until(lambda: len(answers.tokens) == 2)
+            victim = client.pids[1]
+            shrinking = asyncio.create_task(client.resize(1, LIMIT))
+            await until(lambda: client._num_wanted == 1)
+            os.kill(victim, signal.SIGKILL)
+            await answers.read_until(lambda: len(answers.ends) == 2)
+            await shrinking
+            assert answers.ends == {"r0": None, "r1": None}
+            assert (len(client.pids), len(client._clients)) == (1, 1)
+        finally:
+            await client.stop_async()
+            client.shutdown()
 
     asyncio.run(run())
 

@@ -16,6 +16,7 @@ from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
 from quire.config.server import admin_address, admin_address_of
+from quire.engine.replicas import ReplicaClient
 from quire.engine.standby import StandbyEngine
 from quire.engine.zmq_client import OnPhase, ZmqClient
 from quire.frontend.async_engine import AsyncEngine
@@ -27,7 +28,7 @@ from quire.server.control.operator import EngineOperator, Wanted
 from quire.server.control.verbs import MAX_BODY, VERBS, Controlled
 from quire.server.launch import listening_socket
 from quire.server.supervisor import EngineSupervisor, Health, SupervisorOptions
-from quire.types.errors import ConfigError, EngineUnavailableError
+from quire.types.errors import ConfigError, EngineError, EngineUnavailableError
 from tests.engine.fake_engine import COMMAND
 from tests.engine.processes import LIMIT
 from tests.frontend.fake_client import FakeClient, text_model
@@ -46,6 +47,12 @@ class FakeServer:
 
     def health(self) -> Health:
         return Health("ready", "it takes requests", 2, 5)
+
+    num_replicas = 2
+
+    async def resize(self, count: int) -> int:
+        self.num_replicas = count
+        return count
 
     async def restart_engine(self) -> int:
         if self.engine_pid is None:
@@ -70,6 +77,10 @@ async def test_verbs_are_listed_and_run() -> None:
         assert {verb["access"] for verb in listed} <= {"reads", "changes"}
         assert (await http.get("/admin/status")).json()["num_requests"] == 5
         assert (await http.post("/admin/restart-engine")).json() == {"old_pid": 7, "new_pid": 8}
+        assert (await http.post("/admin/replicas", json=3)).json() == {"before": 2, "replicas": 3}
+        assert (await http.get("/admin/status")).json()["num_replicas"] == 3
+        for wrong in (0, -1, 1.5, "two", None):
+            assert (await http.post("/admin/replicas", json=wrong)).status_code == 400, wrong
 
 
 async def test_what_is_refused() -> None:
@@ -151,6 +162,43 @@ async def test_an_engine_that_is_not_ready_is_not_restarted() -> None:
         kept.supervisor._set_status("draining", "")
         with pytest.raises(EngineUnavailableError, match="draining"):
             await kept.supervisor.restart_engine()
+
+
+async def test_replicas_come_and_go_while_streams_run() -> None:
+    """From one engine, which is restarted once as one that can grow; a replica that cannot start changes nothing."""
+    config = EngineConfig.from_flat(model="fake")
+    engines: list[ZmqClient] = []
+
+    def launch(config: EngineConfig, on_phase: OnPhase) -> ZmqClient | ReplicaClient:
+        def one(index: int, count: int) -> ZmqClient:
+            words = EngineConfig.from_flat(model="long,slow" if index < 3 else "fail-at-start")
+            engines.append(ZmqClient(words, command=COMMAND, on_phase=on_phase))
+            return engines[-1]
+
+        if not config.parallel.elastic:
+            return one(0, 1)
+        return ReplicaClient(config.parallel.data_parallel_size, one)
+
+    supervisor = EngineSupervisor(config, text_model(), SupervisorOptions(drain_timeout=0.1), launch=launch)
+    await asyncio.wait_for(supervisor.start(), LIMIT)
+    try:
+        prompts = [[1, 2, i] for i in range(6)]
+        streams = [asyncio.create_task(complete(supervisor, prompt, 500)) for prompt in prompts]
+        assert await asyncio.wait_for(supervisor.resize(3), LIMIT) == 3
+        streams += [asyncio.create_task(complete(supervisor, prompt, 500)) for prompt in prompts]
+        with pytest.raises(EngineError, match="replica 3 does not come up"):
+            await supervisor.resize(4)
+        assert supervisor.num_replicas == 3
+        assert await asyncio.wait_for(supervisor.resize(1), LIMIT) == 1
+        answers = await asyncio.wait_for(asyncio.gather(*streams), LIMIT)
+        assert answers == [expected(prompt, 500) for prompt in prompts * 2]
+        assert supervisor.num_restarts == 0
+        assert sum(engine.lives for engine in engines) == 1
+        supervisor._set_status("draining", "")
+        with pytest.raises(EngineUnavailableError, match="cannot be changed now"):
+            await supervisor.resize(2)
+    finally:
+        await supervisor.stop()
 
 
 async def test_a_standby_takes_over_with_all_streams() -> None:

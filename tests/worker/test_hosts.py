@@ -250,7 +250,8 @@ def test_another_version_is_refused_and_missing_workers_are_counted(
     [
         ({"executor": "hosts"}, "set both: --executor hosts --hosts-address HOST:PORT"),
         ({"hosts_address": "127.0.0.1:5900"}, "executor is 'auto'"),
-        ({"executor": "hosts", "hosts_address": "h:1", "data_parallel_size": 2}, "start a server for each"),
+        ({"executor": "hosts", "hosts_address": "h:0", "data_parallel_size": 2}, "give one of 1 to 65534"),
+        ({"executor": "hosts", "hosts_address": "h:65535", "data_parallel_size": 2}, "give one of 1 to 65534"),
         ({"executor": "hosts", "hosts_address": "h:1", "join_timeout": 0.0}, "join_timeout is 0.0"),
     ],
 )

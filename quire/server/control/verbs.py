@@ -12,6 +12,7 @@ from quire.loader.pushed import PushedTensor
 from quire.server.adapter_loading import AdapterLoader, LoadAdapter, UnloadAdapter
 from quire.server.control.operator import EngineOperator, PushedSoFar, SleepWanted
 from quire.types.control import EngineState, LiveLimits, OpenRequests, WeightsUpdate
+from quire.types.errors import RequestError
 from quire.types.request import AdapterRef
 from quire.utils.registry import Registry
 
@@ -30,8 +31,15 @@ class Supervised(Protocol):
 
     def health(self) -> Any: ...
 
+    @property
+    def num_replicas(self) -> int: ...
+
     async def restart_engine(self) -> int:
         """Replace the engine by a new process; open requests go on in it. Returns its pid."""
+        ...
+
+    async def resize(self, count: int) -> int:
+        """Have as many replicas of the engine; no open request is lost. Returns their number."""
         ...
 
 
@@ -76,16 +84,25 @@ class EngineStatus(msgspec.Struct):
     pid: int | None
     num_restarts: int
     num_requests: int
+    num_replicas: int
 
 
 async def _status(server: Controlled, argument: None) -> EngineStatus:
     engine, health = server.engine, server.engine.health()
-    return EngineStatus(health.status, health.detail, engine.engine_pid, engine.num_restarts, health.num_requests)
+    counts = engine.num_restarts, health.num_requests, engine.num_replicas
+    return EngineStatus(health.status, health.detail, engine.engine_pid, *counts)
 
 
 async def _restart_engine(server: Controlled, argument: None) -> dict[str, Any]:
     before = server.engine.engine_pid
     return {"old_pid": before, "new_pid": await server.engine.restart_engine()}
+
+
+async def _replicas(server: Controlled, argument: int) -> dict[str, Any]:
+    if argument < 1:
+        raise RequestError(f"replicas is {argument} but must be at least 1", "replicas")
+    before = server.engine.num_replicas
+    return {"before": before, "replicas": await server.engine.resize(argument)}
 
 
 async def _load_adapter(server: Controlled, argument: LoadAdapter) -> AdapterRef:
@@ -146,6 +163,12 @@ STATUS = AdminVerb("how the engine is", "reads", None, _status)
 RESTART_ENGINE = AdminVerb(
     "replace the engine process; open streams pause and go on", "changes", None, _restart_engine
 )
+REPLICAS = AdminVerb(
+    "have N replicas: new ones are warm before they get requests, others finish what they have first",
+    "changes",
+    int,
+    _replicas,
+)
 LOAD_ADAPTER = AdminVerb(
     'serve a LoRA adapter: {"lora_name": NAME, "lora_path": FOLDER}', "changes", LoadAdapter, _load_adapter
 )
@@ -190,6 +213,7 @@ VERBS: Registry[AdminVerb] = Registry(
     {
         "status": "verbs:STATUS",
         "restart-engine": "verbs:RESTART_ENGINE",
+        "replicas": "verbs:REPLICAS",
         "load-adapter": "verbs:LOAD_ADAPTER",
         "unload-adapter": "verbs:UNLOAD_ADAPTER",
         "state": "verbs:STATE",

@@ -14,7 +14,7 @@ from quire.server.control.verbs import Controlled
 from quire.server.fleet.fleet import Fleet
 from quire.server.supervisor import EngineSupervisor
 from quire.types.control import EngineState
-from quire.types.errors import EngineError, EngineUnavailableError
+from quire.types.errors import EngineError, EngineUnavailableError, RequestError
 
 
 @dataclass
@@ -125,6 +125,13 @@ class OperatedEngine:
     @property
     def engine_pid(self) -> int | None:
         return self._model.supervisor.engine_pid
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    async def resize(self, count: int) -> int:
+        raise RequestError("replicas are for a server of one model; start one for each", "replicas")
 
     def health(self) -> ModelStatus:
         health = self._fleet.member_health(self._model.name)
