@@ -11,13 +11,12 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.env import child_environment, import_path
+from quire.config.machines import CONTEXT_MEMORY
 from quire.engine.spare import SPARE_MEMORY
 from quire.types.errors import EngineStartError, QuireError
 from quire.types.ledger import LedgerLine
 
-COMMAND = (sys.executable, "-P", "-m", "quire.engine.footprint")
 PROCESS_MEMORY = SPARE_MEMORY  # of the host, for the code of an engine process
-CONTEXT_MEMORY = 768 << 20  # of a GPU, for the CUDA context and the libraries of a process, asleep or not
 
 
 class PlanOrder(msgspec.Struct, frozen=True):
@@ -53,12 +52,19 @@ def plan_engines(
     configs: Sequence[EngineConfig], memory_budget: int | None, host_memory_budget: int | None
 ) -> PlannedEngines:
     """Plan each engine as if the whole budget were its own. Blocks for as long as a process imports torch."""
-    order = msgspec.json.encode(PlanOrder(list(configs), memory_budget, host_memory_budget))
-    environment = child_environment(**import_path())
-    done = subprocess.run(COMMAND, input=order, stdout=subprocess.PIPE, env=environment, check=False)
+    order = PlanOrder(list(configs), memory_budget, host_memory_budget)
+    return msgspec.json.decode(planned_by("quire.engine.footprint", order), type=PlannedEngines)
+
+
+def planned_by(module: str, order: msgspec.Struct) -> bytes:
+    """What a module says to an order, in a process of its own, which may import torch and use GPUs."""
+    command, environment = (sys.executable, "-P", "-m", module), child_environment(**import_path())
+    done = subprocess.run(
+        command, input=msgspec.json.encode(order), stdout=subprocess.PIPE, env=environment, check=False
+    )
     if done.returncode != 0:
-        raise EngineStartError(f"the memory of the models cannot be planned: exit status {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=PlannedEngines)
+        raise EngineStartError(f"memory cannot be planned: {module} ended with exit status {done.returncode}")
+    return done.stdout
 
 
 def make_plans(order: PlanOrder) -> PlannedEngines:

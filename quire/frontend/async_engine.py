@@ -21,6 +21,7 @@ from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, load_text_model
 from quire.frontend.thinking import thinking_marks
 from quire.frontend.tokenizer import LONG_TEXT, Tokenizer
+from quire.frontend.topology import with_topology
 from quire.metrics.stats import NULL_OBSERVER, Observer
 from quire.structured.sources import is_large
 from quire.types.console import ConsoleQuery, EngineView, RequestView
@@ -83,7 +84,7 @@ class AsyncEngine(AsyncControls):
     def from_config(cls, config: EngineConfig) -> Self:
         """Load the model in this process. Blocks until it is loaded."""
         text = load_text_model(config.model)
-        return cls(make_inproc_client(config), text)
+        return cls(make_inproc_client(with_topology(config, most_replicas=1)), text)
 
     @property
     def info(self) -> EngineInfo:

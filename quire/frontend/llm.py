@@ -36,6 +36,7 @@ from quire.frontend.restarting import make_process_client
 from quire.frontend.scoring import TextPair, plan_scores
 from quire.frontend.text_model import Message, TextModel, is_batch, is_conversation, load_text_model
 from quire.frontend.thinking import thinking_marks
+from quire.frontend.topology import with_topology
 from quire.types.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.types.errors import (
     EngineDeadError,
@@ -88,7 +89,7 @@ class LLM(Controls):
         if seed is not None:
             settings["seed"] = seed
         settings.setdefault("step_time_target", 0.0)  # nobody waits for a part of a batch
-        config = EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings)
+        config = with_topology(EngineConfig.from_flat(model=model, tokenizer=tokenizer, **settings), most_replicas=1)
         check_settings(config)
         with paused_collector():
             text = load_text_model(config.model)

@@ -130,16 +130,17 @@ def plan_engine(
     group: ParallelGroup | None = None,
     pipeline: Pipeline | None = None,
     supply: MemorySupply | None = None,
+    platform: Platform | None = None,
 ) -> EnginePlan:
     """Without `needs_weights` a folder with a config alone will do, its weights counting in the type it names.
 
     `others`: processes that take their share of the machine's memory, besides what the config leaves to others.
     `group`: the ranks that share every layer; `pipeline`: the stages, of which this is one. All ranks agree on the
-    number of KV blocks. `supply`: instead of what is free.
+    number of KV blocks. `supply`: instead of what is free. `platform`: instead of this machine's.
     """
     group = group or ParallelGroup(exact=config.parallel.tp_exact)
     pipeline = pipeline or Pipeline()
-    platform = get_platform(config.device.device)
+    platform = platform or get_platform(config.device.device)
     platform.start(config.device.num_threads)
     source = find_model(config.model)
     made_up = config.model.load_format == "dummy"
@@ -163,7 +164,8 @@ def plan_engine(
     check_stages(pipeline, architecture, pools=pooler is not None, drafter=None if draft is None else draft.method)
     kept = (*description.layers, *(() if draft is None else draft.description.layers))
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
-    backend.start()
+    if platform.is_here:
+        backend.start()
     _check_heads(kept, backend)
     kv_dtype = choose_kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
@@ -176,7 +178,7 @@ def plan_engine(
         model = build_on_meta(architecture, model_config, context)
     make_room(model, adapter_sizes(config))
     weights = bytes_in(model, _stored(model, model_config, checkpoint, made_up=made_up))
-    note = _weights_note(model, weights, checkpoint, settings.dtype)
+    note = _weights_note(model, weights, checkpoint, settings.dtype, group.size)
     sizes = _sizes(config, settings, description, model, length, dtype, pooler, draft)
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
@@ -302,10 +304,11 @@ def _stored(
     return stored_schemes(model, None, named)
 
 
-def _weights_note(model: Model, num_bytes: int, checkpoint: Checkpoint | None, dtype: str) -> str:
+def _weights_note(model: Model, num_bytes: int, checkpoint: Checkpoint | None, dtype: str, ranks: int) -> str:
     decoded = [] if checkpoint is None else decoded_elements(model, checkpoint.tensors())
     num_parameters = count_parameters(model)
-    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes / num_parameters:.1f} bits"
+    note = f"{num_parameters / 1e6:.1f} M parameters of {8 * num_bytes * ranks / num_parameters:.1f} bits"
+    note += f", shared by {ranks} ranks" if ranks > 1 else ""
     return note + (f"; {', '.join(decoded)} become {dtype} when they are loaded" if decoded else "")
 
 
@@ -349,7 +352,11 @@ def with_measured_step(plan: EnginePlan, config: EngineConfig, model: Model, num
 
 
 def plan_memory(
-    config: EngineConfig, others: Sequence[LedgerLine] = (), stage: int = 0, supply: MemorySupply | None = None
+    config: EngineConfig,
+    others: Sequence[LedgerLine] = (),
+    stage: int = 0,
+    supply: MemorySupply | None = None,
+    platform: Platform | None = None,
 ) -> MemoryLedger:
     """Of each rank of a stage."""
     parallel = config.parallel
@@ -361,7 +368,13 @@ def plan_memory(
     )
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(
-        config, needs_weights=False, others=others, group=group, pipeline=pipeline, supply=supply
+        config,
+        needs_weights=False,
+        others=others,
+        group=group,
+        pipeline=pipeline,
+        supply=supply,
+        platform=platform,
     ).ledger
 
 

@@ -28,6 +28,7 @@ class MemoryLedger:
     pool_blocks: tuple[int, ...]  # KV blocks of each of the layout's pools
     kv_reason: str  # the reason for the size, with the setting that changes it
     layout: KVLayout
+    is_cut: bool = False  # requests of the length that the model was trained for do not fit
 
     @property
     def total(self) -> int:
@@ -154,6 +155,7 @@ def make_ledger(
         pool_blocks=num_blocks,
         kv_reason=kv_reason,
         layout=demand.layout,
+        is_cut=max_model_len is None and length < demand.trained_len,
     )
 
 

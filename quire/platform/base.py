@@ -60,18 +60,24 @@ class Platform(ABC):
     graph_sizes: tuple[int, ...]  # numbers of rows for which decode steps are captured; none: no CUDA graphs
     mixed_graph_sizes: tuple[int, ...]  # numbers of tokens for which other steps are
     narrow_above: int | None  # steps of more tokens compute in the last layer only what is sampled from
+    is_here = True  # not of a device that plans alone are made for
 
     @property
     def hardware(self) -> str:
         """What of the device the bits of results may depend on, besides instructions."""
         return self.name
 
+    @property
+    def num_cards(self) -> int:
+        """Devices of this kind that this process sees."""
+        return 1
+
     @abstractmethod
     def start(self, num_threads: int | None) -> None:
         """Prepare the process for this device. Called once, before any tensor work."""
 
     @abstractmethod
-    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
+    def available_memory(self, utilization: float = 1.0, card: int = 0) -> MemorySupply:
         """What the engine may still take, right now; on a device of its own within this part of its memory."""
 
     @abstractmethod

@@ -37,7 +37,7 @@ class CpuPlatform(Platform):
     def start(self, num_threads: int | None) -> None:
         torch.set_num_threads(num_threads or _DEFAULT_THREADS)
 
-    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
+    def available_memory(self, utilization: float = 1.0, card: int = 0) -> MemorySupply:
         return available_memory()
 
     def peak_memory(self, work: Callable[[], None]) -> int | None:

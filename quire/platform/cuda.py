@@ -62,8 +62,12 @@ class CudaPlatform(Platform):
     def hardware(self) -> str:
         return f"cuda {torch.cuda.get_device_name()}, torch {torch.__version__}"
 
-    def available_memory(self, utilization: float = 1.0) -> MemorySupply:
-        free, total = torch.cuda.mem_get_info()
+    @property
+    def num_cards(self) -> int:
+        return torch.cuda.device_count()
+
+    def available_memory(self, utilization: float = 1.0, card: int = 0) -> MemorySupply:
+        free, total = torch.cuda.mem_get_info(card)
         left = max(0, free - int(total * (1.0 - utilization)))
         return MemorySupply(left, "free memory of the GPU", "raise --gpu-memory-utilization, or free some of it")
 

@@ -34,6 +34,7 @@ from quire.engine.spare import NO_SPARE, SPARE_MEMORY, NoSpare, SpareEngine
 from quire.engine.standby import StandbyEngine, standby_config
 from quire.engine.zmq_client import ZmqClient
 from quire.frontend.text_model import load_text_model
+from quire.frontend.topology import with_topology
 from quire.loader.describe import describe_model
 from quire.loader.hub import find_model
 from quire.metrics.telemetry import make_telemetry
@@ -91,6 +92,8 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
     if settings.ui:
         logging.getLogger(ROOT_NAME).addHandler(monitor.log)
     keep_little_free_memory()
+    check_settings(config)
+    config = with_topology(config, most_replicas=1 if config.device.standby else None)
     config = config.keeping_dumps_in(str(env.cache_dir() / "dumps"))
     spare: NoSpare = NO_SPARE
     if launch is None:
@@ -104,7 +107,6 @@ def run_server(config: EngineConfig, settings: ServerConfig, launch: LaunchClien
                 spare = SpareEngine(take_line=take_line)
                 config = config.reserving(SPARE_MEMORY)
             launch = partial(launch_client, take_line=take_line, spare=spare)
-    check_settings(config)
     api_keys = collect_api_keys(settings)
     check_tls(settings)
     tool_servers = make_tool_servers(settings)

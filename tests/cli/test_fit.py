@@ -99,3 +99,59 @@ def test_a_standby_is_in_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "smollm2", "--standby", "--no-spare-engine"]) == 0
     lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
     assert "a second process of `quire serve`, loaded and idle" in lines["standby engine"]
+
+
+FEW_LAYERS = {  # a large model that is planned in a moment
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(FEW_LAYERS))
+    return str(folder)
+
+
+def test_cards_that_are_not_here(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", llama, "--machine", "h200", "-tp", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("weights ")
+    assert lines[0].endswith(" M parameters of 16.0 bits, shared by 8 ranks")
+    assert any("available (of one H200)" in line for line in lines)
+    assert main(["fit", llama, "--machine", "4xh200", "-tp", "8"]) == 1
+    assert "with 4 cards, but -tp, -pp and -dp need 8" in capsys.readouterr().err
+    assert main(["fit", llama, "--machine", "h200", "--device", "cpu"]) == 1
+    assert "leave one of the two out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "sizes"),
+    [
+        ("8xh200", "-tp 1 -pp 1 -dp 8"),  # one card holds it, and a request of full length
+        ("8xrtx4090", "-tp 2 -pp 1 -dp 4"),
+        ("rtx4090", "-tp 2 -pp 1 -dp 1"),  # how many are needed
+    ],
+)
+def test_a_topology_is_chosen_and_explained(
+    machine: str, sizes: str, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", llama, "--machine", machine, "--parallel", "auto"]) == 0
+    first, why, *ledger = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"topology: {sizes} on ")
+    assert "a request of 131072 tokens" in why
+    assert ("-tp 1 -pp 1: " in why) == ("rtx4090" in machine)
+    assert ledger[-1].startswith("max_model_len = 131072 ")
+
+
+def test_a_model_that_no_machine_of_this_size_holds(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", llama, "--machine", "1xl4", "--parallel", "auto", "--gpu-memory-utilization", "0.5"]) == 1
+    assert "no topology of up to 1 cards holds the model: not enough memory" in capsys.readouterr().err

@@ -17,10 +17,11 @@ import quire
 from quire.config import env
 from quire.config.engine import EngineConfig
 from quire.config.groups import ServerConfig
+from quire.config.machines import CONTEXT_MEMORY
 from quire.config.models_file import ModelEntry, ModelsFile
 from quire.config.server import collect_admin_keys, collect_api_keys
 from quire.engine.child import TakeLine, print_line
-from quire.engine.footprint import CONTEXT_MEMORY, PROCESS_MEMORY, PlannedEngine, PlannedEngines, plan_engines
+from quire.engine.footprint import PROCESS_MEMORY, PlannedEngine, PlannedEngines, plan_engines
 from quire.engine.settings import check_settings
 from quire.frontend.text_model import TextModel, load_text_model
 from quire.loader.describe import UNKNOWN, ModelDescription, describe_model
