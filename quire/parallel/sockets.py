@@ -1,6 +1,6 @@
 """Connections between ranks on several hosts, and the CPU's collectives over them. See kernels/cpu/sockets.cpp.
 
-Both sides of a connection prove that they know the secret. What then passes is tensors, not encrypted.
+Both sides of a connection prove that they know the secret. Between hosts it is encrypted, see quire.utils.tls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from quire.parallel.collectives import Collectives, NullCollectives
 from quire.parallel.pipeline import Link
 from quire.parallel.shared_memory import SLOT_BYTES, CpuCollectives
 from quire.types.errors import EngineDeadError
+from quire.utils.streams import receive_exactly
+from quire.utils.tls import check_tls, seal
 
 _HELLO = struct.Struct("<II16s")  # rank, round, nonce
 _PROOF = 32  # bytes
@@ -53,11 +55,13 @@ class Mesh:
         """Connect anew with all others, who do the same for this `round`. Waits for them."""
         self.close_connections()
         deadline = time.monotonic() + _LIMIT
+        if any(map(self._is_far, addresses)):
+            check_tls()
         for other in range(rank):
             host, _, port = addresses[other].rpartition(":")
             try:
-                self._add(other, socket.create_connection((host, int(port)), _LIMIT))
-                self._prove(self._sockets[other], rank, round)
+                connection = socket.create_connection((host, int(port)), _LIMIT)
+                self._prove(other, connection, _HELLO.pack(rank, round, secrets.token_bytes(16)), addresses)
             except (OSError, EOFError) as error:
                 self.close_connections()
                 raise EngineDeadError(
@@ -67,7 +71,7 @@ class Mesh:
         while len(self._sockets) < len(addresses) - 1:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                self._accept(self._listener.accept()[0], range(rank + 1, len(addresses)), round)
+                self._accept(self._listener.accept()[0], range(rank + 1, len(addresses)), addresses, round)
             except TimeoutError:
                 missing = sorted({*range(rank + 1, len(addresses))} - {*self._sockets})
                 raise EngineDeadError(
@@ -110,30 +114,46 @@ class Mesh:
         self.close_connections()
         self._listener.close()
 
-    def _add(self, rank: int, connection: socket.socket) -> None:
+    def _is_far(self, address: str) -> bool:
+        """Whether a rank there is on another host. What stays on one needs no encryption: it passes no wire."""
+        return address.rpartition(":")[0] != self.address.rpartition(":")[0]
+
+    def _sealed(self, connection: socket.socket, address: str, *, is_server: bool) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not self._is_far(address):
+            return connection
+        limit = connection.gettimeout()
+        connection = seal(connection, self._secret, is_server=is_server)
+        connection.settimeout(limit)
+        return connection
+
+    def _add(self, rank: int, connection: socket.socket) -> None:
         connection.settimeout(_TICK)
         self._sockets[rank] = connection
 
-    def _prove(self, connection: socket.socket, rank: int, round: int) -> None:
-        connection.settimeout(_LIMIT)
-        hello = _HELLO.pack(rank, round, secrets.token_bytes(16))
-        connection.sendall(hello)
-        theirs = _receive(connection, 16 + _PROOF)
-        if not hmac.compare_digest(theirs[16:], self._proof(b"accepts", hello, theirs[:16])):
-            raise OSError("it does not know the secret")
-        connection.sendall(self._proof(b"connects", hello, theirs[:16]))
-        connection.settimeout(_TICK)
+    def _prove(self, other: int, connection: socket.socket, hello: bytes, addresses: Sequence[str]) -> None:
+        try:
+            connection.sendall(hello)
+            connection = self._sealed(connection, addresses[other], is_server=False)
+            theirs = receive_exactly(connection, 16 + _PROOF)
+            if not hmac.compare_digest(theirs[16:], self._proof(b"accepts", hello, theirs[:16])):
+                raise OSError("it does not know the secret")
+            connection.sendall(self._proof(b"connects", hello, theirs[:16]))
+        except BaseException:
+            connection.close()
+            raise
+        self._add(other, connection)
 
-    def _accept(self, connection: socket.socket, expected: range, round: int) -> None:
+    def _accept(self, connection: socket.socket, expected: range, addresses: Sequence[str], round: int) -> None:
         """Strangers, and connections of an earlier round, are dropped."""
         connection.settimeout(5.0)
         with suppress(OSError, EOFError):
-            hello, nonce = _receive(connection, _HELLO.size), secrets.token_bytes(16)
+            hello, nonce = receive_exactly(connection, _HELLO.size), secrets.token_bytes(16)
             rank, of_round, _ = _HELLO.unpack(hello)
             if rank in expected and of_round == round:
+                connection = self._sealed(connection, addresses[rank], is_server=True)
                 connection.sendall(nonce + self._proof(b"accepts", hello, nonce))
-                proof = _receive(connection, _PROOF)
+                proof = receive_exactly(connection, _PROOF)
                 if hmac.compare_digest(proof, self._proof(b"connects", hello, nonce)):
                     self._add(rank, connection)
                     return
@@ -188,13 +208,3 @@ class SocketLink(Link):
             if not moved:  # it is gone
                 self._mesh.tell()
             left = left[moved:]
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    parts = b""
-    while len(parts) < count:
-        data = connection.recv(count - len(parts))
-        if not data:
-            raise EOFError("it closed the connection")
-        parts += data
-    return parts

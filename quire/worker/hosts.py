@@ -117,6 +117,10 @@ class HostsExecutor(RanksExecutor):
             return ""
         from quire.parallel.nccl import open_store
 
+        if len({member.join.host for member in self.members}) > 1:
+            logger.warning(
+                "GPUs on several hosts exchange through NCCL, which encrypts nothing: use a private network"
+            )
         self._store, meeting = open_store(self._door.address.rpartition(":")[0])
         return meeting
 

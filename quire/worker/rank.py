@@ -38,6 +38,7 @@ from quire.types.masks import Masks
 from quire.types.step import StepPlan
 from quire.utils.collector import paused_collector
 from quire.utils.log import get_logger, setup_logging
+from quire.utils.streams import receive_exactly
 from quire.worker.inproc import InProcExecutor, InProcStep
 from quire.worker.rank_messages import (
     AdapterRead,
@@ -59,7 +60,6 @@ from quire.worker.rank_messages import (
     ToRank,
     decode_order,
     frame,
-    receive_exactly,
 )
 from quire.worker.ring import NOTICE, RingReader, ring_bytes
 from quire.worker.worker import Worker

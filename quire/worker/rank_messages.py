@@ -185,17 +185,3 @@ class FrameReader:
             yield message
         if not data:
             raise EOFError
-
-
-def receive_exactly(source: socket.socket, count: int) -> bytes:
-    """EOFError if the other side is gone before."""
-    parts = bytearray()
-    while len(parts) < count:
-        try:
-            data = source.recv(count - len(parts))
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise EOFError
-        parts += data
-    return bytes(parts)

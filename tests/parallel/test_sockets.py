@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from torch import Tensor
 from quire.parallel.shared_memory import SLOT_BYTES
 from quire.parallel.sockets import Mesh
 from quire.types.errors import EngineDeadError
+from quire.utils.streams import receive_exactly
+from quire.utils.tls import seal
 from tests.parallel.test_shared_memory import parts, tree
 
 SECRET = b"of these tests alone"
@@ -117,3 +119,96 @@ def test_strangers_get_no_connection() -> None:
             assert not accepting.done()
             second.connect(1, addresses, 0)
             accepting.result(10)
+
+
+class Middle:
+    """A man in the middle of rank 1's connection with rank 0: he sees every byte, and may change some."""
+
+    def __init__(self, target: str, *, changes: bool = False) -> None:
+        self._listener = socket.create_server(("127.0.0.3", 0))
+        self.address = f"127.0.0.3:{self._listener.getsockname()[1]}"
+        self._target, self.changes, self.seen = target, changes, bytearray()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            near = self._listener.accept()[0]
+            host, _, port = self._target.rpartition(":")
+            far = socket.create_connection((host, int(port)))
+            self._sockets += [near, far]
+            threading.Thread(target=self._pass_on, args=(far, near), daemon=True).start()
+            self._pass_on(near, far)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                if self.changes:
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in (self._listener, *self._sockets):
+            end.close()
+
+
+MARK = torch.full((4, 64), 1234.5)
+
+
+def add_up(meshes: tuple[Mesh, Mesh], pool: ThreadPoolExecutor) -> list[Tensor]:
+    groups = [mesh.of_all(rank) for rank, mesh in enumerate(meshes)]
+    sums = [pool.submit(group.all_reduce, MARK.clone()) for group in groups]
+    return [one.result(10) for one in sums]
+
+
+@pytest.mark.parametrize("other_host", ["127.0.0.1", "127.0.0.2"])
+def test_between_hosts_nobody_reads_or_changes_a_tensor_and_on_one_host_nothing_is_spent(other_host: str) -> None:
+    meshes = first, second = Mesh("127.0.0.1", SECRET, 2), Mesh(other_host, SECRET, 2)
+    is_far = other_host != "127.0.0.1"
+    with closing(first), closing(second), closing(Middle(first.address)) as middle, ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(first.connect, 0, [first.address, second.address], 0)
+        second.connect(1, [middle.address if is_far else first.address, second.address], 0)
+        accepting.result(10)
+        families = {mesh.socket_to(1 - rank).family for rank, mesh in enumerate(meshes)}
+        assert families == {socket.AF_UNIX if is_far else socket.AF_INET}
+        assert all(torch.equal(found, 2 * MARK) for found in add_up(meshes, pool))
+        if not is_far:
+            return
+        assert len(middle.seen) > 2 * MARK.nbytes
+        assert MARK[0, :4].numpy().tobytes() not in middle.seen
+        middle.changes = True
+        for mesh, found in zip(meshes, add_up(meshes, pool), strict=True):
+            assert mesh.is_told or torch.equal(found, 2 * MARK)
+        assert first.is_told or second.is_told  # who got a changed byte takes nothing of it
+
+
+@pytest.mark.parametrize("how", ["another secret", "no encryption"])
+def test_who_poses_as_a_rank_of_another_host_is_refused(how: str) -> None:
+    """Nor does he get anything but the rank's number out of it."""
+    heard = b""
+
+    def pose() -> None:
+        nonlocal heard
+        connection = listener.accept()[0]
+        with closing(connection), suppress(OSError, EOFError):
+            connection.settimeout(10)
+            receive_exactly(connection, 24)
+            if how == "no encryption":
+                connection.sendall(bytes(48))
+                heard = connection.recv(1 << 16)
+                return
+            with closing(seal(connection, b"a guess", is_server=True)) as sealed:
+                sealed.settimeout(10)
+                heard = sealed.recv(1)
+
+    second = Mesh("127.0.0.2", SECRET)
+    with closing(second), socket.create_server(("127.0.0.3", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        posing = pool.submit(pose)
+        with pytest.raises(EngineDeadError, match="rank 1 cannot reach rank 0"):
+            second.connect(1, [f"127.0.0.3:{listener.getsockname()[1]}", second.address], 0)
+        posing.result(10)
+    assert heard[:1] == (b"\x16" if how == "no encryption" else b"")  # a TLS handshake
