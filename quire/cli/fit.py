@@ -41,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
         from quire.cli.topology import platform_of
 
         platform = platform_of(machine)
+        if config.device.device not in ("auto", platform.name):
+            raise ConfigError(
+                f"machine is {args.machine!r}, but device is {config.device.device!r}; leave one of the two out"
+            )
         ledgers = [plan_memory(config, others, stage, platform=platform) for stage in range(stages)]
     for stage, ledger in enumerate(ledgers):
         print((f"stage {stage + 1} of {stages}\n" if stages > 1 else "") + ledger.format())
@@ -59,8 +63,6 @@ def _machine(text: str, config: EngineConfig) -> Machine:
             f"machine is {text!r} with {machine.cards * machine.hosts} cards, but -tp, -pp and -dp need {needed};"
             " lower them, or set --parallel auto"
         )
-    if config.device.device == "cpu":
-        raise ConfigError(f"machine is {text!r}, a GPU, but device is 'cpu'; leave one of the two out")
     return machine
 
 

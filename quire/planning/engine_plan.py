@@ -138,10 +138,8 @@ def plan_engine(
     `group`: the ranks that share every layer; `pipeline`: the stages, of which this is one. All ranks agree on the
     number of KV blocks. `supply`: instead of what is free. `platform`: instead of this machine's.
     """
-    group = group or ParallelGroup(exact=config.parallel.tp_exact)
-    pipeline = pipeline or Pipeline()
-    platform = platform or get_platform(config.device.device)
-    platform.start(config.device.num_threads)
+    group, pipeline = group or ParallelGroup(exact=config.parallel.tp_exact), pipeline or Pipeline()
+    (platform := platform or get_platform(config.device.device)).start(config.device.num_threads)
     source = find_model(config.model)
     made_up = config.model.load_format == "dummy"
     reads = not made_up and (needs_weights or has_weights(source))
