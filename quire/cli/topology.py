@@ -36,7 +36,7 @@ def plan_topology(
 ) -> Topology:
     """On this machine, or on another. Without its number of cards, the question is how many are needed."""
     from quire.platform.registry import get_platform
-    from quire.worker.planning import plan_memory
+    from quire.planning.engine_plan import plan_memory
 
     if machine is None:
         platform = get_platform(config.device.device)
