@@ -35,8 +35,8 @@ def plan_topology(
     most_replicas: int | None = None,
 ) -> Topology:
     """On this machine, or on another. Without its number of cards, the question is how many are needed."""
-    from quire.platform.registry import get_platform
     from quire.planning.engine_plan import plan_memory
+    from quire.platform.registry import get_platform
 
     if machine is None:
         platform = get_platform(config.device.device)
