@@ -13,17 +13,18 @@ from quire.models.recurrent import moved
 def mamba2_sizes(read: ConfigReader) -> RecurrentConfig:
     """By the keys that start with mamba_."""
     width = read.get("mamba_d_ssm") or read.get("mamba_expand", 2) * read["hidden_size"]
-    heads = read.get("mamba_n_heads", 128)
+    heads, groups = read.get("mamba_n_heads", 128), read.get("mamba_n_groups", 1)
     size = read.get("mamba_d_head", "auto")
     return RecurrentConfig(
         conv_width=read.get("mamba_d_conv", 4),
         num_heads=heads,
-        num_key_heads=read.get("mamba_n_groups", 1),
+        num_key_heads=groups,
         key_dim=read.get("mamba_d_state", 256),
         value_dim=width // heads if size == "auto" else size,
         bias=read.flag("mamba_proj_bias"),
         conv_bias=read.get("mamba_conv_bias", True),
         eps=read.get("rms_norm_eps", 1e-5),
+        norm_groups=groups,
         dt_limits=dt_limits(read),
     )
 

@@ -100,7 +100,6 @@ class FalconH1(DecoderLM):
             mamba2_sizes(read),
             norm=read.flag("mamba_rms_norm"),
             norm_first=bool(read.get("mamba_norm_before_gate", True)),
-            norm_groups=read.get("mamba_n_groups", 1),
             scales=tuple(float(scale) * factor("ssm_in_multiplier") for scale in read["ssm_multipliers"]),
             beside=(factor("ssm_out_multiplier"), entry * factor("attention_out_multiplier")),
             mlp=tuple(map(float, read["mlp_multipliers"])),

@@ -67,6 +67,7 @@ class Mamba2(DecoderLM):
             bias=read.flag("use_bias"),
             conv_bias=read["use_conv_bias"],
             eps=read["layer_norm_epsilon"],
+            norm_groups=read["n_groups"],
             dt_limits=dt_limits(read),
         )
         return only_mixers(read, "mamba2", recurrent)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 LENGTH = 48  # longer than the sliding window, the RoPE original length and one attention tile row
 SIZES: dict[str, Any] = {
@@ -71,10 +72,32 @@ class Tiny:
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer) * 0.3)
+        norm_by_groups(model)
         model.save_pretrained(folder)
         if "zero_expert_num" in self.keys:
             _drop_identities(folder, config.n_routed_experts)
         return model
+
+
+_BY_GROUPS = ("MambaRMSNormGated", "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated")
+
+
+def norm_by_groups(model: nn.Module) -> None:
+    """Make transformers before 5.23 compute the norm behind Mamba-2 as it is defined: for each group by itself.
+
+    mamba_ssm's group_size is the width over n_groups, as in llama.cpp and in transformers since 5.23; before, these
+    three models were normalized over all groups at once.
+    """
+    for mixer in model.modules():
+        norm = getattr(mixer, "norm", None)
+        if type(norm).__name__ in _BY_GROUPS and not hasattr(norm, "group_size"):
+            norm.forward = partial(_grouped_norm, norm, mixer.n_groups)
+
+
+def _grouped_norm(norm: Any, groups: int, hidden: Tensor, gate: Tensor) -> Tensor:
+    gated = (hidden.float() * nn.functional.silu(gate.float())).unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (gated * scale).flatten(-2).to(hidden.dtype)
 
 
 def _drop_identities(folder: Path, count: int) -> None:
@@ -331,7 +354,7 @@ RECURRENT = [
     Tiny("mamba", "MambaConfig", {**PURE}),
     Tiny("falcon-mamba", "FalconMambaConfig", {**PURE}),
     Tiny("mamba2", "Mamba2Config", {**PURE, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
-    Tiny("bamba", "BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    Tiny("bamba", "BambaConfig", {**MAMBA2, "mamba_n_groups": 1, "attn_layer_indices": [1]}),
     Tiny("jamba", "JambaConfig", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 1}),
     Tiny(
         "falcon-h1",
