@@ -40,7 +40,7 @@ class GgufCheckpoint(Checkpoint):
         if self._architecture.norms_plus_one and name.endswith("norm.weight") and ".linear_attn." not in name:
             value -= 1
         if name.endswith(".A_log"):  # stored as what decays are made with
-            value = value.neg().log()
+            value = value.double().neg().log()
         if self._is_tiled(name, ".out_proj."):
             return value[:, self._grouped(value.shape[1], 0)]
         order = self._row_order(name)

@@ -8,6 +8,7 @@ from typing import Any
 from quire.loader.config_schema import MAX_LAYERS
 from quire.loader.gguf_file import GgufFile
 from quire.loader.gguf_keys import GgufKeys, experts, experts_alone, granite, shortest
+from quire.loader.gguf_latent import LATENT_KEYS, deepseek_experts
 from quire.loader.gguf_names import ARCHITECTURES, GgufArchitecture
 from quire.loader.gguf_recurrent import RECURRENT_KEYS, STATES_ALONE
 from quire.types.errors import CheckpointError
@@ -241,59 +242,6 @@ def _gpt_oss(keys: GgufKeys, config: dict[str, Any]) -> None:
     }
 
 
-def _deepseek_experts(keys: GgufKeys, config: dict[str, Any]) -> None:
-    """Experts by the keys of DeepSeek-V3, which others took over."""
-    experts(keys, config)
-    nextn = keys.get("nextn_predict_layers")
-    config |= {
-        "num_hidden_layers": config["num_hidden_layers"] - (nextn if isinstance(nextn, int) else 0),
-        "n_routed_experts": config["num_local_experts"],
-        "n_shared_experts": int(keys.number("expert_shared_count", 0)),
-        "first_k_dense_replace": int(keys.number("leading_dense_block_count", 0)),
-        "norm_topk_prob": bool(keys.get("expert_weights_norm")),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
-        "n_group": keys.count("expert_group_count", 1),
-        "topk_group": keys.count("expert_group_used_count", 1),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
-        "sliding_window": None,
-    }
-
-
-def _deepseek(keys: GgufKeys, config: dict[str, Any]) -> None:
-    """Latent attention. Files that have its keys and values apart state lengths of heads under names of their own."""
-    _deepseek_experts(keys, config)
-    rope_dim = keys.count("rope.dimension_count")
-    head_dim = keys.count("attention.key_length_mla", config["head_dim"])
-    is_v2 = keys.count("expert_gating_func", _SOFTMAX) == _SOFTMAX
-    q_rank = keys.get("attention.q_lora_rank")
-    config |= {
-        "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
-        "num_key_value_heads": config["num_attention_heads"],
-        "head_dim": rope_dim,
-        "q_lora_rank": q_rank if isinstance(q_rank, int) and q_rank > 0 else None,
-        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": head_dim - rope_dim,
-        "v_head_dim": keys.count("attention.value_length_mla", keys.count("attention.value_length", head_dim)),
-    }
-    weight = keys.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
-    if config["rope_scaling"] is not None and weight:
-        config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight}
-
-
-def _minicpm3(keys: GgufKeys, config: dict[str, Any]) -> None:
-    rope_dim = keys.count("rope.dimension_count")
-    config |= {
-        "num_key_value_heads": config["num_attention_heads"],
-        "q_lora_rank": keys.count("attention.q_lora_rank"),
-        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": keys.count("attention.key_length") - rope_dim,
-        "head_dim": rope_dim,
-    }
-
-
 def _phi_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
     experts_alone(keys, config)
     _phi3(keys, config)
@@ -317,9 +265,6 @@ def _hunyuan_moe(keys: GgufKeys, config: dict[str, Any]) -> None:
     config |= {"num_experts": config["num_local_experts"], "moe_topk": config["num_experts_per_tok"]}
 
 
-_SOFTMAX = 1  # as expert_gating_func numbers it
-
-
 _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -337,10 +282,9 @@ _OWN_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "phimoe": _phi_moe,
     "ernie4_5-moe": _ernie_moe,
     "hunyuan-moe": _hunyuan_moe,
-    "dots1": _deepseek_experts,
-    "glm4moe": _deepseek_experts,
-    "deepseek2": _deepseek,
-    "minicpm3": _minicpm3,
+    "dots1": deepseek_experts,
+    "glm4moe": deepseek_experts,
+    **LATENT_KEYS,
     **RECURRENT_KEYS,
 }
 

@@ -164,6 +164,18 @@ _DELTA = {
     **{"ssm_a": "linear_attn.A_log$", "ssm_dt": "linear_attn.dt_bias$", "ssm_norm": "linear_attn.norm"},
     "ssm_out": "linear_attn.out_proj",
 }
+_KIMI = {
+    **_DEEPSEEK,
+    **_ATTENTION,
+    **{f"ssm_conv1d_{kind}": f"self_attn.{kind}_conv1d" for kind in "qkv"},
+    **{f"ssm_{kind}_{part}": f"self_attn.{kind}_{part}_proj" for kind in "fg" for part in "ab"},
+    **{"ssm_beta": "self_attn.b_proj", "ssm_a": "self_attn.A_log$", "ssm_dt": "self_attn.dt_bias$"},
+    "ssm_norm": "self_attn.o_norm",
+}
+_INDEXER = {
+    f"indexer.{name}": f"self_attn.indexer.{name_of}"
+    for name, name_of in (("k_norm", "k_norm"), ("proj", "weights_proj"), ("attn_k", "wk"), ("attn_q_b", "wq_b"))
+}
 _PHI3 = _PRE_NORMS | {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -229,6 +241,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM", "deepseek_v3", _DEEPSEEK),  # or V2, by its keys
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", _GLM4_MOE),
+    "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", _DEEPSEEK | _INDEXER),
     "minicpm3": GgufArchitecture("MiniCPM3ForCausalLM", "minicpm3", _DEEPSEEK),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", _LFM2),
     "lfm2moe": GgufArchitecture(
@@ -267,6 +280,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": GgufArchitecture(
         "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _DELTA | _GATED_SHARED, norms_plus_one=True, tiled_values=True
     ),
+    "qwen3next": GgufArchitecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        _DELTA | _GATED_SHARED | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+        norms_plus_one=True,
+    ),
+    "kimi-linear": GgufArchitecture("KimiLinearForCausalLM", "kimi_linear", _KIMI),
     "granitehybrid": GgufArchitecture(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -275,7 +295,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
 }
 
-_BLOCK_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<stem>((nextn|shortconv)\.)?\w+?)(\.(?P<kind>weight|bias))?")
+_BLOCK_NAME = re.compile(
+    r"blk\.(?P<layer>\d+)\.(?P<stem>((indexer|nextn|shortconv)\.)?\w+?)(\.(?P<kind>weight|bias))?"
+)
 
 
 def hf_tensor_name(architecture: GgufArchitecture, gguf_name: str) -> str | None:

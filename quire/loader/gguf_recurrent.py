@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.loader.gguf_keys import GgufKeys, experts, experts_alone, granite
+from quire.loader.gguf_latent import deepseek_experts, latent_sizes, needs_sigmoid
 
 
 def _mixers(keys: GgufKeys, config: dict[str, Any], recurrent: str) -> list[str]:
@@ -172,6 +173,28 @@ def _qwen35(keys: GgufKeys, config: dict[str, Any]) -> None:
         }
 
 
+def _qwen3_next(keys: GgufKeys, config: dict[str, Any]) -> None:
+    _qwen35(keys, config)
+    # Older files have queries, keys, values and gates in one matrix, as the model's own checkpoints do.
+    config["in_proj_qkv_apart"] = any(name.endswith("attn_gate.weight") for name in keys.file.tensors)
+
+
+def _kimi_linear(keys: GgufKeys, config: dict[str, Any]) -> None:
+    deepseek_experts(keys, config)
+    latent_sizes(keys, config)
+    needs_sigmoid(keys)
+    types = _mixers(keys, config, "linear_attention")
+    config |= {
+        "norm_topk_prob": True,  # as llama.cpp does whatever a file says
+        "layer_types": types,
+        "linear_attn_config": {
+            "head_dim": keys.count("kda.head_dim"),
+            "num_heads": config["num_attention_heads"],
+            "short_conv_kernel_size": keys.count("ssm.conv_kernel"),
+        },
+    }
+
+
 STATES_ALONE = ("mamba", "mamba2")  # without attention and MLPs
 RECURRENT_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "lfm2": _lfm2,
@@ -185,4 +208,6 @@ RECURRENT_KEYS: dict[str, Callable[[GgufKeys, dict[str, Any]], None]] = {
     "jamba": _jamba,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "qwen3next": _qwen3_next,
+    "kimi-linear": _kimi_linear,
 }

@@ -8,13 +8,15 @@ from torch import Tensor
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
 from quire.layers.fusion import Passed, whole
-from quire.layers.linear import Linear, ReorderedLinear
+from quire.layers.linear import ReorderedLinear
 from quire.layers.state import rows_of_heads
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig, RecurrentConfig
 from quire.models.recurrent import GatedNorm, RecurrentMixer
 from quire.ops.recurrent import GATED_DELTA, SHORT_CONV
 from quire.ops.states import StateShape
+
+_Rows = tuple[int, Tensor | None]  # of a checkpoint's matrix: how many it has, and which of them this rank keeps
 
 
 class GatedDelta(RecurrentMixer):
@@ -24,34 +26,31 @@ class GatedDelta(RecurrentMixer):
         keys = full.num_key_heads, full.key_dim
         self._parts = (keys, keys, (full.num_heads, full.value_dim))
         width = kind.num_heads * kind.value_dim
-        self.in_proj = self.make_projection(config.hidden_size)
+        found = self.projections()
+        self.in_proj = ReorderedLinear(
+            config.hidden_size,
+            {name: size for name, (size, _) in found.items()},
+            {name: kept for name, (_, kept) in found.items()},
+            bias=False,
+            target=ctx.target,
+        )
         self.conv1d = self.convolve(*self._parts)
         self.A_log, self.dt_bias = self.vector(kind.num_heads), self.vector(kind.num_heads)
         self.gated_norm = GatedNorm(
-            width,
-            eps=kind.eps,
-            groups=kind.num_heads,
-            shared=True,
-            norm_first=True,
-            sigmoid=False,
-            ctx=ctx,
+            width, eps=kind.eps, groups=kind.num_heads, shared=True, norm_first=True, sigmoid=False, ctx=ctx
         )
         self.out_proj = self.project_out(full.num_heads * full.value_dim, config)
         self._sizes = [self.state.shape.conv_channels, width, kind.num_heads, kind.num_heads]
         self._conv, self._delta = SHORT_CONV.bind(ctx.target), GATED_DELTA.bind(ctx.target)
 
-    def make_projection(self, hidden_size: int) -> Linear:
-        """To queries, keys and values together, gates, strengths and decays."""
-        full = self.full
-        parts: dict[str | None, tuple[tuple[int, int], ...]] = {
-            "in_proj_qkv": self._parts,
-            "in_proj_z": self._parts[2:],
-            "in_proj_b": ((full.num_heads, 1),),
-            "in_proj_a": ((full.num_heads, 1),),
+    def projections(self) -> dict[str | None, _Rows]:
+        """What checkpoints have of queries, keys and values, of gates, of strengths and of decays, in this order."""
+        values, strengths = self._parts[2:], ((self.full.num_heads, 1),)
+        named = {"in_proj_qkv": self._parts, "in_proj_z": values, "in_proj_b": strengths, "in_proj_a": strengths}
+        return {
+            name: (sum(heads * width for heads, width in parts), rows_of_heads(self.ctx.group, *parts))
+            for name, parts in named.items()
         }
-        sizes = {name: sum(heads * width for heads, width in part) for name, part in parts.items()}
-        orders = {name: rows_of_heads(self.ctx.group, *part) for name, part in parts.items()}
-        return ReorderedLinear(hidden_size, sizes, orders, bias=False, target=self.ctx.target)
 
     @classmethod
     def shape_of(cls, kind: RecurrentConfig) -> StateShape:
@@ -73,19 +72,28 @@ class GatedDelta(RecurrentMixer):
 class GroupedGatedDelta(GatedDelta):
     """The same, in checkpoints that keep together what belongs to one head of keys."""
 
-    def make_projection(self, hidden_size: int) -> Linear:
-        kind, full = self.kind, self.full
-        keys, repeats = kind.num_key_heads, full.num_heads // full.num_key_heads
-        first, _ = self.ctx.group.slice_of(full.num_key_heads, "heads of recurrent keys")
-        of_values = repeats * kind.value_dim
-        parts = {"in_proj_qkvz": (kind.key_dim, kind.key_dim, of_values, of_values), "in_proj_ba": (repeats, repeats)}
-        return ReorderedLinear(
-            hidden_size,
-            {name: full.num_key_heads * sum(sizes) for name, sizes in parts.items()},
-            {name: first * sum(sizes) + _by_part(keys, sizes) for name, sizes in parts.items()},
-            bias=False,
-            target=self.ctx.target,
-        )
+    def projections(self) -> dict[str | None, _Rows]:
+        kind, of_values = self.kind, self._repeats * self.kind.value_dim
+        sizes = (kind.key_dim, kind.key_dim, of_values, of_values)
+        return {"in_proj_qkvz": self._grouped(*sizes), "in_proj_ba": self._grouped(self._repeats, self._repeats)}
+
+    @property
+    def _repeats(self) -> int:
+        return self.full.num_heads // self.full.num_key_heads
+
+    def _grouped(self, *sizes: int) -> _Rows:
+        """sizes: of what each head of keys has, one part after the other."""
+        first, count = self.ctx.group.slice_of(self.full.num_key_heads, "heads of recurrent keys")
+        return self.full.num_key_heads * sum(sizes), first * sum(sizes) + _by_part(count, sizes)
+
+
+class HalfGroupedGatedDelta(GroupedGatedDelta):
+    """As GGUF has it: strengths and decays by heads of keys, all else by kind."""
+
+    def projections(self) -> dict[str | None, _Rows]:
+        apart = GatedDelta.projections(self)
+        of_both = self._grouped(self._repeats, self._repeats)
+        return {"in_proj_qkv": apart["in_proj_qkv"], "in_proj_z": apart["in_proj_z"], "in_proj_ba": of_both}
 
 
 def _by_part(num_heads: int, sizes: tuple[int, ...]) -> Tensor:

@@ -43,13 +43,7 @@ class KimiDelta(RecurrentMixer):
         self.conv1d = self.convolve(heads, heads, heads, names=KIMI_STACK["conv1d"])
         self.A_log, self.dt_bias = self.vector(kind.num_heads), self.vector(self._width)
         self.o_norm = GatedNorm(
-            self._width,
-            eps=kind.eps,
-            groups=kind.num_heads,
-            shared=True,
-            norm_first=True,
-            sigmoid=True,
-            ctx=ctx,
+            self._width, eps=kind.eps, groups=kind.num_heads, shared=True, norm_first=True, sigmoid=True, ctx=ctx
         )
         self.o_proj = self.project_out(size, config)
         self._sizes = [3 * self._width, kind.num_heads, *[rank or self._width] * 2]

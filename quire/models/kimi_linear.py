@@ -27,12 +27,7 @@ class KimiLinear(DecoderLM):
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> DecoderConfig:
         of_linear = config.get("linear_attn_config") or {}
-        read = ConfigReader(
-            config,
-            {
-                **{"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
-            },
-        )
+        read = ConfigReader(config, {**{"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}})
         if read.get("moe_router_activation_func", "sigmoid") != "sigmoid":
             raise ModelError(f"moe_router_activation_func is {read['moe_router_activation_func']!r}; use 'sigmoid'")
         count = read["num_hidden_layers"]

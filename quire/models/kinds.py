@@ -62,6 +62,7 @@ MIXERS: Registry[type[Mixer]] = Registry(
         "gated_attention": "gated_attention:GatedAttention",
         "gated_delta": "gated_delta:GatedDelta",
         "grouped_gated_delta": "gated_delta:GroupedGatedDelta",
+        "half_grouped_gated_delta": "gated_delta:HalfGroupedGatedDelta",
         "kimi_delta": "kimi_delta:KimiDelta",
         "lightning": "lightning:Lightning",
         "mamba": "mamba_mixer:MambaMixer",

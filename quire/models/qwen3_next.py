@@ -28,7 +28,7 @@ def delta_weights(base: WeightMap, *projections: str) -> WeightMap:
 
 
 class Qwen3Next(DecoderLM):
-    weight_map = delta_weights(Qwen2Moe.weight_map, "in_proj_qkvz", "in_proj_ba")
+    weight_map = delta_weights(Qwen2Moe.weight_map, "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z")
     delta_mixer: ClassVar[str] = "grouped_gated_delta"
 
     @classmethod
@@ -43,7 +43,8 @@ class Qwen3Next(DecoderLM):
         types = read.get("layer_types") or [
             "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
         ]
-        mixers = {"linear_attention": cls.delta_mixer, "full_attention": "gated_attention"}
+        delta = "half_grouped_gated_delta" if read.flag("in_proj_qkv_apart") else cls.delta_mixer  # a GGUF file's
+        mixers = {"linear_attention": delta, "full_attention": "gated_attention"}
         rope = read_config(
             {"intermediate_size": 0, **config, "layer_types": None}, defaults={"partial_rotary_factor": 0.25}
         ).rope

@@ -86,7 +86,9 @@ class RecurrentMixer(Mixer, WeightedLayer):
     def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
         """A_log is kept as what decays are made with."""
         kept, group = self.get_parameter(parameter), self.ctx.group
-        given = as_tensor(weight).float().reshape(group.size, *kept.shape)[group.rank]
+        tensor = as_tensor(weight)  # float64 is of a file that has decays: their logarithms, not rounded
+        given = (tensor if tensor.dtype == torch.float64 else tensor.float()).reshape(group.size, *kept.shape)
+        given = given[group.rank]
         kept.data.copy_(-given.exp() if parameter == "A_log" else given)
 
 

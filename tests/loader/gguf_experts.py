@@ -25,6 +25,7 @@ _LATENT = {
     **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     **{"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
+_LATENTS = ("deepseek2", "glm-dsa")
 _EQUAL_HEADS = {"num_key_value_heads": 4}  # all that llama.cpp takes
 EXPERT_MODELS: dict[str, TinyModel] = {
     "mixtral": TinyModel("llama", "mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}),
@@ -50,6 +51,15 @@ EXPERT_MODELS: dict[str, TinyModel] = {
     "deepseek-v2": TinyModel("deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "norm_topk_prob": False}),
     "deepseek-v2-lite": TinyModel(
         "deepseek2", "deepseek_v2", {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False}
+    ),
+    # Fewer keys are chosen than the longest prompt has, by so many heads that hardly any scores are equal.
+    "glm-dsa": TinyModel(
+        "glm-dsa",
+        "glm_moe_dsa",
+        {
+            **{**_ROUTED, **_LATENT, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 12},
+            **{"indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        },
     ),
     "phimoe": TinyModel("phimoe", "phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
     "ernie4_5-moe": TinyModel(
@@ -103,19 +113,26 @@ def make_model(name: str) -> PreTrainedModel:
     return model
 
 
-def write_expert_gguf(name: str, path: Path, quant: str | None = None) -> PreTrainedModel:
-    """Write a model of EXPERT_MODELS; `quant` is applied to matrices but routers. Returns the HF model."""
+def write_expert_gguf(
+    name: str, path: Path, quant: str | None = None, leaves_out: str | None = None
+) -> PreTrainedModel:
+    """Write a model of EXPERT_MODELS; `quant` is applied to matrices but routers. Returns the HF model.
+
+    leaves_out: how the names of tensors begin that are not written.
+    """
     spec, model = EXPERT_MODELS[name], make_model(name)
     config = model.config
     writer = gguf.GGUFWriter(path, spec.arch)
     common = copy.copy(config)
-    if spec.arch == "deepseek2":
+    if spec.arch in _LATENTS:
         common.num_key_value_heads = 1  # the absorbed form
     gguf_tiny._write_common(writer, common)
     gguf_tiny._write_rope(writer, config, spec)
     _write_experts(writer, config, spec)
     gguf_tiny.write_tokenizer(writer)
     for gguf_name, tensor in _tensors(spec, model):
+        if leaves_out is not None and gguf_name.startswith(leaves_out):
+            continue
         plain = "ffn_gate_inp" in gguf_name or tensor.dim() < 2 or gguf_name.endswith("bias")
         _add(writer, gguf_name, tensor, None if plain else quant)
     writer.write_header_to_file()
@@ -189,7 +206,7 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         gguf_tiny._granite(writer, config)
     if spec.arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
-    if spec.arch in ("dots1", "glm4moe", "deepseek2"):
+    if spec.arch in ("dots1", "glm4moe", *_LATENTS):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -205,10 +222,14 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> Non
         writer.add_expert_shared_feed_forward_length(width * config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if spec.arch in ("dots1", "glm4moe", "minimax-m2") or spec.model_type == "deepseek_v3":
+    if spec.arch in ("dots1", "glm4moe", "minimax-m2", "glm-dsa") or spec.model_type == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if spec.arch == "deepseek2":
+    if spec.arch in _LATENTS:
         _write_latent(writer, config, spec)
+    if spec.arch == "glm-dsa":
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
 
 
 def _write_latent(writer: gguf.GGUFWriter, config: Any, spec: TinyModel) -> None:

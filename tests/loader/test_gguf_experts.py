@@ -12,10 +12,12 @@ from quire.layers.quant.packed import PackedGrouped
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.mapper import load_weights, planned_bytes
 from quire.models.base import CausalLM
+from quire.types.errors import ModelError
 from tests.loader.gguf_experts import EXPERT_MODELS, write_expert_gguf
 from tests.loader.gguf_tiny import VOCAB_SIZE
 from tests.loader.llama_cpp import LlamaCpp
 from tests.models.harness import build, run_chunks
+from tests.models.harness import load as load_folder
 
 TOKENS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 
@@ -31,6 +33,8 @@ def load(path: Path) -> CausalLM:
 def test_floats_compute_what_llama_cpp_and_transformers_compute(tmp_path: Path, name: str) -> None:
     theirs = write_expert_gguf(name, tmp_path / "model.gguf")
     logits = run_chunks(load(tmp_path / "model.gguf"), TOKENS, [13, 1, 20])
+    theirs.save_pretrained(tmp_path / "folder")
+    assert torch.equal(logits, run_chunks(load_folder(tmp_path / "folder", 64), TOKENS, [13, 1, 20]))
     with torch.no_grad():
         torch.testing.assert_close(logits, theirs(torch.tensor([TOKENS])).logits[0], rtol=0, atol=1e-3)
     if name in ("phimoe", "deepseek-v2-lite"):
@@ -69,3 +73,9 @@ def test_the_plan_knows_the_bytes_of_packed_experts(tmp_path: Path) -> None:
     methods = {module.method for module in model.modules() if hasattr(module, "method")}
     others = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".method." not in name)
     assert planned == sum(method.num_bytes for method in methods) + others
+
+
+def test_layers_that_share_the_choice_of_keys_are_refused_by_name(tmp_path: Path) -> None:
+    write_expert_gguf("glm-dsa", tmp_path / "model.gguf", leaves_out="blk.2.indexer.")
+    with pytest.raises(ModelError, match="indexer_types has layers that share the choice of another one"):
+        build(GgufCheckpoint(tmp_path / "model.gguf").config, 64)

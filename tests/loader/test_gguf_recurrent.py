@@ -16,7 +16,8 @@ from quire.loader.gguf_names import ARCHITECTURES
 from quire.loader.mapper import load_weights
 from tests.loader.gguf_tiny import BOS, CONTEXT, EOS, PAD, VOCAB_SIZE, _add_tensor, write_tokenizer
 from tests.loader.llama_cpp import LlamaCpp
-from tests.models.harness import build, run_chunks
+from tests.models.harness import build, load, run_chunks
+from tests.models.zoo import norm_by_groups
 
 TOKENS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 SIZES = {
@@ -46,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            **{**_MAMBA2, "num_local_experts": 0},
+            **{**_MAMBA2, "num_local_experts": 0, "mamba_n_groups": 2},
             **{"shared_intermediate_size": 96, "attention_multiplier": 0.25, "embedding_multiplier": 2.0},
             **{"logits_scaling": 2.0, "residual_multiplier": 0.5},
         },
@@ -73,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state_size": 16, "time_step_rank": 4, "layer_norm_epsilon": 1e-5, "intermediate_size": 128}),
     "mamba2": (
         "mamba2",
-        {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2, "layer_norm_epsilon": 1e-5},
+        {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "expand": 2, "layer_norm_epsilon": 1e-5},
     ),
     "jamba": (
         "jamba",
@@ -84,6 +85,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen35": ("qwen3_5_text", _DELTA),
     "qwen35moe": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen3next": (
+        "qwen3_next",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            **{**_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            **{"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+            **{"v_head_dim": 16, "num_key_value_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4},
+            **{"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 1},
+            **{"topk_group": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
+        },
+    ),
     "minicpm3": (
         "minicpm3",
         {
@@ -95,8 +110,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 ALONE = ("mamba", "mamba2")
 
 
-def write(name: str, path: Path) -> PreTrainedModel:
-    """A tiny random model, as llama.cpp's converter would write it."""
+def write(name: str, path: Path, together: bool = False) -> PreTrainedModel:
+    """A tiny random model, as llama.cpp's converter would write it; `together`: as it wrote Qwen3-Next at first."""
     model_type, keys = MODELS[name]
     config = AutoConfig.for_model(model_type, **{**SIZES, **keys})
     torch.manual_seed(0)
@@ -104,14 +119,15 @@ def write(name: str, path: Path) -> PreTrainedModel:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).mul_(1024).round_().div_(1024)  # which 1 can be added to and taken from
             elif parameter.dim() > 1 and "A_log" not in key:
                 parameter.normal_(0, 0.3 if "embed" in key else 1.5 / parameter.shape[-1] ** 0.5)
+    norm_by_groups(model)
     writer = gguf.GGUFWriter(path, name)
     write_sizes(writer, name, config)
     write_tokenizer(writer)
     for key, tensor in model.state_dict().items():
-        for stem, part in Converted(name, config).tensors(key, tensor):
+        for stem, part in Converted(name, config, together).tensors(key, tensor):
             _add_tensor(writer, stem, part, None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -139,8 +155,9 @@ def write_sizes(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         widths = [{"mlp": 96, "moe": 32}.get(kind, 0) for kind in types]
         writer.add_feed_forward_length(widths if name.startswith("nemotron") else 96)
         writer.add_head_count(4)
-        uniform = name in ("qwen35", "qwen35moe", "falcon-h1", "minicpm3")
+        uniform = name in ("qwen35", "qwen35moe", "qwen3next", "falcon-h1", "minicpm3")
         heads = 4 if name == "minicpm3" else 2
+        attends |= {"full_attention": 1} if name == "kimi-linear" else {}
         writer.add_head_count_kv(heads if uniform else [attends.get(kind, 0) for kind in types])
         writer.add_rope_freq_base(10000.0)
     if "lfm2" in name:
@@ -150,11 +167,21 @@ def write_sizes(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         writer.add_kv_lora_rank(32)
         writer.add_key_length(24)
         writer.add_rope_dimension_count(8)
-    elif name.startswith("qwen35"):
+    elif name == "kimi-linear":
+        writer.add_kv_lora_rank(32)
+        writer.add_key_length(40)
+        writer.add_value_length(32)
+        writer.add_key_length_mla(24)
+        writer.add_value_length_mla(16)
+        writer.add_rope_dimension_count(8)
+        writer.add_ssm_conv_kernel(4)
+        writer.add_kda_head_dim(16)
+    elif name.startswith("qwen3"):
         writer.add_key_length(32)
         writer.add_value_length(32)
         writer.add_rope_dimension_count(16)
-        writer.add_rope_dimension_sections([4, 2, 2, 0])
+        if name != "qwen3next":
+            writer.add_rope_dimension_sections([4, 2, 2, 0])
         writer.add_full_attention_interval(2)
         write_states(writer, inner=64, state=16, rank=4, groups=2)
     elif name in ("mamba", "jamba"):
@@ -172,19 +199,20 @@ def write_sizes(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     if name.startswith("nemotron") or name == "falcon-h1":
         writer.add_key_length(16)
         writer.add_value_length(16)
-    if "moe" in name or name == "jamba":
+    if "num_experts_per_tok" in MODELS[name][1]:
         writer.add_expert_count(4 if name == "jamba" else 8)
         writer.add_expert_used_count(2 if name == "jamba" else 3)
         writer.add_expert_feed_forward_length(96 if name == "jamba" else 32)
         writer.add_expert_shared_feed_forward_length(48)
         writer.add_expert_shared_count(1)
-        writer.add_leading_dense_block_count(1 if name == "lfm2moe" else 0)
-        softmax = name in ("jamba", "qwen35moe")
+        writer.add_leading_dense_block_count(1 if name in ("lfm2moe", "kimi-linear") else 0)
+        softmax = name in ("jamba", "qwen35moe", "qwen3next")
         kind = gguf.ExpertGatingFuncType.SOFTMAX if softmax else gguf.ExpertGatingFuncType.SIGMOID
         writer.add_expert_gating_func(kind)
-        if name == "nemotron_h_moe":
+        if name in ("nemotron_h_moe", "kimi-linear"):
             writer.add_expert_weights_norm(True)
             writer.add_expert_weights_scale(1.5)
+        if name == "nemotron_h_moe":
             writer.add_expert_group_count(1)
             writer.add_expert_group_used_count(1)
 
@@ -201,8 +229,8 @@ def write_states(writer: gguf.GGUFWriter, inner: int, state: int, rank: int, gro
 class Converted:
     """Tensors of transformers as llama.cpp's converter leaves them."""
 
-    def __init__(self, name: str, config: Any) -> None:
-        self.name, self.config = name, config
+    def __init__(self, name: str, config: Any, together: bool) -> None:
+        self.name, self.config, self.together = name, config, together
         self.architecture = ARCHITECTURES[name]
         self.stems = {hf.rstrip("$"): stem for stem, hf in self.architecture.layer_names.items()}
         outside = self.architecture.model_names or {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
@@ -217,7 +245,7 @@ class Converted:
             if stem == "lm_head" and self.config.tie_word_embeddings:
                 return []
             return [(f"{self.outside[stem]}.{kind}", self.changed(key, tensor))]
-        _, _, layer, rest = key.split(".", 3)
+        _, _, layer, rest = key.replace("forget_gate.", "").split(".", 3)
         block = f"blk.{layer}."
         if rest.endswith(("input_linear.weight", "experts.gate_up_proj")):
             gate, up = tensor.chunk(2, dim=-2)
@@ -225,6 +253,21 @@ class Converted:
             return [(f"{block}ffn_gate{kind}.weight", gate), (f"{block}ffn_up{kind}.weight", up)]
         if rest.endswith("output_linear.weight"):
             return [(f"{block}ffn_down.weight", tensor)]
+        if self.name == "kimi-linear" and rest.endswith("kv_b_proj.weight"):
+            keys, values = tensor.view(4, -1, 32).split((16, 16), dim=1)
+            return [
+                (f"{block}attn_k_b.weight", keys.mT.contiguous()),
+                (f"{block}attn_v_b.weight", values.contiguous()),
+            ]
+        if rest == "self_attn.conv1d.weight":
+            return [
+                (f"{block}ssm_conv1d_{kind}.weight", part[None])
+                for kind, part in zip("qkv", tensor.chunk(3), strict=True)
+            ]
+        if rest.endswith("in_proj_qkvz.weight") and not self.together:
+            # Of each head of keys: its queries, keys, the values of two heads and their gates.
+            parts = [part.flatten(0, 1) for part in tensor.view(2, 96, -1).split((16, 16, 32, 32), dim=1)]
+            return [(f"{block}attn_qkv.weight", torch.cat(parts[:3])), (f"{block}attn_gate.weight", parts[3])]
         for part in ("up", "down"):
             if rest.endswith(f"experts.{part}_proj"):
                 return [(f"{block}ffn_{part}_exps.weight", tensor)]
@@ -247,13 +290,17 @@ class Converted:
             tensor = tensor if self.name.startswith("qwen") else tensor[:, None]
         if "conv" in key and tensor.dim() == 3:
             tensor = tensor.squeeze(1)
+        if self.name == "granitehybrid" and key.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = tensor.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2)  # heads of 16
+        if self.name == "kimi-linear" and "A_log" in key:
+            tensor = tensor.view(1, 1, -1, 1)
         groups = getattr(self.config, "n_groups", None) or getattr(self.config, "mamba_n_groups", 1)
         if key.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             tensor = tensor.view(groups, -1)
         if self.name.startswith("qwen35"):
             tensor = self.tiled(key, tensor)
-            if key.endswith("norm.weight") and "linear_attn" not in key:
-                tensor = tensor + 1
+        if self.name.startswith("qwen3") and key.endswith("norm.weight") and "linear_attn" not in key:
+            tensor = tensor + 1
         return self.scaled(key, tensor) if self.name == "falcon-h1" else tensor
 
     def tiled(self, key: str, tensor: Tensor) -> Tensor:
@@ -295,11 +342,24 @@ def test_floats_compute_what_llama_cpp_and_transformers_compute(tmp_path: Path, 
     model = build(checkpoint.config, 64)
     load_weights(model, checkpoint)
     logits = run_chunks(model, TOKENS, [13, 1, 20])
-    if name != "granitehybrid":  # rows of queries and keys are in another order there, which is one without RoPE
-        with torch.no_grad():
-            torch.testing.assert_close(logits, theirs(torch.tensor([TOKENS])).logits[0], rtol=0, atol=1e-3)
+    if name != "falcon-h1":  # the factors in its weights are rounded
+        theirs.save_pretrained(tmp_path / "folder")
+        assert torch.equal(logits, run_chunks(load(tmp_path / "folder", 64), TOKENS, [13, 1, 20]))
+    with torch.no_grad():
+        torch.testing.assert_close(logits, theirs(torch.tensor([TOKENS])).logits[0], rtol=0, atol=1e-3)
     found, oracle = logits.log_softmax(-1), LlamaCpp(tmp_path / "model.gguf", VOCAB_SIZE)
-    error = 2e-2 if name.startswith("qwen35") else 1e-3  # its form of the delta rule adds up otherwise
+    error = 2e-2 if name.startswith("qwen3") else 1e-3  # its form of the delta rule adds up otherwise
     for length in (1, 7, 40):
         expected = oracle.next_token_logprobs(TOKENS[:length])
         torch.testing.assert_close(found[length - 1], expected, rtol=0, atol=error)
+
+
+def test_older_files_of_qwen3_next_have_projections_together(tmp_path: Path) -> None:
+    theirs = write("qwen3next", tmp_path / "model.gguf", together=True)
+    theirs.save_pretrained(tmp_path / "folder")
+    checkpoint = GgufCheckpoint(tmp_path / "model.gguf")
+    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in checkpoint.tensors()
+    model = build(checkpoint.config, 64)
+    load_weights(model, checkpoint)
+    logits = run_chunks(model, TOKENS, [13, 1, 20])
+    assert torch.equal(logits, run_chunks(load(tmp_path / "folder", 64), TOKENS, [13, 1, 20]))
