@@ -17,7 +17,7 @@ from quire.attention.base import AttentionSpec, Rotation
 from quire.layers.attention import Attention, ForwardBatch, WantedTokens, keeps_heads
 from quire.layers.biased_attention import Bias, BiasedAttention
 from quire.layers.embedding import VocabParallelEmbedding
-from quire.layers.fusion import Stage, whole
+from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -30,6 +30,7 @@ from quire.layers.rope.embedding import rotary_embedding
 from quire.layers.rope.parameters import RopeParameters
 from quire.layers.weights import WeightedLayer, WeightMap, empty_parameter
 from quire.models.base import BuildContext, Model, ModelDescription
+from quire.models.config import ExpertsConfig
 from quire.models.heads import make_heads, num_labels, with_heads
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.ops.activation import GELU, GELU_AND_MUL, GELU_TANH, RELU, SILU_AND_MUL
@@ -88,6 +89,8 @@ class EncoderConfig:
     bias: bool = True  # of linear layers
     up_bias: bool = True  # of those that the MLP begins with
     score_scale: float | None = None  # of attention; None: by the size of heads
+    experts: ExpertsConfig | None = None  # of the layers that have experts in place of an MLP
+    experts_every: int = 0  # layers, the second of which has them
 
     @property
     def head_dim(self) -> int:
@@ -161,22 +164,13 @@ class EncoderLayer(Stage):
     def __init__(self, config: EncoderConfig, ctx: BuildContext, layer: int, make_bias: Bias | None) -> None:
         super().__init__()
         kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
-        hidden, width, heads, head_dim = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.head_dim,
-        )
+        hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         self.qkv_proj = QKVParallelLinear(hidden, heads, heads, head_dim, bias=config.bias, **kind)
         self.o_proj = RowParallelLinear(heads * head_dim, hidden, bias=config.bias, **kind)
-        self.up_proj = self.gate_up_proj = None
-        if config.gate is None:
-            self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
-        else:
-            both = {"gate_proj": width, "up_proj": width}
-            merged = UpGateLinear if config.up_first else MergedColumnParallelLinear
-            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **kind)
-        self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
+        self.up_proj: ColumnParallelLinear | None = None
+        self.gate_up_proj: MergedColumnParallelLinear | None = None
+        self.down_proj: RowParallelLinear | None = None
+        self.add_mlp(config, ctx)
         self.attn_norm, self.mlp_norm = (LayerNorm(hidden, eps=config.norm_eps, target=ctx.target) for _ in range(2))
         mine, scale = self.qkv_proj.num_heads, config.score_scale or head_dim**-0.5
         spec = AttentionSpec(mine, mine, head_dim, scale, causal=False)
@@ -185,8 +179,27 @@ class EncoderLayer(Stage):
             if make_bias is None
             else BiasedAttention(spec, layer, ctx.target, make_bias)
         )
-        self._act = (ACTIVATIONS[config.activation] if config.gate is None else GATES[config.gate]).bind(ctx.target)
         self._gather_rows = GATHER_ROWS.bind(ctx.target)
+
+    def add_mlp(self, config: EncoderConfig, ctx: BuildContext) -> None:
+        kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
+        hidden, width = config.hidden_size, config.intermediate_size
+        if config.gate is None:
+            self.up_proj = ColumnParallelLinear(hidden, width, bias=config.up_bias, **kind)
+        else:
+            both = {"gate_proj": width, "up_proj": width}
+            merged = UpGateLinear if config.up_first else MergedColumnParallelLinear
+            self.gate_up_proj = merged(hidden, both, bias=config.up_bias, **kind)
+        self.down_proj = RowParallelLinear(width, hidden, bias=config.bias, **kind)
+        self._act = (ACTIVATIONS[config.activation] if config.gate is None else GATES[config.gate]).bind(ctx.target)
+
+    def mlp(self, hidden: Tensor) -> Passed:
+        """[n, hidden] -> [n, hidden]."""
+        up = self.gate_up_proj or self.up_proj
+        assert up is not None
+        assert self.down_proj is not None
+        out: Passed = self.down_proj(self._act(whole(up(hidden))))
+        return out
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None) -> Tensor:
         """[n, hidden] -> [n, hidden], or of the wanted tokens alone."""
@@ -195,9 +208,7 @@ class EncoderLayer(Stage):
             hidden = self._gather_rows(hidden, wanted.tokens)
         normed, _ = self.attn_norm.merge(mixed, hidden)
         hidden = whole(normed)
-        up = self.gate_up_proj or self.up_proj
-        assert up is not None
-        normed, _ = self.mlp_norm.merge(self.down_proj(self._act(whole(up(hidden)))), hidden)
+        normed, _ = self.mlp_norm.merge(self.mlp(hidden), hidden)
         return whole(normed)
 
 
@@ -221,9 +232,15 @@ class Encoder(Model):
         self._num_token_types, self._target = config.num_token_types, ctx.target
         embeddings = self.embeddings = EncoderEmbeddings(config, ctx)
         self.heads = make_heads(ctx.heads, ctx.target, embeddings.words)
-        self.layers = nn.ModuleList(EncoderLayer(config, ctx, layer, make_bias) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            self.layer_kind(config, layer)(config, ctx, layer, make_bias) for layer in range(config.num_layers)
+        )
         self.rotary = None if config.rope is None else rotary_embedding(config.rope, ctx.max_model_len, ctx.target)
         self._positions_of = POSITIONS_OF.bind(ctx.target)
+
+    @classmethod
+    def layer_kind(cls, config: EncoderConfig, layer: int) -> type[EncoderLayer]:
+        return EncoderLayer
 
     @classmethod
     @abstractmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
 from quire.layers.expert_adapters import ExpertAdapters
-from quire.layers.experts import GroupedDown, GroupedGateUp, Router, TokenGate
+from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedUp, Router, TokenGate
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
@@ -21,8 +21,24 @@ from quire.ops.scale import SCALE_ROWS
 from quire.ops.split_k import PartialSums
 from quire.types.ledger import EngineSizes, LedgerLine
 
+Activation = Callable[[Tensor], Tensor]
 
-class ExpertsMLP(MLP):
+
+class Routed(Stage):
+    """A router and its experts."""
+
+    router: Router
+    experts: Experts | UngatedExperts
+
+    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        count = sizes.max_num_batched_tokens
+        num_bytes = self.experts.workspace_bytes(count, self.router.routing.top_k)
+        yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
+
+
+class ExpertsMLP(Routed, MLP):
+    experts: Experts
+
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
         experts = config.experts
@@ -77,11 +93,6 @@ class ExpertsMLP(MLP):
         expert_ids, factors, ones = self.router.choose_one(x)
         routed = self.experts(self._scale_rows(x, factors, x.shape[1]), expert_ids, ones)
         return routed
-
-    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
-        count = sizes.max_num_batched_tokens
-        num_bytes = self.experts.workspace_bytes(count, self.router.routing.top_k)
-        yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
 
 
 class Experts(Stage):
@@ -166,3 +177,19 @@ class Experts(Stage):
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)
         )
+
+
+class UngatedExperts(Stage):
+    def __init__(self, up: GroupedUp, down: GroupedDown, activation: Activation) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj, self._act = up, down, activation
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        up: Tensor = self.up_proj(x, expert_ids)
+        out: Tensor = self.down_proj(self._act(up.flatten(0, 1)).view(up.shape), expert_ids, weights)
+        return out
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        up, down, slots = self.up_proj, self.down_proj, num_tokens * top_k
+        inside = max(up.method.workspace_bytes(slots, 1), down.method.workspace_bytes(num_tokens, top_k))
+        return inside + slots * (up.in_features + 2 * down.in_features) * up.itemsize

@@ -18,12 +18,7 @@ class JinaEmbeddingsV3(Bert):
     outer = NomicBert.outer
     classifiers = Roberta.classifiers
     masked: ClassVar = Roberta.masked
-    names: ClassVar = {
-        **NomicBert.names,
-        "mixer.Wqkv": "qkv_proj",
-        "mixer.out_proj": "o_proj",
-        "mlp.fc1": "up_proj",
-    }
+    names: ClassVar = {**NomicBert.names, "mixer.Wqkv": "qkv_proj", "mixer.out_proj": "o_proj", "mlp.fc1": "up_proj"}
     theta: ClassVar = 20_000.0
 
     @classmethod

@@ -1,26 +1,30 @@
-"""Nomic BERT: BERT with rotated positions and a gated MLP. Checkpoints have one of two sets of names."""
+"""Nomic BERT: BERT with rotated positions and a gated MLP, or experts. Checkpoints have one of two sets of names."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from quire.layers.rope.parameters import rope_parameters
-from quire.models.config import ConfigReader
-from quire.models.encoder import GATES, Encoder, EncoderConfig
+from quire.models.config import ConfigReader, ExpertsConfig
+from quire.models.encoder import GATES, Encoder, EncoderConfig, EncoderLayer
+from quire.models.nomic_experts import NomicExpertsLayer
+from quire.ops.routing import Routing
 from quire.types.errors import ModelError
 from quire.types.pooling import HeadLayer
 
-DEFAULTS: dict[str, Any] = {"type_vocab_size": 2, "hidden_act": "silu", "rope_theta": 1000.0, "layer_norm_eps": 1e-12}
+DEFAULTS: dict[str, Any] = {
+    **{"type_vocab_size": 2, "hidden_act": "silu", "rope_theta": 1000.0, "layer_norm_eps": 1e-12},
+    "moe_every_n_layers": 0,
+}
 # What the model's own code does in ways that are not here, and what each key must be.
 PLAIN: dict[str, Any] = {
     "prenorm": False,
     "use_rms_norm": False,
     "rotary_emb_interleaved": False,
     "rotary_emb_fraction": 1.0,
-    "num_experts": 0,
-    "qkv_proj_bias": False,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
+    "num_shared_experts": 0,
+    "expert_choice_router": False,
+    "moe_normalize_expert_weights": False,
 }
 # Keys of the model's own code, and what they are called in transformers.
 KEYS = {
@@ -31,7 +35,7 @@ KEYS = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
+GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 class NomicBert(Encoder):
@@ -56,6 +60,7 @@ class NomicBert(Encoder):
         "self_attn.k_proj": "k_proj",
         "self_attn.v_proj": "v_proj",
         "self_attn.o_proj": "o_proj",
+        "mlp.fc1": "up_proj",
         "mlp.fc11": "up_proj",
         "mlp.fc12": "gate_proj",
         "mlp.fc2": "down_proj",
@@ -66,6 +71,10 @@ class NomicBert(Encoder):
         "norm2": "mlp_norm",
         "post_attention_layernorm": "attn_norm",
         "post_mlp_layernorm": "mlp_norm",
+        "mlp.router.layer": "router",
+        "mlp.experts.mlp.w1": "experts.up_proj.weight",
+        "mlp.experts.mlp.w2": "experts.down_proj.weight",
+        "mlp.experts.bias": "experts.bias",
     }
 
     @classmethod
@@ -82,10 +91,12 @@ class NomicBert(Encoder):
         if longest is not None:
             renamed.setdefault("max_position_embeddings", longest)
         read = ConfigReader(renamed, DEFAULTS)
-        named = read.get("activation_function") or read["hidden_act"]
-        gate = ACTIVATIONS.get(named, named)
-        if gate not in GATES:
-            raise ModelError(f"unknown activation {named!r} in the config of an encoder; known: {', '.join(GATES)}")
+        biases = {read.flag("qkv_proj_bias"), read.flag("mlp_fc2_bias")}
+        if len(biases) > 1:
+            raise ModelError(
+                "qkv_proj_bias and mlp_fc2_bias differ in the config of a Nomic encoder; known: both alike"
+            )
+        gate, activation = _activation(read)
         heads, hidden = read["num_attention_heads"], read["hidden_size"]
         return EncoderConfig(
             vocab_size=read["vocab_size"],
@@ -99,6 +110,32 @@ class NomicBert(Encoder):
             has_positions=False,
             rope=rope_parameters(dict(read), hidden // heads),
             gate=gate,
-            bias=False,
-            up_bias=False,
+            activation=activation,
+            bias=biases.pop(),
+            up_bias=read.flag("mlp_fc1_bias"),
+            experts=_experts(read),
+            experts_every=read["moe_every_n_layers"],
         )
+
+    @classmethod
+    def layer_kind(cls, config: EncoderConfig, layer: int) -> type[EncoderLayer]:
+        every = config.experts_every
+        return NomicExpertsLayer if config.experts and every and layer % every == 1 else EncoderLayer
+
+
+def _activation(read: ConfigReader) -> tuple[str | None, str]:
+    """(that of a gated MLP, that of one without gates), of which one is read; transformers' key is for gated ones."""
+    named, known = read.get("activation_function"), (*GATED, "gelu")
+    if named is None:
+        named, known = read["hidden_act"], tuple(GATES)
+    if named not in known:
+        raise ModelError(f"unknown activation {named!r} in the config of an encoder; known: {', '.join(known)}")
+    gate = GATED.get(named, named) if read.get("activation_function") in (None, *GATED) else None
+    return gate, "gelu"
+
+
+def _experts(read: ConfigReader) -> ExpertsConfig | None:
+    if not read.get("num_experts"):
+        return None
+    routing = Routing(read.get("moe_top_k", 1), score="softmax", renormalize=False)
+    return ExpertsConfig(read["num_experts"], read["intermediate_size"], routing)

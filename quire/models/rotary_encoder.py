@@ -31,12 +31,8 @@ class RotaryEncoderLayer(Stage):
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int, eps: float, norm_bias: bool) -> None:
         super().__init__()
         kind: dict[str, Any] = {"target": ctx.target, "group": ctx.group}
-        hidden, width, heads, head_dim = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.head_dim,
-        )
+        hidden, width = config.hidden_size, config.intermediate_size
+        heads, head_dim = config.num_heads, config.head_dim
         self.attn_norm, self.mlp_norm = (
             LayerNorm(hidden, eps=eps, target=ctx.target, bias=norm_bias) if wanted else None
             for wanted in (layer > 0, True)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from quire.layers.experts import GroupedDown, GroupedUp, Router
-from quire.layers.fusion import Passed, Stage, whole
+from quire.layers.fusion import Passed, whole
 from quire.layers.linear import ColumnParallelLinear, Linear, Piece, RowParallelLinear
 from quire.models.base import BuildContext
 from quire.models.config import DecoderConfig
+from quire.models.experts import Routed, UngatedExperts
 from quire.models.kinds import MLP
 from quire.ops.grouped import ADD_SHARED
-from quire.types.ledger import EngineSizes, LedgerLine
 
 
 class SquaredReluMLP(MLP):
@@ -32,7 +31,7 @@ class SquaredReluMLP(MLP):
         return out
 
 
-class SquaredReluExperts(MLP):
+class SquaredReluExperts(Routed, MLP):
     """Experts without gates, beside a shared one; they may read and give fewer features than the layer has."""
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
@@ -50,6 +49,7 @@ class SquaredReluExperts(MLP):
         self.experts = UngatedExperts(
             GroupedUp(count, latent or hidden, experts.width, bias=False, **kind),
             GroupedDown(count, experts.width, latent or hidden, bias=False, layout="rows", **kind),
+            squared_relu,
         )
         self.shared = SquaredReluMLP(replace(config, intermediate_size=experts.shared_width or 0), ctx, layer)
         self._add_shared = ADD_SHARED.bind(ctx.target)
@@ -61,26 +61,6 @@ class SquaredReluExperts(MLP):
         given: Tensor = self.experts(read, ids, weights)
         routed = given if self.fc2_latent_proj is None else whole(self.fc2_latent_proj(given))
         return self._add_shared(routed, whole(self.shared(x)), None)
-
-    def contributes(self, sizes: EngineSizes) -> Iterable[LedgerLine]:
-        count = sizes.max_num_batched_tokens
-        num_bytes = self.experts.workspace_bytes(count, self.router.routing.top_k)
-        yield LedgerLine("experts", num_bytes, f"rows of {count} tokens, one for each of their experts", in_step=True)
-
-
-class UngatedExperts(Stage):
-    def __init__(self, up: GroupedUp, down: GroupedDown) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = up, down
-
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(squared_relu(self.up_proj(x, expert_ids)), expert_ids, weights)
-        return out
-
-    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
-        up, down, slots = self.up_proj, self.down_proj, num_tokens * top_k
-        inside = max(up.method.workspace_bytes(slots, 1), down.method.workspace_bytes(num_tokens, top_k))
-        return inside + slots * (up.in_features + 2 * down.in_features) * up.itemsize
 
 
 def squared_relu(x: Tensor) -> Tensor:

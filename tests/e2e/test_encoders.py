@@ -160,7 +160,9 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     [
         ("DebertaV2", {"share_att_key": False}, "share_att_key is False"),
         ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
-        ("NomicBert", {"num_experts": 8}, "num_experts is 8"),
+        ("NomicBert", {"num_shared_experts": 1}, "num_shared_experts is 1"),
+        ("NomicBert", {"mlp_fc2_bias": True}, "qkv_proj_bias and mlp_fc2_bias differ"),
+        ("NomicBert", {"activation_function": "relu"}, "unknown activation 'relu' in .*; known: swiglu, geglu, gelu"),
         ("NomicBert", {"hidden_act": "relu"}, "unknown activation 'relu'"),
         ("Gte", {"hidden_act": "relu"}, "unknown activation 'relu' in the config of an encoder; known: gelu, silu"),
     ],

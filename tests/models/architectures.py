@@ -13,7 +13,7 @@ from tests.models.zoo import STATE_KEYS
 GENERATORS = [name for name in ARCHITECTURES if "generates" in ARCHITECTURES.get(name).capabilities]
 _MIXED = ["mamba", "attention", "mamba", "mamba"]
 _DEBERTA = {"relative_attention": True, "share_att_key": True}
-_NOMIC = {"num_experts": None}
+_NOMIC = {"num_experts": None}  # those that have some are in tests/e2e/test_nomic_experts.py
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("DebertaV2ForMaskedLM", "DebertaV2Model"), _DEBERTA),
     **dict.fromkeys(("NomicBertForMaskedLM", "NomicBertModel"), _NOMIC),

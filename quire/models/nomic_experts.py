@@ -1,0 +1,67 @@
+"""The layer of Nomic's encoder whose MLP is a mixture of experts: no gates, weights of softmax scores as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quire.layers.experts import GroupedDown, GroupedLinear, GroupedUp, Router
+from quire.layers.fusion import Passed
+from quire.layers.scheme import Weight, as_tensor
+from quire.layers.weights import Filling, WeightedLayer, empty_parameter
+from quire.models.base import BuildContext
+from quire.models.encoder import ACTIVATIONS, EncoderConfig, EncoderLayer
+from quire.models.experts import Activation, Routed, UngatedExperts
+
+
+class Flat(GroupedLinear):
+    """In checkpoints, the rows of all experts' matrices are one below the other."""
+
+    def pieces(self, parameter: str) -> dict[str | None, tuple[int, ...]]:
+        count, rows, columns = self.whole_shape(parameter)
+        return {None: (count * rows, columns)}
+
+    def filling(self, parameter: str, piece: str | None) -> Filling | None:
+        return Filling((self.pieces(parameter)[None],), (None,)) if piece is None else None
+
+    def load(self, parameter: str, piece: str | None, weight: Weight) -> None:
+        super().load(parameter, piece, as_tensor(weight).reshape(self.whole_shape(parameter)))
+
+
+class FlatUp(Flat, GroupedUp):
+    pass
+
+
+class FlatDown(Flat, GroupedDown):
+    pass
+
+
+class BiasedExperts(UngatedExperts, WeightedLayer):
+    """One bias is added to what the experts of a token give together."""
+
+    def __init__(self, up: GroupedUp, down: GroupedDown, activation: Activation, bias: nn.Parameter) -> None:
+        super().__init__(up, down, activation)
+        self.bias = bias
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, expert_ids, weights) + self.bias
+
+
+class NomicExpertsLayer(Routed, EncoderLayer):
+    def add_mlp(self, config: EncoderConfig, ctx: BuildContext) -> None:
+        experts, hidden = config.experts, config.hidden_size
+        assert experts is not None, "a layer of experts needs their sizes"
+        count = experts.num_experts
+        kind: dict[str, Any] = {"bias": False, "target": ctx.target, "group": ctx.group}
+        self.router = Router(hidden, count, experts.routing, bias=False, choice_bias=False, target=ctx.target)
+        self.experts = BiasedExperts(
+            FlatUp(count, hidden, experts.width, **kind),
+            FlatDown(count, experts.width, hidden, layout="columns", **kind),
+            ACTIVATIONS[config.activation].bind(ctx.target),
+            empty_parameter(hidden, dtype=ctx.dtype),
+        )
+
+    def mlp(self, hidden: Tensor) -> Passed:
+        out: Tensor = self.experts(hidden, *self.router.choose(hidden))
+        return out
