@@ -12,7 +12,7 @@ from quire.engine.core import EngineCore
 from quire.kernels.cpu import library
 from quire.runner.kernel_list import KernelList
 from quire.types.sampling import SamplingParams
-from tests.e2e.tiny import LATENT, Driver, make_engine, make_model
+from tests.e2e.tiny import Driver, make_engine, make_model
 from tests.runner.engines import run_eagerly, runner_of, spy_on, worker_of
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C++ compiler")
@@ -53,9 +53,6 @@ def answers(core: EngineCore, **params: Any) -> dict[str, object]:
         ("granite", {}, True),
         ("olmo2", {}, False),
         ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}, True),
-        ("deepseek_v2", {**LATENT, "q_lora_rank": None}, True),
-        ("deepseek_v3", LATENT, True),
-        ("deepseek_v32", {**LATENT, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}, True),
         ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 16}, True),
     ],
 )
