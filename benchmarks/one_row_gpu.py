@@ -38,12 +38,13 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
-def show(title: str, num_bytes: float, ways: dict[str, Callable[[], None]]) -> None:
+def show(title: str, num_bytes: float, ways: dict[str, Callable[[], None]], layers: int = LAYERS) -> None:
+    """num_bytes: that one layer reads; `layers`: that a way computes one after the other."""
     if COMPILE is not None:  # each kernel once, which leaves it in Triton's cache
         for run in list(ways.values())[COMPILE::PROCESSES]:
             run()
         return
-    found = sorted((time_graph(run) / LAYERS, name) for name, run in ways.items())
+    found = sorted((time_graph(run) / layers, name) for name, run in ways.items())
     print(
         f"{title}: floor {num_bytes / BANDWIDTH * 1e6:.1f} us; " + ", ".join(f"{n}: {us:.1f}" for us, n in found[:8])
     )
@@ -80,9 +81,9 @@ def experts() -> None:
 
             routed = partial(run_experts, x, ids, top if rows == 1 else 1, activation, chosen)
             layered = partial(routed, list(zip(weights, beside, strict=True)), shared_x, outputs)
-            num_bytes = layers / LAYERS * 2 * (top * n * k + shared_n * shared_k)
+            num_bytes = 2 * (top * n * k + shared_n * shared_k)
             cuts = product((4, 8, 16), (256, 512, 1024), (4, 8))
-            show(f"{name}, {part}", num_bytes, {str(cut): partial(layered, cut) for cut in cuts})
+            show(f"{name}, {part}", num_bytes, {str(cut): partial(layered, cut) for cut in cuts}, layers)
 
 
 def run_experts(
