@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quire.layers.rope.parameters import rope_parameters
-from quire.models.config import ConfigReader, ExpertsConfig
-from quire.models.encoder import GATES, Encoder, EncoderConfig, EncoderLayer
-from quire.models.nomic_experts import NomicExpertsLayer
-from quire.ops.routing import Routing
+from quire.models.config import ConfigReader
+from quire.models.encoder import Encoder, EncoderConfig, EncoderLayer
+from quire.models.nomic_experts import NomicExpertsLayer, read_activation, read_experts
 from quire.types.errors import ModelError
 from quire.types.pooling import HeadLayer
 
@@ -35,7 +34,6 @@ KEYS = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }
-GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 class NomicBert(Encoder):
@@ -56,10 +54,7 @@ class NomicBert(Encoder):
         "embeddings.LayerNorm": "embeddings.norm",
         "attn.Wqkv": "qkv_proj",
         "attn.out_proj": "o_proj",
-        "self_attn.q_proj": "q_proj",
-        "self_attn.k_proj": "k_proj",
-        "self_attn.v_proj": "v_proj",
-        "self_attn.o_proj": "o_proj",
+        **{f"self_attn.{kind}_proj": f"{kind}_proj" for kind in "qkvo"},
         "mlp.fc1": "up_proj",
         "mlp.fc11": "up_proj",
         "mlp.fc12": "gate_proj",
@@ -96,7 +91,7 @@ class NomicBert(Encoder):
             raise ModelError(
                 "qkv_proj_bias and mlp_fc2_bias differ in the config of a Nomic encoder; known: both alike"
             )
-        gate, activation = _activation(read)
+        gate, activation = read_activation(read)
         heads, hidden = read["num_attention_heads"], read["hidden_size"]
         return EncoderConfig(
             vocab_size=read["vocab_size"],
@@ -113,7 +108,7 @@ class NomicBert(Encoder):
             activation=activation,
             bias=biases.pop(),
             up_bias=read.flag("mlp_fc1_bias"),
-            experts=_experts(read),
+            experts=read_experts(read),
             experts_every=read["moe_every_n_layers"],
         )
 
@@ -121,21 +116,3 @@ class NomicBert(Encoder):
     def layer_kind(cls, config: EncoderConfig, layer: int) -> type[EncoderLayer]:
         every = config.experts_every
         return NomicExpertsLayer if config.experts and every and layer % every == 1 else EncoderLayer
-
-
-def _activation(read: ConfigReader) -> tuple[str | None, str]:
-    """(that of a gated MLP, that of one without gates), of which one is read; transformers' key is for gated ones."""
-    named, known = read.get("activation_function"), (*GATED, "gelu")
-    if named is None:
-        named, known = read["hidden_act"], tuple(GATES)
-    if named not in known:
-        raise ModelError(f"unknown activation {named!r} in the config of an encoder; known: {', '.join(known)}")
-    gate = GATED.get(named, named) if read.get("activation_function") in (None, *GATED) else None
-    return gate, "gelu"
-
-
-def _experts(read: ConfigReader) -> ExpertsConfig | None:
-    if not read.get("num_experts"):
-        return None
-    routing = Routing(read.get("moe_top_k", 1), score="softmax", renormalize=False)
-    return ExpertsConfig(read["num_experts"], read["intermediate_size"], routing)

@@ -1,4 +1,4 @@
-"""The layer of Nomic's encoder whose MLP is a mixture of experts: no gates, weights of softmax scores as they are."""
+"""Nomic's mixture of experts, the MLP of some layers: no gates, and softmax scores as they are for weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from quire.layers.fusion import Passed
 from quire.layers.scheme import Weight, as_tensor
 from quire.layers.weights import Filling, WeightedLayer, empty_parameter
 from quire.models.base import BuildContext
-from quire.models.encoder import ACTIVATIONS, EncoderConfig, EncoderLayer
+from quire.models.config import ConfigReader, ExpertsConfig
+from quire.models.encoder import ACTIVATIONS, GATES, EncoderConfig, EncoderLayer
 from quire.models.experts import Activation, Routed, UngatedExperts
+from quire.ops.routing import Routing
+from quire.types.errors import ModelError
+
+GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 class Flat(GroupedLinear):
@@ -65,3 +70,21 @@ class NomicExpertsLayer(Routed, EncoderLayer):
     def mlp(self, hidden: Tensor) -> Passed:
         out: Tensor = self.experts(hidden, *self.router.choose(hidden))
         return out
+
+
+def read_activation(read: ConfigReader) -> tuple[str | None, str]:
+    """(that of a gated MLP, that of one without gates), of which one is read; transformers' key is for gated ones."""
+    named, known = read.get("activation_function"), (*GATED, "gelu")
+    if named is None:
+        named, known = read["hidden_act"], tuple(GATES)
+    if named not in known:
+        raise ModelError(f"unknown activation {named!r} in the config of an encoder; known: {', '.join(known)}")
+    gate = GATED.get(named, named) if read.get("activation_function") in (None, *GATED) else None
+    return gate, "gelu"
+
+
+def read_experts(read: ConfigReader) -> ExpertsConfig | None:
+    if not read.get("num_experts"):
+        return None
+    routing = Routing(read.get("moe_top_k", 1), score="softmax", renormalize=False)
+    return ExpertsConfig(read["num_experts"], read["intermediate_size"], routing)
