@@ -1,10 +1,10 @@
-"""Matmuls with 4-bit weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
+"""Matmuls with packed weights on a GPU: microseconds of each way to cut them, beside the bytes over 4.3 TB/s.
 
-    python benchmarks/packed_gpu.py [--only int4 mxfp4] [--rows 1 16 64 256] [--best 4] [--out FILE]
+    python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8] [--rows 1 16 64 256] [--best 4] [--out FILE]
 
-Shapes are those of llama-8b (groups of 128 with zero points) and of gpt-oss-20b's experts (uniform routing). Each
-time is of a CUDA graph over several weights, so that none is in the L2 cache. Kernels are compiled first, by all
-cores.
+Shapes are those of llama-8b (groups of 128 with zero points) and of the experts of gpt-oss-20b and qwen3-30b-a3b (fp8,
+128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in the L2
+cache. Kernels are compiled first, by all cores.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ INT4 = {
     "qkv": (6144, 4096, ""),
     "o": (4096, 4096, ""),
 }
-EXPERTS, TOP_K = 32, 4
 MXFP4 = {"gate_up": (5760, 2880, "clamped_swiglu"), "down": (2880, 2880, "")}
+FP8 = {"gate_up": (1536, 2048, "silu"), "down": (2048, 768, "")}
+SHAPES = {"int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
+EXPERTS, TOP_K = {"int4": 1, "mxfp4": 32, "fp8": 128}, {"int4": 1, "mxfp4": 4, "fp8": 8}
+BYTES = {"int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128}  # of a weight
+PIECES = {"int4": 128, "mxfp4": 64, "fp8": 128}
 IN_TURN = 300 << 20  # bytes of weights that a graph goes through
 
 
@@ -59,12 +63,13 @@ class Way(NamedTuple):
         return f"{self.kind} {self.bt}x{self.bn}x{self.bk} w{self.warps} s{self.stages} /{self.splits}"
 
 
-def ways(rows: int, piece: int) -> Iterator[Way]:
+def ways(rows: int, kind: str) -> Iterator[Way]:
+    piece = PIECES[kind]
     if rows == 1:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
         for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
             yield Way("rows", block, lines, warps, 0, splits)
-    if rows == 1 or (rows <= 8 and piece == 128):
+    if rows == 1 or (rows <= 8 and kind == "int4"):
         for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
             yield Way("fragments", 0, pieces, warps, 0, 1)
     if rows <= 16:
@@ -87,6 +92,8 @@ def ways(rows: int, piece: int) -> Iterator[Way]:
             wide_splits = [1]
     for (bt, bn, warps, stages), count in product(shapes, splits):
         yield Way("tiles", bt, bn, warps, stages, count, piece)
+    if kind == "fp8":  # bytes are not copied
+        return
     for (bt, bn, bk, warps, stages), count in product(wide, wide_splits):
         yield Way("wide", bt, bn, warps, stages, count, bk)
         if piece == 128 and rows > 16:
@@ -94,6 +101,10 @@ def ways(rows: int, piece: int) -> Iterator[Way]:
 
 
 def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
+    if kind == "fp8":
+        blocks = torch.rand(experts, n // 128, k // 128, device="cuda") / 256
+        codes = torch.randn(experts, n, k, device="cuda").to(torch.float8_e4m3fn)
+        return PackedWeight(codes, blocks.repeat_interleave(128, 1))
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
     if kind == "mxfp4":
         exponents = torch.randint(115, 122, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
@@ -105,18 +116,19 @@ def make_weight(experts: int, n: int, k: int, kind: str) -> PackedWeight:
 
 def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callable[[], Tensor]]:
     """The matmul over different weights."""
-    n, k, activation = (INT4 if kind == "int4" else MXFP4)[name]
+    n, k, activation = SHAPES[kind][name]
     torch.manual_seed(0)
     if kind == "int4":
         slots, ids, per_row = None, None, 1
         x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
         weights = [make_weight(1, n, k, kind) for _ in range(copies)]
     else:
-        ids = torch.rand(rows, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].to(torch.int32)
-        slots = None if way.kind in ("rows", "fragments") else sort_slots(ids, EXPERTS, way.bt)
-        per_row = TOP_K if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
-        x = torch.randn(rows * TOP_K // per_row, k, device="cuda").to(torch.bfloat16)
-        weights = [make_weight(EXPERTS, n, k, kind) for _ in range(copies)]
+        experts, top_k = EXPERTS[kind], TOP_K[kind]
+        ids = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].to(torch.int32)
+        slots = None if way.kind in ("rows", "fragments") else sort_slots(ids, experts, way.bt)
+        per_row = top_k if name == "gate_up" and way.kind in ("tiles", "rows", "fragments") else 1
+        x = torch.randn(rows * top_k // per_row, k, device="cuda").to(torch.bfloat16)
+        weights = [make_weight(experts, n, k, kind) for _ in range(copies)]
 
     def run(weight: PackedWeight) -> Tensor:
         if way.kind == "fragments":
@@ -137,9 +149,9 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
 
 
 def floor_us(kind: str, name: str, rows: int) -> float:
-    n, k, _ = (INT4 if kind == "int4" else MXFP4)[name]
-    experts = 1.0 if kind == "int4" else EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** rows)
-    return experts * n * k * (0.5 + (3 / 128 if kind == "int4" else 1 / 32)) / BANDWIDTH * 1e6
+    n, k, _ = SHAPES[kind][name]
+    experts = EXPERTS[kind] * (1 - (1 - TOP_K[kind] / EXPERTS[kind]) ** rows)
+    return experts * n * k * BYTES[kind] / BANDWIDTH * 1e6
 
 
 def compile_one(case: tuple[str, str, int, Way]) -> None:
@@ -152,8 +164,8 @@ def compile_one(case: tuple[str, str, int, Way]) -> None:
 
 def time_one(case: tuple[str, str, int, Way]) -> float:
     kind, name, _, _ = case
-    n, k, _ = (INT4 if kind == "int4" else MXFP4)[name]
-    each = n * k // 2 * (1 if kind == "int4" else EXPERTS)
+    n, k, _ = SHAPES[kind][name]
+    each = int(n * k * BYTES[kind]) * EXPERTS[kind]
     run = calls(*case, copies=max(2, IN_TURN // each))
     run[0]()
     graph = torch.cuda.CUDAGraph()
@@ -173,7 +185,7 @@ def time_one(case: tuple[str, str, int, Way]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=["int4", "mxfp4"], choices=["int4", "mxfp4"])
+    parser.add_argument("--only", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--best", type=int, default=4, help="ways to print of each matmul")
     parser.add_argument("--processes", type=int, default=14)
@@ -182,11 +194,11 @@ def main() -> None:
     cases = [
         (kind, name, rows, way)
         for kind in args.only
-        for name in (INT4 if kind == "int4" else MXFP4)
+        for name in SHAPES[kind]
         for rows in args.rows
-        for way in ways(rows, 128 if kind == "int4" else 64)
+        for way in ways(rows, kind)
     ]
-    few = {(kind, bool((INT4 if kind == "int4" else MXFP4)[name][2]), rows, way): (kind, name, rows, way)
+    few = {(kind, bool(SHAPES[kind][name][2]), rows, way): (kind, name, rows, way)
            for kind, name, rows, way in cases}  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_one, few.values(), chunksize=1)
