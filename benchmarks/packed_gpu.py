@@ -2,8 +2,8 @@
 
     python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8] [--rows 1 16 64 256] [--best 4] [--out FILE]
 
-Shapes are those of llama-8b (groups of 128 with zero points) and of the experts of gpt-oss-20b and qwen3-30b-a3b (fp8,
-128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in the L2
+Shapes are those of llama-8b (groups of 128 with zero points) and of the experts of gpt-oss-20b and qwen3-30b-a3b
+(fp8, 128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in the L2
 cache. Kernels are compiled first, by all cores.
 """
 
@@ -132,8 +132,7 @@ def calls(kind: str, name: str, rows: int, way: Way, copies: int) -> list[Callab
 
     def run(weight: PackedWeight) -> Tensor:
         if way.kind == "fragments":
-            cut = {"warps": way.warps, "pieces": way.bn}
-            return packed_fragments(x, ids, weight, None, activation, per_row=per_row, **cut)
+            return packed_fragments(x, ids, weight, None, activation, per_row=per_row, warps=way.warps, pieces=way.bn)
         if way.kind == "rows":
             return packed_rows(
                 x, ids, weight, None, activation, per_row=per_row,
