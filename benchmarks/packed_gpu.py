@@ -3,8 +3,8 @@
     python benchmarks/packed_gpu.py [--only int4 mxfp4 fp8] [--rows 1 16 64 256] [--best 4] [--out FILE]
 
 Shapes are those of llama-8b (groups of 128 with zero points) and of the experts of gpt-oss-20b and qwen3-30b-a3b
-(fp8, 128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in the L2
-cache. Kernels are compiled first, by all cores.
+(fp8, 128x128 blocks), with uniform routing. Each time is of a CUDA graph over several weights, so that none is in
+the L2 cache. Kernels are compiled first, by all cores.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def ways(rows: int, kind: str) -> Iterator[Way]:
     piece = PIECES[kind]
     if rows == 1:
         cuts = [(64, 32, 4), (64, 64, 4), (64, 16, 4), (128, 16, 4)]
-        for (block, lines, warps), splits in product(cuts, [1, 2, 4]):
-            yield Way("rows", block, lines, warps, 0, splits)
+        for (block, lines, warps), parts in product(cuts, [1, 2, 4]):
+            yield Way("rows", block, lines, warps, 0, parts)
     if rows == 1 or (rows <= 8 and kind == "int4"):
         for warps, pieces in product([4, 8, 16], [1, 2, 4, 7]):
             yield Way("fragments", 0, pieces, warps, 0, 1)
