@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.ops.choice import first_max
 from quire.types.status import BAD_LOGITS, NO_TOKEN, OVERFLOW
 
@@ -77,61 +77,17 @@ def append_greedy(
     return append_tokens(tokens.to(torch.int32), highest, rows, *state, ahead=ahead)
 
 
-def _rows(seed: int) -> tuple[torch.Generator, Tensor, Tensor, Tensor, Tensor, int, Tensor | None]:
-    """Every third time rows with drafts behind their tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    count, scratch = 1 + seed % 7, 8
-    rows = torch.randperm(scratch, generator=generator)[:count]
-    rows[1:2] = scratch
-    lengths = torch.randint(1, 20, (scratch + 1,), generator=generator)
-    token_ids = torch.zeros(scratch + 1, 32, dtype=torch.int32)
-    ahead = None
-    if seed % 3 == 2:
-        counts = torch.randint(1, 5, rows.shape, generator=generator)
-        counts[rows == scratch] = 1
-        ahead = torch.cat([torch.arange(each) for each in counts.tolist()]).int()
-        rows = rows.repeat_interleave(counts)
-        token_ids = torch.randint(1, 3, token_ids.shape, generator=generator).int()
-    return generator, rows, token_ids, lengths, lengths - 2, scratch, ahead
-
-
-def generate_append(seed: int) -> tuple[Tensor | int | None, ...]:
-    generator, rows, room, lengths, computed, scratch, ahead = _rows(seed)
-    tokens = torch.randint(1, 1 << 17 if ahead is None else 4, rows.shape, generator=generator).int()
-    values = torch.tensor([1.5, -3.0, torch.inf, -torch.inf])
-    highest = values[torch.randint(4, rows.shape, generator=generator)]
-    raw = values[torch.randint(4, (len(rows), 3), generator=generator)] if seed % 2 else None
-    return tokens, highest, rows, room, lengths, computed, scratch, raw, ahead
-
-
-def generate_greedy(seed: int) -> tuple[Tensor | int | None, ...]:
-    generator, rows, room, lengths, computed, scratch, ahead = _rows(seed)
-    size = (130, 3, 5000, 9001, 20000)[seed % 5]
-    logits = torch.randint(1, 20, (len(rows), size), generator=generator).float()
-    if ahead is not None:
-        logits[torch.arange(len(rows)), torch.randint(1, 3, rows.shape, generator=generator)] = 30.0
-    return logits, rows, room, lengths, computed, scratch, ahead
-
-
 APPEND_TOKENS = Op(
     "append_tokens",
     append_tokens,
-    generate_append,
     0.0,
-    (
-        Implementation("triton", "triton.step:append_tokens", ("cuda",), (torch.float32,)),
-        native("append_tokens", "step"),
-    ),
+    (triton("append_tokens", "step", (torch.float32,)), native("append_tokens", "step")),
     changes=(3, 4, 5),
 )
 APPEND_GREEDY = Op(
     "append_greedy",
     append_greedy,
-    generate_greedy,
     0.0,
-    (
-        Implementation("triton", "triton.step:append_greedy", ("cuda",), (torch.float32,)),
-        native("append_greedy", "step"),
-    ),
+    (triton("append_greedy", "step", (torch.float32,)), native("append_greedy", "step")),
     changes=(2, 3, 4),
 )

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Implementation:
     name: str
     path: str
     platforms: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     unavailable: str | None = None
     """"module:function" in quire.kernels that says why it cannot run on this machine, or None if it can."""
     varies: bool = False
@@ -60,16 +61,28 @@ def native(function: str, module: str = "ops") -> Implementation:
     return Implementation("native", f"cpu.{module}:{function}", ("cpu",), (torch.float32,), "cpu.library:unavailable")
 
 
+def triton(
+    function: str,
+    module: str,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    *,
+    name: str = "triton",
+    unavailable: str | None = None,
+    varies: bool = False,
+) -> Implementation:
+    """A function around Triton kernels."""
+    return Implementation(name, f"triton.{module}:{function}", ("cuda",), dtypes, unavailable, varies)
+
+
 @dataclass(frozen=True)
 class Op(Generic[F]):
-    """`generate_inputs(seed)` gives arguments for tests; `tolerance` is how far float32 results may be apart.
+    """`tolerance` is how far float32 results may be apart; tests take inputs from tests/ops/inputs.
 
     `changes` are the arguments, by index, that the op is there to change.
     """
 
     name: str
     reference: F
-    generate_inputs: Callable[[int], tuple[Any, ...]]
     tolerance: float = 1e-5
     implementations: Sequence[Implementation] = field(default_factory=tuple)
     changes: tuple[int, ...] = ()

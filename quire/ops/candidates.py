@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import draw_within as of_rows
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.ops.choice import draw, first_max
 from quire.ops.draw_within import scale_logits, within_limits
 from quire.ops.gumbel import gumbel_of
@@ -64,45 +63,15 @@ def draw_among(offers: Tensor, ranks: int, drawn: Drawn | None = None) -> tuple[
     return ids.gather(1, places.unsqueeze(1)).squeeze(1).to(torch.int32), of_ranks[:, :, 0].amax(1)
 
 
-def _rows(seed: int) -> tuple[Tensor, Drawn | None]:
-    """Rows whose limits offers can keep; every third time all are greedy."""
-    logits, parameters, *keys = of_rows.generate_inputs(seed)
-    unlimited = parameters[2] == 0.0
-    parameters[1, unlimited], parameters[3, unlimited] = -torch.inf, 1.0
-    parameters[2].clamp_(max=20.0)
-    return logits, None if seed % 3 == 2 else (parameters, keys[0], keys[1])
-
-
-def generate_offer(seed: int) -> tuple[Tensor, int, int, Drawn | None]:
-    logits, drawn = _rows(seed)
-    return logits, seed % 5 * 333, 1 if drawn is None else 32, drawn
-
-
-def generate_among(seed: int) -> tuple[Tensor, int, Drawn | None]:
-    logits, drawn = _rows(seed)
-    ranks = min(1 + seed % 4, logits.shape[1])
-    slices = logits.tensor_split(ranks, dim=1)
-    starts = [sum(part.shape[1] for part in slices[:rank]) for rank in range(ranks)]
-    count = 1 if drawn is None else 32
-    offers = [offer_candidates(part, start, count, drawn) for part, start in zip(slices, starts, strict=True)]
-    return torch.cat(offers, dim=1), ranks, drawn
-
-
-def _triton(function: str) -> Implementation:
-    return Implementation("triton", f"triton.candidates:{function}", ("cuda",), (torch.float32,))
-
-
 OFFER_CANDIDATES = Op(
     "offer_candidates",
     offer_candidates,
-    generate_offer,
     0.0,
-    (_triton("offer_candidates"), native("offer_candidates", "candidates")),
+    (triton("offer_candidates", "candidates", (torch.float32,)), native("offer_candidates", "candidates")),
 )
 DRAW_AMONG = Op(
     "draw_among",
     draw_among,
-    generate_among,
     0.0,
-    (_triton("draw_among"), native("draw_among", "candidates")),
+    (triton("draw_among", "candidates", (torch.float32,)), native("draw_among", "candidates")),
 )

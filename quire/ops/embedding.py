@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -13,19 +13,7 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     return table.index_select(0, token_ids)
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randn(1 + seed % 50, 1 + 5 * seed, generator=generator)
-    return table, torch.randint(table.shape[0], (seed % 9,), generator=generator)
-
-
-EMBED = Op(
-    "embed",
-    embed,
-    generate_inputs,
-    0.0,
-    (Implementation("triton", "triton.gather:gather_rows", ("cuda",)), native("embed")),
-)
+EMBED = Op("embed", embed, 0.0, (triton("gather_rows", "gather"), native("embed")))
 
 
 def embed_from(embeds: Tensor, encoded: Tensor, sources: Tensor) -> Tensor:
@@ -36,13 +24,7 @@ def embed_from(embeds: Tensor, encoded: Tensor, sources: Tensor) -> Tensor:
     return torch.where((sources >= 0).unsqueeze(1), encoded[sources.clamp(min=0)], embeds)
 
 
-def generate_sources(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    embeds, encoded = (torch.randn(count, 1 + seed, generator=generator) for count in (seed % 9, 1 + seed % 5))
-    return embeds, encoded, torch.randint(-1, encoded.shape[0], (seed % 9,), generator=generator)
-
-
-EMBED_FROM = Op("embed_from", embed_from, generate_sources, 0.0)
+EMBED_FROM = Op("embed_from", embed_from, 0.0)
 
 
 def tokens_in_range(token_ids: Tensor, first: int, size: int) -> Tensor:
@@ -57,27 +39,7 @@ def clear_outside_range(token_ids: Tensor, rows: Tensor, first: int, size: int) 
     return rows.masked_fill_(outside.unsqueeze(-1), 0)
 
 
-def generate_range(seed: int) -> tuple[Tensor, int, int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(50, (1 + seed % 9,), generator=generator), 5 * (seed % 8), 1 + seed % 20
-
-
-def generate_rows_in_range(seed: int) -> tuple[Tensor, Tensor, int, int]:
-    token_ids, first, size = generate_range(seed)
-    return (
-        token_ids,
-        torch.randn(token_ids.shape[0], 1 + seed, generator=torch.Generator().manual_seed(seed)),
-        first,
-        size,
-    )
-
-
-TOKENS_IN_RANGE = Op("tokens_in_range", tokens_in_range, generate_range, 0.0, (native("tokens_in_range"),))
+TOKENS_IN_RANGE = Op("tokens_in_range", tokens_in_range, 0.0, (native("tokens_in_range"),))
 CLEAR_OUTSIDE_RANGE = Op(
-    "clear_outside_range",
-    clear_outside_range,
-    generate_rows_in_range,
-    0.0,
-    (native("clear_outside_range"),),
-    changes=(1,),
+    "clear_outside_range", clear_outside_range, 0.0, (native("clear_outside_range"),), changes=(1,)
 )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Implementation, Op, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -50,37 +50,18 @@ def prequantized_linear_fp8(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, inner, outputs = (1, 2, 16, 17, 40, 70)[seed % 6], 64 * (1 + seed % 5), 16 * (1 + seed % 7)
-    # Multiples of 1/8 up to 7/4, which every row holds: exact as fp8, so that nothing is rounded.
-    x, weight = (torch.randint(-14, 15, (n, inner), generator=generator) / 8 for n in (rows, outputs))
-    x[:, 0] = weight[:, 0] = 1.75
-    quantized, scale = quantize_rows(weight)
-    return x, quantized, scale, torch.randn(outputs, generator=generator)
-
-
-def generate_prequantized(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
-    x, weight, scale, bias = generate_inputs(seed)
-    return *quantize_rows(x), weight, scale, bias, x.dtype
-
-
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _UNAVAILABLE = "triton.quantize:unavailable"
 
 
 def _products(function: str) -> tuple[Implementation, ...]:
     return (
-        Implementation("triton", f"triton.fp8:{function}", ("cuda",), _TYPES, _UNAVAILABLE, varies=True),
-        Implementation("triton_fixed", f"triton.fp8:{function}_fixed", ("cuda",), _TYPES, _UNAVAILABLE),
+        triton(function, "fp8", _TYPES, unavailable=_UNAVAILABLE, varies=True),
+        triton(f"{function}_fixed", "fp8", _TYPES, unavailable=_UNAVAILABLE, name="triton_fixed"),
     )
 
 
-LINEAR_FP8: Op[Fp8Product] = Op("linear_fp8", linear_fp8, generate_inputs, 2e-2, _products("linear_fp8"))
+LINEAR_FP8: Op[Fp8Product] = Op("linear_fp8", linear_fp8, 2e-2, _products("linear_fp8"))
 PREQUANTIZED_LINEAR_FP8: Op[PrequantizedMatmul] = Op(
-    "prequantized_linear_fp8",
-    prequantized_linear_fp8,
-    generate_prequantized,
-    2e-2,
-    _products("prequantized_linear_fp8"),
+    "prequantized_linear_fp8", prequantized_linear_fp8, 2e-2, _products("prequantized_linear_fp8")
 )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from quire.ops.activation import Gated, clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
-from quire.ops.base import Implementation, Op
-from quire.ops.linear import generate_transposed_inputs, linear_transposed
+from quire.ops.base import Op, triton
+from quire.ops.linear import linear_transposed
 
 ACTIVATIONS: dict[str, Gated] = {
     "silu": silu_and_mul,
@@ -23,19 +23,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return ACTIVATIONS[activation](linear_transposed(x, weight, bias))
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, str]:
-    x, weight, bias = generate_transposed_inputs(seed)
-    even = weight.shape[0] // 2 * 2
-    return x, weight[:even], bias[:even], ("silu", "gelu_tanh")[seed % 2]
-
-
 GATED_LINEAR: Op[GatedProduct] = Op(
     "gated_linear",
     gated_linear,
-    generate_inputs,
     1e-3,
-    (
-        Implementation("triton", "triton.matmul:gated_linear", ("cuda",), varies=True),
-        Implementation("triton_fixed", "triton.fixed_matmul:gated_linear", ("cuda",)),
-    ),
+    (triton("gated_linear", "matmul", varies=True), triton("gated_linear", "fixed_matmul", name="triton_fixed")),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
@@ -109,97 +109,15 @@ def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None)
     return out
 
 
-def generate_gate_up_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str]:
-    n, k, experts, h, f = _sizes(seed)
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(n, h, generator=generator),
-        _expert_ids(n, k, experts, generator),
-        torch.randn(experts, 2 * f, h, generator=generator) * h**-0.5,
-        torch.randn(experts, 2 * f, generator=generator) if seed % 2 else None,
-        sorted(ACTIVATIONS)[seed % len(ACTIVATIONS)],
-    )
-
-
-def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    n, k, experts, h, f = _sizes(seed)
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(n, k, f, generator=generator),
-        _expert_ids(n, k, experts, generator),
-        torch.rand(n, k, generator=generator),
-        torch.randn(experts, h, f, generator=generator) * f**-0.5,
-        torch.randn(experts, h, generator=generator) if seed % 2 else None,
-    )
-
-
-def generate_sparse_inputs(
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool]:
-    x, expert_ids, gate_up, gate_up_bias, activation = generate_gate_up_inputs(seed)
-    _, _, weights, down, down_bias = generate_down_inputs(seed)
-    return x, expert_ids, weights, gate_up, gate_up_bias, down, down_bias, activation, seed % 2 == 1
-
-
-def generate_with_shared(seed: int) -> tuple[object, ...]:
-    sparse = generate_sparse_inputs(seed)
-    generator, h, width = torch.Generator().manual_seed(seed), sparse[0].shape[1], 24 * (1 + seed % 3)
-    gate_up = torch.randn(2 * width, h, generator=generator) * h**-0.5
-    shared = gate_up, torch.randn(h, width, generator=generator) * width**-0.5
-    return *sparse, shared if seed % 3 and sparse[7] in ("silu", "gelu_tanh") else None
-
-
-def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    n, _, _, h, _ = _sizes(seed)
-    generator = torch.Generator().manual_seed(seed)
-    gate = torch.randn(n, 1, generator=generator) if seed % 2 else None
-    return torch.randn(n, h, generator=generator), torch.randn(n, h, generator=generator), gate
-
-
-def _sizes(seed: int) -> tuple[int, int, int, int, int]:
-    """(tokens, experts of a token, experts, hidden size, width of an expert)."""
-    return (
-        (1, 3, 17, 70)[seed % 4],
-        (2, 4, 1)[seed % 3],
-        (4, 8, 16)[seed % 3],
-        16 * (1 + seed % 9),
-        8 * (1 + seed % 11),
-    )
-
-
-def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Tensor:
-    """No expert twice in a row, and one that nobody chose where there are few tokens."""
-    return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
-
-
-def generate_local_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    n, k, experts, _, _ = _sizes(seed)
-    generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(experts, generator=generator).to(torch.int32)
-    held = (experts + 1) // 2
-    ids = _expert_ids(n, k, experts, generator)
-    return ids, torch.rand(n, k, generator=generator), places.masked_fill(places >= held, -1), held * (seed % 2)
-
-
-LOCAL_EXPERTS: Op[LocalExperts] = Op(
-    "local_experts", local_experts, generate_local_inputs, 0.0, (native("local_experts", "grouped"),)
-)
-GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, generate_gate_up_inputs, 1e-4)
-GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, generate_down_inputs, 1e-4)
+LOCAL_EXPERTS: Op[LocalExperts] = Op("local_experts", local_experts, 0.0, (native("local_experts", "grouped"),))
+GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, 1e-4)
+GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, 1e-4)
 SPARSE_MLP: Op[SparseMLP] = Op(
     "sparse_mlp",
     sparse_mlp,
-    generate_with_shared,
     2e-4,
-    (
-        Implementation("triton", "triton.sparse_mlp:sparse_mlp", ("cuda",), varies=True),
-        Implementation("triton_fixed", "triton.sparse_mlp:sparse_mlp_fixed", ("cuda",)),
-    ),
+    (triton("sparse_mlp", "sparse_mlp", varies=True), triton("sparse_mlp_fixed", "sparse_mlp", name="triton_fixed")),
 )
 ADD_SHARED: Op[AddShared] = Op(
-    "add_shared",
-    add_shared,
-    generate_shared_inputs,
-    1e-5,
-    (Implementation("triton", "triton.add_shared:add_shared", ("cuda",)), native("add_shared", "grouped")),
+    "add_shared", add_shared, 1e-5, (triton("add_shared", "add_shared"), native("add_shared", "grouped"))
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, Target, native
+from quire.ops.base import Op, Target, native, triton
 from quire.ops.invariance import MatmulRecipe
 
 DIRECT = MatmulRecipe(min_rows=1)
@@ -58,30 +58,14 @@ def _in_row_tiles(x: Tensor, tile: int, run: Callable[[Tensor], Tensor]) -> Tens
     return torch.cat([run(padded[start : start + tile]) for start in range(0, rows, tile)])[:rows]
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, bias = generate_transposed_inputs(seed)
-    return x, weight.t().contiguous(), bias
-
-
-def generate_transposed_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, inner, outputs = (1, 2, 5, 16, 17, 40)[seed % 6], 8 * (1 + seed % 29), 3 + seed % 61
-    return (
-        torch.randn(rows, inner, generator=generator),
-        torch.randn(outputs, inner, generator=generator),
-        torch.randn(outputs, generator=generator),
-    )
-
-
-LINEAR: Op[Product] = Op("linear", linear, generate_inputs, 1e-4)
+LINEAR: Op[Product] = Op("linear", linear, 1e-4)
 LINEAR_TRANSPOSED: Op[Product] = Op(
     "linear_transposed",
     linear_transposed,
-    generate_transposed_inputs,
     1e-4,
     (
-        Implementation("triton", "triton.matmul:linear_transposed", ("cuda",), varies=True),
-        Implementation("triton_fixed", "triton.fixed_matmul:linear_transposed", ("cuda",)),
+        triton("linear_transposed", "matmul", varies=True),
+        triton("linear_transposed", "fixed_matmul", name="triton_fixed"),
         native("linear_transposed"),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Op, triton
 from quire.ops.order import top_k_tokens
 
 
@@ -25,20 +25,4 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor
     return torch.cat([ranks, top], dim=1).to(torch.int32), found
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, int]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, size = 1 + seed % 6, (1, 130, 5000, 9001)[seed % 4]
-    # Few values, so that many are equal.
-    logits = torch.randint(-40, 40, (rows, size), generator=generator) * 0.25
-    logits[torch.rand(rows, size, generator=generator) < 0.1] = -torch.inf
-    logits[:, 0] = 1.0
-    return logits, torch.randint(size, (rows,), generator=generator), (5, 0, 20, 1, 33)[seed % 5]
-
-
-LOGPROBS = Op(
-    "logprobs",
-    logprobs,
-    generate_inputs,
-    3e-6,
-    (Implementation("triton", "triton.logprobs:logprobs", ("cuda",), (torch.float32,)),),
-)
+LOGPROBS = Op("logprobs", logprobs, 3e-6, (triton("logprobs", "logprobs", (torch.float32,)),))

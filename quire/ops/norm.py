@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.ops.fp8 import quantize_rows
 
 _STEP_OF_FP8 = 0.13  # two neighbours differ by an eighth at most
@@ -59,67 +58,11 @@ def add_rms_norm_fp8(
     return *quantize_rows(normed), total
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, float]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, width = 4 + seed % 13, 16 * (1 + seed % 7)
-    x = torch.randn(rows, width, generator=generator)
-    return x, torch.randn(width, generator=generator), 1e-6
-
-
-def generate_add_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    x, weight, eps = generate_inputs(seed)
-    return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, eps, float(seed % 2)
-
-
-def generate_layer_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    x, weight, eps = generate_inputs(seed)
-    return x, weight, torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 2)), eps
-
-
-def generate_add_layer_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    x, weight, bias, eps = generate_layer_inputs(seed)
-    return x, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1)), weight, bias, eps
-
-
-LAYER_NORM = Op(
-    "layer_norm",
-    layer_norm,
-    generate_layer_inputs,
-    1e-5,
-    (Implementation("triton", "triton.layer_norm:layer_norm", ("cuda",)), native("layer_norm")),
-)
+LAYER_NORM = Op("layer_norm", layer_norm, 1e-5, (triton("layer_norm", "layer_norm"), native("layer_norm")))
 ADD_LAYER_NORM = Op(
-    "add_layer_norm",
-    add_layer_norm,
-    generate_add_layer_inputs,
-    1e-5,
-    (Implementation("triton", "triton.layer_norm:add_layer_norm", ("cuda",)), native("add_layer_norm")),
+    "add_layer_norm", add_layer_norm, 1e-5, (triton("add_layer_norm", "layer_norm"), native("add_layer_norm"))
 )
-RMS_NORM = Op(
-    "rms_norm",
-    rms_norm,
-    generate_inputs,
-    1e-5,
-    (Implementation("triton", "triton.norm:rms_norm", ("cuda",)), native("rms_norm")),
-)
-ADD_RMS_NORM = Op(
-    "add_rms_norm",
-    add_rms_norm,
-    generate_add_inputs,
-    1e-5,
-    (Implementation("triton", "triton.norm:add_rms_norm", ("cuda",)), native("add_rms_norm")),
-)
-RMS_NORM_FP8 = Op(
-    "rms_norm_fp8",
-    rms_norm_fp8,
-    generate_inputs,
-    _STEP_OF_FP8,
-    (Implementation("triton", "triton.norm:rms_norm_fp8", ("cuda",)),),
-)
-ADD_RMS_NORM_FP8 = Op(
-    "add_rms_norm_fp8",
-    add_rms_norm_fp8,
-    generate_add_inputs,
-    _STEP_OF_FP8,
-    (Implementation("triton", "triton.norm:add_rms_norm_fp8", ("cuda",)),),
-)
+RMS_NORM = Op("rms_norm", rms_norm, 1e-5, (triton("rms_norm", "norm"), native("rms_norm")))
+ADD_RMS_NORM = Op("add_rms_norm", add_rms_norm, 1e-5, (triton("add_rms_norm", "norm"), native("add_rms_norm")))
+RMS_NORM_FP8 = Op("rms_norm_fp8", rms_norm_fp8, _STEP_OF_FP8, (triton("rms_norm_fp8", "norm"),))
+ADD_RMS_NORM_FP8 = Op("add_rms_norm_fp8", add_rms_norm_fp8, _STEP_OF_FP8, (triton("add_rms_norm_fp8", "norm"),))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 
 PerHead = Callable[[Tensor, Tensor], Tensor]
 
@@ -28,22 +28,13 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
     return out[:, :n].transpose(0, 1).contiguous()
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    n, heads = (1, 2, 5, 16, 17, 70)[seed % 6], (1, 4, 3)[seed % 3]
-    inner, outputs = 16 * (1 + seed % 5), 16 * (1 + seed % 7)
-    x = torch.randn(n, heads, inner + 8, generator=generator)[..., :inner]
-    return x, torch.randn(heads, inner, outputs, generator=generator) * inner**-0.5
-
-
 PER_HEAD: Op[PerHead] = Op(
     "per_head",
     per_head,
-    generate_inputs,
     1e-4,
     (
-        Implementation("triton", "triton.latent:per_head", ("cuda",), varies=True),
-        Implementation("triton_fixed", "triton.latent:per_head_fixed", ("cuda",)),
+        triton("per_head", "latent", varies=True),
+        triton("per_head_fixed", "latent", name="triton_fixed"),
         native("per_head", "latent"),
     ),
 )

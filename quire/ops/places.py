@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 
 TYPE_SHIFT = 32
 _POSITION = (1 << TYPE_SHIFT) - 1
@@ -43,36 +43,6 @@ def add_places(x: Tensor, positions: Tensor | None, types: Tensor | None, places
     return x if positions is None else x + positions.index_select(0, (places & _POSITION) + first)
 
 
-def generate_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(1, 6, (1 + seed % 4,), generator=generator)
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
-    index = torch.cat([torch.arange(int(count)) for count in counts] + [torch.zeros(seed % 3, dtype=torch.int64)])
-    second = torch.randint(0, 7, (9,), generator=generator)
-    return index, torch.randperm(9, generator=generator)[: len(counts)], starts, second
-
-
-def generate_marked(seed: int) -> tuple[Tensor]:
-    return (mark_second(*generate_rows(seed)),)
-
-
-def generate_places(seed: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, int]:
-    generator = torch.Generator().manual_seed(seed)
-    width, first = 1 + 7 * seed, seed % 3
-    x, positions, types = (torch.randn(count, width, generator=generator) for count in (5, 9 + first, 2))
-    places = torch.randint(9, (5,), generator=generator)
-    if seed % 4 == 0:
-        return x, positions, None, places, first
-    marked = places + (torch.randint(2, (5,), generator=generator) << TYPE_SHIFT)
-    return x, None if seed % 4 == 1 else positions, types, marked, first
-
-
-MARK_SECOND = Op("mark_second", mark_second, generate_rows, 0.0, (native("mark_second", "encoder"),))
-ADD_PLACES = Op(
-    "add_places",
-    add_places,
-    generate_places,
-    0.0,
-    (Implementation("triton", "triton.encoder:add_places", ("cuda",)), native("add_places", "encoder")),
-)
-POSITIONS_OF = Op("positions_of", positions_of, generate_marked, 0.0, (native("positions_of", "encoder"),))
+MARK_SECOND = Op("mark_second", mark_second, 0.0, (native("mark_second", "encoder"),))
+ADD_PLACES = Op("add_places", add_places, 0.0, (triton("add_places", "encoder"), native("add_places", "encoder")))
+POSITIONS_OF = Op("positions_of", positions_of, 0.0, (native("positions_of", "encoder"),))

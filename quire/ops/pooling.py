@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.activation import relu, sigmoid
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.platform.transfer import upload
 from quire.types.sampling import Activation
 
@@ -65,19 +65,8 @@ def prompt_sums(hidden: Tensor, starts: Sequence[int], counts: Sequence[int]) ->
     return total
 
 
-def generate_prompts(seed: int) -> tuple[Tensor, list[int], list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(1, 3 * TILE, (1 + seed % 4,), generator=generator).tolist()
-    starts = np.concatenate(([seed % 3], np.cumsum(counts)[:-1] + seed % 3)).tolist()
-    return torch.randn(sum(counts) + 5, 1 + 9 * seed, generator=generator), starts, counts
-
-
 PROMPT_SUMS = Op(
-    "prompt_sums",
-    prompt_sums,
-    generate_prompts,
-    0.0,
-    (Implementation("triton", "triton.encoder:prompt_sums", ("cuda",)), native("prompt_sums", "encoder")),
+    "prompt_sums", prompt_sums, 0.0, (triton("prompt_sums", "encoder"), native("prompt_sums", "encoder"))
 )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
-from quire.ops.states import ROLLBACK, StatePlaces, StateShape, gated_conv, recur, short_conv
+from quire.ops.base import Implementation, Op, native, triton
+from quire.ops.states import StatePlaces, StateShape, gated_conv, recur, short_conv
 
 _L2_EPS = 1e-6
 
@@ -150,115 +150,23 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.pow(2).sum(-1, keepdim=True) + _L2_EPS).rsqrt()
 
 
-def _places(seed: int, generator: torch.Generator) -> tuple[StatePlaces, int]:
-    """Three rows of which the first begins, in blocks of 4 tokens, and the number of their tokens."""
-    counts = [1 + (seed + 5) % 9, 1, 1 + seed % 3]
-    contexts = torch.tensor([counts[0], 6, 17])
-    starts = torch.tensor([0, *counts]).cumsum(0)
-    tables = 1 + torch.randperm(24, generator=generator).view(3, 8)
-    tables[0, 0] = 0 if counts[0] > 4 else tables[0, 0]  # an entry without a block
-    return StatePlaces(tables.int(), torch.arange(3), contexts.int(), starts.int(), 4), sum(counts)
-
-
-def generate_conv(seed: int) -> tuple[object, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    places, count = _places(seed, generator)
-    shape = StateShape(16 * (1 + seed % 3), 3 + seed % 2)
-    x, bias = (torch.randn(*size, shape.conv_channels, generator=generator) for size in ((count,), ()))
-    weight = torch.randn(shape.conv_channels, shape.conv_width, generator=generator)
-    cache = torch.randn(25, shape.size, generator=generator)
-    return x, weight, bias if seed % 2 else None, bool(seed % 3), cache, places, shape
-
-
-def generate_gated_conv(seed: int) -> tuple[object, ...]:
-    x, weight, bias, _, cache, places, shape = generate_conv(seed)
-    assert isinstance(x, Tensor)
-    return torch.cat((x, x.flip(0), 1.0 - x), dim=1), weight, bias, cache, places, shape
-
-
-def _recurrent(seed: int, shape: StateShape) -> tuple[torch.Generator, StatePlaces, int, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    places, count = _places(seed, generator)
-    cache = torch.randn(25, shape.size, generator=generator) * 0.3
-    firsts = (places.contexts - torch.diff(places.starts)).tolist()
-    for row, first in enumerate(firsts):  # a state holds how many tokens it is after
-        if first:
-            block = int(places.tables[row, (first - 1) // 4])
-            cache[block, shape.conv_size] = max(0, first - 1 - seed % ROLLBACK)
-            cache[block, shape.conv_size + 1 + shape.matrix_size :].abs_()
-    return generator, places, count, cache
-
-
-def generate_delta(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 4, 2, 16, 16 * (1 + seed % 2), 16 if seed % 3 == 0 else 1)
-    generator, places, count, cache = _recurrent(seed, shape)
-    sizes = (2 * 32 + 4 * shape.value_dim, 4 * shape.decay_dim, 4)
-    qkv, decay, strength = (torch.randn(count, size, generator=generator) for size in sizes)
-    a, bias = -torch.rand(4, generator=generator), torch.randn(4 * shape.decay_dim, generator=generator)
-    return qkv, decay, strength, a, bias, cache, places, shape, -5.0 if seed % 4 == 3 else 0.0
-
-
-def generate_state_space(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 4, 1 + seed % 2, 16 * (1 + seed % 2), 8)
-    generator, places, count, cache = _recurrent(seed, shape)
-    xbc = torch.randn(count, 32 + 2 * shape.num_key_heads * shape.key_dim, generator=generator)
-    dt, vectors = torch.randn(count, 4, generator=generator), torch.rand(3, 4, generator=generator)
-    return xbc, dt, vectors[0], -vectors[1], vectors[2], (0.0, 1.5), cache, places, shape
-
-
-def generate_scan(seed: int) -> tuple[object, ...]:
-    shape = StateShape(8, 2, 24, 1, 16, 1, 16)
-    generator, places, count, cache = _recurrent(seed, shape)
-    x, dt = torch.randn(2, count, 24, generator=generator).unbind(0)
-    b, c = torch.randn(2, count, 16, generator=generator).unbind(0)
-    a, skip = -torch.rand(24, 16, generator=generator), torch.rand(24, generator=generator)
-    return x, dt, b, c, a, skip, cache, places, shape
-
-
-def generate_linear(seed: int) -> tuple[object, ...]:
-    shape = StateShape(0, 1, 4, 4, 16, 16)
-    generator, places, count, cache = _recurrent(seed, shape)
-    qkv = torch.randn(count, 4 * 48, generator=generator)
-    return qkv, torch.rand(4, generator=generator), cache, places, shape
-
-
-def generate_norm(seed: int) -> tuple[object, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    groups = 1 + seed % 3
-    x, gate = torch.randn(2, 5, 32 * groups, generator=generator).unbind(0)
-    weight = torch.randn(32 * (groups if seed % 2 else 1), generator=generator)
-    return x, gate, weight, 1e-6, groups, bool(seed % 2), bool(seed % 5 == 0)
-
-
-def generate_gate(seed: int) -> tuple[Tensor, Tensor, bool]:
-    x, gates = torch.randn(
-        2, 1 + seed % 5, 16 * (1 + seed % 3), generator=torch.Generator().manual_seed(seed)
-    ).unbind(0)
-    return x, gates, bool(seed % 2)
-
-
-def generate_columns(seed: int) -> tuple[Tensor]:
-    wide = torch.randn(1 + seed % 5, 40, generator=torch.Generator().manual_seed(seed))
-    return (wide[:, seed % 7 : 16 + seed % 7],)
-
-
 def _implementations(name: str, module: str = "short_conv", *, chunked: bool = False) -> tuple[Implementation, ...]:
     """`chunked`: long rows have a form of their own in the fast mode, whose bits follow from how a row is cut."""
-    in_chunks = Implementation("chunked", f"triton.chunked_states:{name}", ("cuda",), varies=True)
-    serial = Implementation("triton", f"triton.{module}:{name}", ("cuda",)), native(name, "states")
+    in_chunks = triton(name, "chunked_states", varies=True, name="chunked")
+    serial = triton(name, module), native(name, "states")
     return (in_chunks, *serial) if chunked else serial
 
 
-SHORT_CONV = Op("short_conv", short_conv, generate_conv, 1e-5, _implementations("short_conv"), changes=(4,))
-GATED_CONV = Op("gated_conv", gated_conv, generate_gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
+SHORT_CONV = Op("short_conv", short_conv, 1e-5, _implementations("short_conv"), changes=(4,))
+GATED_CONV = Op("gated_conv", gated_conv, 1e-5, _implementations("gated_conv"), changes=(3,))
 _DELTA, _SPACE, _LINEAR = (
     _implementations(name, "states", chunked=True) for name in ("gated_delta", "state_space", "linear_attention")
 )
-GATED_DELTA = Op("gated_delta", gated_delta, generate_delta, 1e-5, _DELTA, changes=(5,))
-STATE_SPACE = Op("state_space", state_space, generate_state_space, 1e-5, _SPACE, changes=(6,))
+GATED_DELTA = Op("gated_delta", gated_delta, 1e-5, _DELTA, changes=(5,))
+STATE_SPACE = Op("state_space", state_space, 1e-5, _SPACE, changes=(6,))
 _SCAN = _implementations("selective_scan", "states")
-SELECTIVE_SCAN = Op("selective_scan", selective_scan, generate_scan, 1e-5, _SCAN, changes=(6,))
-LINEAR_ATTENTION = Op("linear_attention", linear_attention, generate_linear, 1e-5, _LINEAR, changes=(2,))
-GATED_NORM = Op("gated_norm", gated_norm, generate_norm, 1e-5, _implementations("gated_norm"))
-GATE = Op("gate", gate, generate_gate, 1e-5, _implementations("gate"))
-COMPACT = Op("compact", compact, generate_columns, 0.0, (native("compact", "states"),))
+SELECTIVE_SCAN = Op("selective_scan", selective_scan, 1e-5, _SCAN, changes=(6,))
+LINEAR_ATTENTION = Op("linear_attention", linear_attention, 1e-5, _LINEAR, changes=(2,))
+GATED_NORM = Op("gated_norm", gated_norm, 1e-5, _implementations("gated_norm"))
+GATE = Op("gate", gate, 1e-5, _implementations("gate"))
+COMPACT = Op("compact", compact, 0.0, (native("compact", "states"),))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -47,34 +47,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(swapped.mul_(sin))
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, head_dim = 4 + seed % 13, 8 * (1 + seed % 4)
-    angles = torch.rand(64, head_dim // 2, generator=generator) * 6.3
-    positions = torch.randint(0, 64, (rows,), generator=generator)
-    cos, sin = gather_rotation(torch.cat((angles.cos(), angles.sin()), -1), positions, torch.float32)
-    return torch.randn(rows, 6, head_dim, generator=generator), cos, sin
-
-
-def generate_positions(seed: int) -> tuple[Tensor, Tensor, torch.dtype]:
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randn(32, 2 * (1 + seed % 33), generator=generator)
-    return table, torch.randint(0, 32, (1 + seed % 7,), generator=generator), torch.float32
-
-
-def generate_axes(seed: int) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
-    generator = torch.Generator().manual_seed(seed)
-    half = 1 + seed % 33
-    table, axes = torch.randn(32, 2 * half, generator=generator), torch.randint(0, 3, (half,), generator=generator)
-    return table, torch.randint(0, 32, (3, 1 + seed % 7), generator=generator), axes, torch.float32
-
-
 GatherRotation = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 GATHER_ROTATION: Op[GatherRotation] = Op(
-    "gather_rotation",
-    gather_rotation,
-    generate_positions,
-    0.0,
-    (Implementation("triton", "triton.gather:gather_rotation", ("cuda",)), native("gather_rotation")),
+    "gather_rotation", gather_rotation, 0.0, (triton("gather_rotation", "gather"), native("gather_rotation"))
 )
-GATHER_ROTATION_BY_AXIS = Op("gather_rotation_by_axis", gather_rotation_by_axis, generate_axes, 0.0)
+GATHER_ROTATION_BY_AXIS = Op("gather_rotation_by_axis", gather_rotation_by_axis, 0.0)

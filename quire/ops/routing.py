@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 from quire.ops.invariance import MatmulRecipe
 from quire.ops.linear import linear_transposed
 
@@ -124,26 +124,6 @@ _WEIGHTS: dict[Weighting, Callable[[Tensor, Tensor, Tensor, Routing], Tensor]] =
     "sparse_mixer": _sparse_mixer,
 }
 
-ROUTINGS = (
-    Routing(2, renormalize=True),
-    Routing(4),
-    Routing(3, score="sigmoid", renormalize=True, scale=2.5, num_groups=4, top_groups=2, group_score="top2"),
-    Routing(4, score="logits", weighting="softmax"),
-    Routing(6, num_groups=4, top_groups=3, scale=16.0),
-    Routing(1, score="logits", weighting="sigmoid"),
-    Routing(2, score="logits", weighting="sparse_mixer", mixer_margin=0.02),
-    Routing(8, score="sqrt_softplus", renormalize=True, scale=1.5),
-)
-
-
-def generate_inputs(seed: int) -> tuple[Tensor, Tensor | None, Routing]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, experts = (1, 2, 5, 64)[seed % 4], (8, 32, 60, 128)[seed // 2 % 4]
-    # Few values, so that many are equal.
-    logits = torch.randint(-12, 12, (rows, experts), generator=generator) * 0.25
-    bias = torch.randint(0, 4, (experts,), generator=generator) * 0.125 if seed % 3 == 2 else None
-    return logits, bias, ROUTINGS[seed % len(ROUTINGS)]
-
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, hidden] of any type, weight [experts, hidden] float32 -> x @ weight.T + bias in float32 [n, experts].
@@ -153,28 +133,13 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_transposed(x.float(), weight, bias, _TILES)
 
 
-def generate_router_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, hidden, experts = (1, 3, 40)[seed % 3], 16 * (1 + 3 * (seed % 8)), (8, 60, 128)[seed // 2 % 3]
-    weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
-    bias = torch.randn(experts, generator=generator) if seed % 2 else None
-    return torch.randn(rows, hidden, generator=generator), weight, bias
-
-
-ROUTE = Op(
-    "route",
-    route,
-    generate_inputs,
-    1e-5,
-    (native("route", "grouped"), Implementation("triton", "triton.routing:route", ("cuda",), (torch.float32,))),
-)
+ROUTE = Op("route", route, 1e-5, (native("route", "grouped"), triton("route", "routing", (torch.float32,))))
 ROUTER_LOGITS = Op(
     "router_logits",
     router_logits,
-    generate_router_inputs,
     1e-4,
     (
-        Implementation("triton_fast", "triton.routing:router_logits_fast", ("cuda",), (torch.float32,), varies=True),
-        Implementation("triton", "triton.routing:router_logits", ("cuda",), (torch.float32,)),
+        triton("router_logits_fast", "routing", (torch.float32,), varies=True, name="triton_fast"),
+        triton("router_logits", "routing", (torch.float32,)),
     ),
 )

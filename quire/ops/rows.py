@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
+from quire.ops.base import Op, triton
 from quire.types.step import RowStart
 
 _FIELDS = 7  # a row's number, its tokens, where they begin, prompt tokens, computed tokens, two halves of its seed
@@ -24,22 +24,8 @@ def write_blocks(tables: Tensor, packed: Tensor) -> Tensor:
     return tables
 
 
-def generate_blocks(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    groups, rows, columns = 1 + seed % 3, 30, 11
-    cells = torch.randperm(groups * rows * columns, generator=generator)[: 1 + 70 * seed]
-    blocks = torch.randint(1, 1 << 30, cells.shape, generator=generator)
-    packed = torch.stack((cells // (rows * columns), cells // columns % rows, cells % columns, blocks))
-    return torch.zeros(groups, rows, columns, dtype=torch.int32), packed.to(torch.int32)
-
-
 WRITE_BLOCKS = Op(
-    "write_blocks",
-    write_blocks,
-    generate_blocks,
-    0.0,
-    (Implementation("triton", "triton.rows:write_blocks", ("cuda",), (torch.float32,)),),
-    changes=(0,),
+    "write_blocks", write_blocks, 0.0, (triton("write_blocks", "rows", (torch.float32,)),), changes=(0,)
 )
 
 
@@ -69,26 +55,4 @@ def start_rows(token_ids: Tensor, numbers: Tensor, packed: Tensor, count: int, l
     return token_ids, numbers
 
 
-def generate_starts(seed: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, longest = 9, 1 + 300 * seed
-    packed: list[int] = []
-    tokens: list[int] = []
-    chosen = torch.randperm(rows, generator=generator)[: 1 + seed % 5].tolist()
-    for row in chosen:
-        length, *numbers = torch.randint(1, longest + 1, (3,), generator=generator).tolist()
-        words = torch.randint(-(1 << 31), 1 << 31, (2,), generator=generator).tolist()
-        packed += (row, length, len(tokens), *numbers, *words)
-        tokens += torch.randint(1 << 17, (length,), generator=generator).tolist()
-    room = torch.zeros(rows, longest + 8, dtype=torch.int32)
-    return room, torch.zeros(4, rows, dtype=torch.int64), torch.tensor(packed + tokens).int(), len(chosen), longest
-
-
-START_ROWS = Op(
-    "start_rows",
-    start_rows,
-    generate_starts,
-    0.0,
-    (Implementation("triton", "triton.rows:start_rows", ("cuda",), (torch.float32,)),),
-    changes=(0, 1),
-)
+START_ROWS = Op("start_rows", start_rows, 0.0, (triton("start_rows", "rows", (torch.float32,)),), changes=(0, 1))

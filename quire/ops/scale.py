@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op, native
+from quire.ops.base import Op, native, triton
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -28,23 +28,5 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(round(mantissa * steps) / steps, exponent)
 
 
-def generate_inputs(seed: int) -> tuple[Tensor, float]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1 + seed % 40, 1 + 37 * seed, generator=generator), 0.1 + seed
-
-
-def generate_row_inputs(seed: int) -> tuple[Tensor, Tensor, int]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, width = (1, 3, 40)[seed % 3], 1 + 37 * seed
-    factors = torch.rand(rows, 1, 1 + seed % 2, generator=generator)
-    return torch.randn(rows, width, generator=generator), factors, width if seed % 2 else width // 2
-
-
-SCALE = Op("scale", scale, generate_inputs, 0.0, (native("scale"),))
-SCALE_ROWS = Op(
-    "scale_rows",
-    scale_rows,
-    generate_row_inputs,
-    0.0,
-    (Implementation("triton", "triton.scale_rows:scale_rows", ("cuda",)), native("scale_rows")),
-)
+SCALE = Op("scale", scale, 0.0, (native("scale"),))
+SCALE_ROWS = Op("scale_rows", scale_rows, 0.0, (triton("scale_rows", "scale_rows"), native("scale_rows")))

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.base import Implementation, Op
-from quire.ops.linear import generate_transposed_inputs, linear_transposed
-from quire.ops.norm import add_rms_norm, generate_add_inputs
+from quire.ops.base import Op, triton
+from quire.ops.linear import linear_transposed
+from quire.ops.norm import add_rms_norm
 
 SplitKMatmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -45,23 +45,9 @@ def add_rms_norm_split_k(
     return add_rms_norm(sum_of(parts, residual.dtype), residual, weight, eps, weight_offset)
 
 
-def generate_norm_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    x, residual, weight, eps, offset = generate_add_inputs(seed)
-    generator = torch.Generator().manual_seed(seed + 2)
-    return torch.randn(1 + seed % 8, *x.shape, generator=generator), residual, weight, eps, offset
-
-
 LINEAR_SPLIT_K: Op[SplitKMatmul] = Op(
-    "linear_split_k",
-    linear_split_k,
-    generate_transposed_inputs,
-    1e-4,
-    (Implementation("triton", "triton.matmul:linear_split_k", ("cuda",), varies=True),),
+    "linear_split_k", linear_split_k, 1e-4, (triton("linear_split_k", "matmul", varies=True),)
 )
 ADD_RMS_NORM_SPLIT_K = Op(
-    "add_rms_norm_split_k",
-    add_rms_norm_split_k,
-    generate_norm_inputs,
-    1e-5,
-    (Implementation("triton", "triton.norm:add_rms_norm_split_k", ("cuda",), varies=True),),
+    "add_rms_norm_split_k", add_rms_norm_split_k, 1e-5, (triton("add_rms_norm_split_k", "norm", varies=True),)
 )

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.ops.base import Implementation, Op
-from quire.ops.registry import OPS
 from quire.ops.split_k import sum_of
 from quire.platform.host import HOST
 from tests.kernels.device import DEVICE, HAS_TRITON, NATIVE
+from tests.ops.inputs import INPUTS, OPS
 
 CASES = [
     pytest.param(op, implementation, id=f"{op.name}-{implementation.name}")
@@ -97,7 +97,7 @@ def pairs_of(actual: Any, expected: Any) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("seed", [0, 1, 2, 4])
 @pytest.mark.parametrize(("op", "implementation"), CASES)
 def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None:
-    run, inputs = load(implementation), op.generate_inputs(seed)
+    run, inputs = load(implementation), INPUTS[op.name](seed)
     placed = place(implementation, inputs)
     before = place(implementation, placed)
     for mine, theirs in pairs_of(run(*placed), op.reference(*inputs)):
@@ -112,7 +112,7 @@ def test_float32(op: Op[Any], implementation: Implementation, seed: int) -> None
 
 @pytest.mark.parametrize(("op", "implementation", "dtype"), HALF_CASES)
 def test_half_precision(op: Op[Any], implementation: Implementation, dtype: torch.dtype) -> None:
-    run, inputs = load(implementation), op.generate_inputs(5)
+    run, inputs = load(implementation), INPUTS[op.name](5)
     kept = OWN_TYPE.get(op.name, ())
     rounded = [_to(dtype, value) if index not in kept else value for index, value in enumerate(inputs)]
     wide = [_to(torch.float32, value) if index not in kept else value for index, value in enumerate(rounded)]

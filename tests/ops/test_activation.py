@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.activation import gelu_tanh_and_mul, generate_inputs, silu_and_mul
+from quire.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from tests.ops.inputs.activation import generate_inputs
 from tests.ops.rows import assert_rows_independent
 
 REFERENCES: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quire.ops.base import Implementation, Op, Target
-from quire.ops.registry import OPS
+from tests.ops.inputs import INPUTS, OPS
 
 GPU = Implementation("fast", "nowhere:run", ("gpu",), (torch.bfloat16,))
-OP = Op("twice", lambda x: 2 * x, lambda seed: (torch.ones(seed),), implementations=(GPU,))
+OP = Op("twice", lambda x: 2 * x, implementations=(GPU,))
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,22 @@ def test_references_serve_where_nothing_else_does(torch_kernels: None) -> None:
         assert op.bind(Target("cpu")) is op.reference
 
 
+def test_ops_have_names_of_their_own_and_inputs_that_their_references_take() -> None:
+    assert sorted(op.name for op in OPS) == sorted(INPUTS)
+    for op in OPS:
+        for seed in range(20):
+            op.reference(*INPUTS[op.name](seed))
+
+
 def test_a_cpu_needs_no_triton() -> None:
     """All that an engine on a CPU imports, in a Python where triton cannot be imported."""
     program = """
 import sys
 sys.modules["triton"] = None
-import quire.worker.worker, quire.ops.registry, quire.attention.registry, quire.models.registry, quire.cli.main
+import quire.worker.worker, quire.attention.registry, quire.models.registry, quire.cli.main
 from quire.ops.base import Target
-[op.bind(Target()) for op in quire.ops.registry.OPS]
+from tests.ops.inputs import OPS
+[op.bind(Target()) for op in OPS]
 quire.worker.worker.Sampler(100, 4, quire.worker.worker.torch.device("cpu"))
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

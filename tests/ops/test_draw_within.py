@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.draw_within import draw_within, generate_inputs
+from quire.ops.draw_within import draw_within
 from quire.ops.gumbel import gumbel_noise
+from tests.ops.inputs.draw_within import generate_inputs
 
 
 @settings(max_examples=20, deadline=None)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.gated_linear import ACTIVATIONS
-from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
+from quire.ops.grouped import grouped_down, grouped_gate_up
+from tests.ops.inputs.grouped import generate_down_inputs, generate_gate_up_inputs
 
 
 def naive_gate_up(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

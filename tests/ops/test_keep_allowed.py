@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.ops.keep_allowed import CHUNK, generate_inputs, keep_allowed
+from quire.ops.keep_allowed import CHUNK, keep_allowed
+from tests.ops.inputs.keep_allowed import generate_inputs
 
 
 def test_every_bit_of_every_line_counts() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.ops.logprobs import generate_inputs, logprobs
+from quire.ops.logprobs import logprobs
+from tests.ops.inputs.logprobs import generate_inputs
 from tests.runner.sampling.reference import in_order
 
 

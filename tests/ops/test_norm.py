@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.norm import generate_inputs, rms_norm
+from quire.ops.norm import rms_norm
+from tests.ops.inputs.norm import generate_inputs
 from tests.ops.rows import assert_rows_independent
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.rope import apply_rope, gather_rotation, generate_inputs
+from quire.ops.rope import apply_rope, gather_rotation
+from tests.ops.inputs.rope import generate_inputs
 from tests.ops.rows import assert_rows_independent
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.routing import ROUTINGS, Routing, generate_inputs, route
+from quire.ops.routing import Routing, route
+from tests.ops.inputs.routing import ROUTINGS, generate_inputs
 from tests.ops.rows import BATCHES
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.kernels.cpu import library, states
 from quire.ops import recurrent
 from quire.ops.states import ROLLBACK, StatePlaces, StateShape
+from tests.ops.inputs.recurrent import generate_delta
 
 LENGTH, BLOCK = 40, 4
 DELTA = StateShape(12, 3, 2, 1, 8, 20)
@@ -107,7 +108,7 @@ def test_states_beyond_two_to_the_31_elements(module: Any, tmp_path: Path) -> No
 
 def test_chunks_of_tokens_equal_the_recurrence_written_out() -> None:
     """The delta rule token by token, with nothing of the code that keeps states."""
-    inputs = recurrent.generate_delta(1)
+    inputs = generate_delta(1)
     qkv, decay, strength, a, bias = (part[:8] if part.shape[:1] == (10,) else part for part in inputs[:5])
     shape = inputs[7]
     assert isinstance(shape, StateShape)

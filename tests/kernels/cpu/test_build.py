@@ -81,7 +81,7 @@ def test_import_does_not_compile(tmp_path: Path) -> None:
     for name in build.COMPILERS:
         (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    code = "import quire, quire.kernels.cpu.ops, quire.attention.cpu_native, quire.ops.registry"
+    code = "import quire, quire.kernels.cpu.ops, quire.attention.cpu_native, quire.worker.worker"
     environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "QUIRE_CACHE": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=ROOT)
     assert not (tmp_path / "called").exists()

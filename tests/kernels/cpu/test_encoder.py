@@ -13,6 +13,7 @@ from quire.ops.index import SELECT_KEYS
 from quire.ops.places import ADD_PLACES, MARK_SECOND, POSITIONS_OF
 from quire.ops.pooling import PROMPT_SUMS
 from tests.kernels.cpu.test_extremes import each_instruction_set, using
+from tests.ops.inputs import INPUTS
 
 OPS = (ADD_PLACES, MARK_SECOND, POSITIONS_OF, PROMPT_SUMS, SELECT_KEYS)
 
@@ -22,7 +23,7 @@ OPS = (ADD_PLACES, MARK_SECOND, POSITIONS_OF, PROMPT_SUMS, SELECT_KEYS)
 def test_encoder_ops_are_their_references(op: Op[Any], isa: str) -> None:
     (native,) = [implementation for implementation in op.implementations if implementation.name == "native"]
     for seed in range(6):
-        mine, theirs = op.generate_inputs(seed), op.generate_inputs(seed)
+        mine, theirs = INPUTS[op.name](seed), INPUTS[op.name](seed)
         with using(isa):
             found = native.load()(*mine)
         torch.testing.assert_close(found, op.reference(*theirs), atol=op.tolerance, rtol=op.tolerance, equal_nan=True)
@@ -30,7 +31,7 @@ def test_encoder_ops_are_their_references(op: Op[Any], isa: str) -> None:
 
 @each_instruction_set
 def test_prompts_beside_prompts(isa: str) -> None:
-    hidden, starts, counts = PROMPT_SUMS.generate_inputs(3)
+    hidden, starts, counts = INPUTS[PROMPT_SUMS.name](3)
     with using(isa):
         together = prompt_sums(hidden, starts, counts)
         for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -40,7 +41,7 @@ def test_prompts_beside_prompts(isa: str) -> None:
 @each_instruction_set
 @pytest.mark.parametrize("extreme", [float("inf"), float("-inf"), float("nan"), 3e38])
 def test_a_prompt_that_is_not_finite_stays_by_itself(isa: str, extreme: float) -> None:
-    hidden, starts, counts = PROMPT_SUMS.generate_inputs(2)
+    hidden, starts, counts = INPUTS[PROMPT_SUMS.name](2)
     with using(isa):
         before = prompt_sums(hidden, starts, counts)
         hidden[starts[1]] = extreme

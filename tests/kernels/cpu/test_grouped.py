@@ -10,11 +10,13 @@ from quire.kernels.cpu import grouped, ops
 from quire.kernels.cpu.grouped import ACTIVATIONS, GroupedProduct
 from quire.kernels.cpu.matrix import PackedMatrix, Product
 from quire.ops.gated_linear import ACTIVATIONS as REFERENCES
-from quire.ops.grouped import add_shared, generate_shared_inputs
+from quire.ops.grouped import add_shared
 from quire.ops.norm import add_layer_norm, layer_norm
-from quire.ops.routing import ROUTINGS, generate_inputs, route
+from quire.ops.routing import route
 from tests.kernels.cpu.isa import each_instruction_set, needs_library, using
 from tests.kernels.cpu.test_matrix import ARITHMETIC, inner_size, make
+from tests.ops.inputs.grouped import generate_shared_inputs
+from tests.ops.inputs.routing import ROUTINGS, generate_inputs
 
 pytestmark = needs_library
 

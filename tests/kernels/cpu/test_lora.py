@@ -9,11 +9,6 @@ from quire.kernels.cpu import lora
 from quire.ops.lora import (
     expand_lora,
     gather_adapters,
-    generate_look_ups,
-    generate_picks,
-    generate_rows,
-    generate_slots,
-    generate_tokens,
     look_up_lora,
     pick_adapters,
     select_adapters,
@@ -28,6 +23,7 @@ from tests.kernels.cpu.test_extremes import (
     rows_with_special,
     using,
 )
+from tests.ops.inputs.lora import generate_look_ups, generate_picks, generate_rows, generate_slots, generate_tokens
 
 
 @each_instruction_set

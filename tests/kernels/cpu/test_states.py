@@ -20,6 +20,7 @@ from quire.ops.recurrent import (
     STATE_SPACE,
 )
 from tests.kernels.cpu.test_extremes import each_instruction_set, using
+from tests.ops.inputs import INPUTS
 from tests.ops.test_states import test_a_row_alone_or_among_others as test_rows_beside_rows
 
 ALL = (
@@ -43,7 +44,7 @@ __all__ = ["test_rows_beside_rows"]
 def test_recurrent_ops_are_their_references(op: Op[Any], isa: str) -> None:
     (native,) = [implementation for implementation in op.implementations if implementation.name == "native"]
     for seed in range(5):
-        mine, theirs = op.generate_inputs(seed), op.generate_inputs(seed)
+        mine, theirs = INPUTS[op.name](seed), INPUTS[op.name](seed)
         with using(isa):
             found = native.load()(*mine)
         torch.testing.assert_close(found, op.reference(*theirs), atol=op.tolerance, rtol=op.tolerance, equal_nan=True)

@@ -49,7 +49,8 @@ def test_slots_are_looked_at_in_pieces(at_once: int, monkeypatch: pytest.MonkeyP
 def test_grouped_matmuls(seed: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
     from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots, grouped_one_row, grouped_tiles
-    from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
+    from quire.ops.grouped import grouped_down, grouped_gate_up
+    from tests.ops.inputs.grouped import generate_down_inputs, generate_gate_up_inputs
 
     def on_device(inputs: tuple[object, ...]) -> tuple[object, ...]:
         return tuple(value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in inputs)
@@ -90,7 +91,8 @@ def test_sorted_lines(seed: int) -> None:
     from quire.kernels.triton.expert_slots import sort_slots
     from quire.kernels.triton.grouped_matmul import GroupedShape, add_slots
     from quire.kernels.triton.grouped_sorted import grouped_sorted
-    from quire.ops.grouped import generate_down_inputs, generate_gate_up_inputs, grouped_down, grouped_gate_up
+    from quire.ops.grouped import grouped_down, grouped_gate_up
+    from tests.ops.inputs.grouped import generate_down_inputs, generate_gate_up_inputs
 
     shape = GroupedShape(bt=16, bn=32, bk=16, num_stages=2)
     x, ids, weight, bias, activation = generate_gate_up_inputs(seed)

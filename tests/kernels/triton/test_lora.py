@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.lora import expand_lora, gather_adapters, generate_rows, shrink_lora, tile_adapters
+from quire.ops.lora import expand_lora, gather_adapters, shrink_lora, tile_adapters
 from tests.kernels.device import DEVICE, HALF, HAS_TRITON
 from tests.kernels.triton.paged import needs_triton
+from tests.ops.inputs.lora import generate_rows
 
 if HAS_TRITON:
     from quire.kernels.triton import lora

@@ -201,14 +201,15 @@ def test_every_kind_of_codes(seed: int) -> None:
     from quire.kernels.triton.packed_mlp import packed_linear_fixed, packed_sparse_mlp
     from quire.ops import packed
     from quire.ops.split_k import sum_of
+    from tests.ops.inputs.packed import generate_linear_inputs, generate_packed_sparse_inputs
 
     def place(value: Any) -> Any:
         return tree_map(lambda part: part.to(DEVICE) if isinstance(part, Tensor) else part, value)
 
-    given = packed.generate_linear_inputs(seed)
+    given = generate_linear_inputs(seed)
     out = packed_linear_fixed(*map(place, given))
     torch.testing.assert_close(out.cpu(), packed.packed_linear(*given), rtol=1e-4, atol=1e-4)
     assert torch.equal(unpack(place(given[1]), torch.float32).cpu(), given[1].unpacked()[0])
-    experts = packed.generate_packed_sparse_inputs(seed)
+    experts = generate_packed_sparse_inputs(seed)
     found = sum_of(packed_sparse_mlp(*map(place, experts)), torch.float32).cpu()
     torch.testing.assert_close(found, packed.packed_sparse_mlp(*experts)[0], rtol=2e-4, atol=2e-4)

@@ -14,8 +14,8 @@ pytestmark = needs_triton
 @pytest.mark.parametrize("seed", range(24))
 def test_routing(seed: int) -> None:
     from quire.kernels.triton.routing import route
-    from quire.ops.routing import generate_inputs
     from quire.ops.routing import route as reference
+    from tests.ops.inputs.routing import generate_inputs
 
     logits, bias, routing = generate_inputs(seed)
     logits = logits[:5]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops.draw_within import draw_within as reference
-from quire.ops.draw_within import generate_inputs
 from quire.ops.gumbel import gumbel_noise
 from tests.kernels.device import DEVICE, HALF, NATIVE
 from tests.kernels.triton.paged import needs_triton
+from tests.ops.inputs.draw_within import generate_inputs
 
 pytestmark = needs_triton
 
