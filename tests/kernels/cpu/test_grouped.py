@@ -37,16 +37,13 @@ def expert_ids(tokens: int) -> Tensor:
 
 def of_slots(experts: list[list[PackedMatrix]], bias: Tensor, activations: str, x: Tensor, ids: Tensor) -> Tensor:
     """x [tokens, inner] or [tokens, slots, inner] times the matrices of each slot's expert, by the dense product."""
-    products = [Product(matrices, row, activations) for matrices, row in zip(experts, bias, strict=True)]
-    rows = x.reshape(-1, x.shape[-1])
-    all_outputs = torch.stack([product(rows) for product in products])  # [experts, rows, outputs]
-    tokens, slots = ids.shape
-    row = (
-        torch.arange(tokens)[:, None].expand(-1, slots)
-        if x.dim() == 2
-        else torch.arange(tokens * slots).view(ids.shape)
-    )
-    return all_outputs[ids.long(), row]
+    rows = x.repeat_interleave(ids.shape[1], 0) if x.dim() == 2 else x.flatten(0, 1)
+    out = torch.empty(len(rows), bias.shape[1])
+    for expert, (matrices, own_bias) in enumerate(zip(experts, bias, strict=True)):
+        chosen = (ids.flatten() == expert).nonzero().flatten()
+        if len(chosen):
+            out[chosen] = Product(matrices, own_bias, activations)(rows[chosen])
+    return out.view(*ids.shape, -1)
 
 
 @each_instruction_set
