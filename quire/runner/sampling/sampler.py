@@ -8,8 +8,6 @@ Order, with the results of vLLM's:
 4. temperature, min_p, top_k, top_p, then argmax of logit + Gumbel noise, keyed by (seed, output position, token id)
 5. log-probabilities, of the logits as the model gave them
 
-Where ranks share the vocabulary, a kind with `candidates` takes this rank's logits alone (sharded.py).
-
 Eager and captured steps run this one list of ops; which of them a step needs is its SamplingKind.
 """
 
@@ -70,10 +68,7 @@ class Sampler:
         max_samples: int | None = None,
         shard: VocabShard | None = None,
     ) -> None:
-        """`max_samples`: places of a step that are sampled; without drafts as many as there are rows.
-
-        `shard`: the slice of the vocabulary that this rank has; None: all of it.
-        """
+        """`max_samples`: places of a step that are sampled, without drafts all rows; `shard`: None has all tokens."""
         self._max_samples = max_samples or max_rows
         self.mask_buffer = MaskBuffer(vocab_size, max_rows, self._max_samples, device)
         self.masks = GrammarMasks(self.mask_buffer)
@@ -82,15 +77,12 @@ class Sampler:
             AllowedTokens(*place, self.mask_buffer),
             *(make(*place) for make in features),
         ]
-        self._draw_table = DrawTable(*place)
-        self._logprobs = Logprobs(vocab_size)
-        self.asked_logprobs = AskedLogprobs(device)
-        target = Target(device.type)
+        self._draw_table, self._logprobs = DrawTable(*place), Logprobs(vocab_size)
+        self.asked_logprobs, target = AskedLogprobs(device), Target(device.type)
         self._vocab = WholeVocab() if shard is None else ShardedVocab(shard, target)
-        self._keep_allowed = KEEP_ALLOWED.bind(target)
+        self._keep_allowed, self._gather_logprobs = KEEP_ALLOWED.bind(target), LOGPROBS.bind(target)
         self._gather, self._draw_within = GATHER_SAMPLING.bind(target), DRAW_WITHIN.bind(target)
         self._append, self._append_greedy = APPEND_TOKENS.bind(target), APPEND_GREEDY.bind(target)
-        self._gather_logprobs = LOGPROBS.bind(target)
         self._asked: dict[int, list[Feature]] = {}  # row -> features that it asks for; none: no entry
         self._sampled: set[int] = set()  # rows that are not greedy
         self._last: tuple[bool, list[int], SamplingKind] | None = None  # a steady batch is looked at once
@@ -200,24 +192,21 @@ class Sampler:
     ) -> Tensor:
         """Choose a token for each of rows [m] int64 from logits [m, vocab_size], and append it to the row. No sync.
 
-        Of a kind with `candidates` the logits are of this rank's slice of the vocabulary.
-
-        With drafts a row comes several times, with ahead [m] int32 of them before the token; they stand behind the
-        row's known tokens, and what is appended are those that hold and one token more. Returns [m, 2] int32: the
-        tokens, and OK or a code of quire/types/status.py. The logits stay as they are.
+        With candidates (sharded.py) the logits, which stay as they are, are this rank's. With drafts a row comes
+        several times, with ahead [m] int32 of them before the token, behind its known tokens; those that hold and one
+        token more are appended. Returns [m, 2] int32: tokens, and OK or a code of quire/types/status.py.
         """
         place = (rows, state.token_ids, state.num_tokens, state.num_computed, state.scratch_row)
         shaped, raw_highest = logits, None
         if kind.masked or kind.groups:
             shaped, raw_highest = self._shape(kind, logits, rows, state, ahead)
-        elif kind.greedy and kind.candidates:
+        elif kind.greedy:
+            if not kind.candidates:
+                return self._append_greedy(logits, *place, ahead)
             tokens, highest = self._vocab.choose(logits, kind.candidates)
             return self._append(tokens, highest, *place, None, ahead)
-        elif kind.greedy:
-            return self._append_greedy(logits, *place, ahead)
-        drawn = self._gather(
-            rows, self._draw_table.parameters, state.seeds, state.num_tokens, state.num_prompt_tokens, ahead
-        )
+        lengths = (state.num_tokens, state.num_prompt_tokens)
+        drawn = self._gather(rows, self._draw_table.parameters, state.seeds, *lengths, ahead)
         if kind.candidates:
             tokens, highest = self._vocab.choose(logits, kind.candidates, drawn)
         else:
