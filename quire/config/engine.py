@@ -227,6 +227,19 @@ def _check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             "enable_expert_parallel needs several tensor parallel ranks to give experts to; set -tp 2 or more"
         )
+    for name in ("num_redundant_experts", "all2all_backend", "enable_eplb"):
+        value, default = getattr(parallel, name), getattr(ParallelConfig, name)
+        if value != default and not parallel.enable_expert_parallel:
+            raise ConfigError(
+                f"{name} is {value!r}, which is for experts on several ranks; set --enable-expert-parallel"
+            )
+        if value != default and config.lora.lora_experts:
+            raise ConfigError(f"{name} is {value!r}, which does not take adapters on experts; unset lora_experts")
+    if parallel.num_redundant_experts < 0 or parallel.eplb_interval < 1:
+        raise ConfigError(
+            f"num_redundant_experts is {parallel.num_redundant_experts} and eplb_interval {parallel.eplb_interval},"
+            " but they must be at least 0 and 1"
+        )
     if config.device.standby and (parallel.data_parallel_size > 1 or parallel.elastic):
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     _ = config.lora.buckets  # are they what they should be?

@@ -335,10 +335,29 @@ class ParallelConfig:
         False,
         "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
     )
+    all2all_backend: Literal["all_reduce", "all_to_all"] = setting(
+        "all_reduce",
+        "With enable_expert_parallel: how experts' results come together. all_reduce: ranks add up what each has of"
+        " all tokens. all_to_all (on a CPU): a token goes to the ranks of its experts, and results come back, to be"
+        " added in the order of one rank.",
+    )
+    enable_eplb: bool = setting(
+        False,
+        "With enable_expert_parallel: move experts between ranks by the load that they have had, while requests run.",
+    )
+    eplb_interval: int = setting(1000, "Steps between two times that the experts of a layer may be moved (EPLB).")
+    expert_load_stats: bool = setting(
+        False,
+        "Count the tokens that come to each expert of each layer, for the metric expert_tokens_total and `quire ctl"
+        " expert-load`.",
+    )
+    num_redundant_experts: int = setting(
+        0, "With enable_expert_parallel: copies of experts in each layer beyond one of each, shared by the ranks."
+    )
     tp_exact: bool = setting(
         False,
-        "Sum what tensor parallel ranks compute so that sizes of 1, 2, 4 and 8 give equal bits. Costs some speed; for"
-        " dense models on a CPU.",
+        "Sum what tensor parallel ranks compute so that sizes of 1, 2, 4 and 8 give equal bits. Costs some speed; on"
+        " a CPU. Models with experts need enable_expert_parallel and all2all_backend all_to_all.",
     )
     executor: ExecutorName = setting(
         "auto",
@@ -361,6 +380,21 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Processes of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def counts_experts(self) -> bool:
+        return self.expert_load_stats or self.enable_eplb
+
+    @property
+    def group_settings(self) -> dict[str, Any]:
+        """What a ParallelGroup has of these settings."""
+        return {
+            "exact": self.tp_exact,
+            "splits_experts": self.enable_expert_parallel,
+            "all_to_all": self.all2all_backend == "all_to_all",
+            "counts_experts": self.counts_experts,
+            "num_redundant_experts": self.num_redundant_experts,
+        }
 
     @property
     def answering_rank(self) -> int:

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from quire.engine.constraints import Constraints
 from quire.engine.hold import Hold
 from quire.engine.parked import Condition, ParkedRequests, refusal
@@ -143,7 +145,10 @@ class EngineCore:
         self.parked.note_ends(outputs)
         if len(self._in_flight) == 1 and self._in_flight[0].needs_masks:  # they need all tokens before it
             self._give_masks(self._in_flight[0])
-        return EngineOutputs([*refused, *outputs] if refused else outputs, self.stats(self._clock() - begin))
+        stats = self.stats(self._clock() - begin)
+        if result.expert_load:
+            stats = msgspec.structs.replace(stats, expert_load=result.expert_load)
+        return EngineOutputs([*refused, *outputs] if refused else outputs, stats)
 
     def _seconds(self, started: float) -> float:
         """How long the step whose result has just come kept the device: it waited for the one before it."""

@@ -57,7 +57,8 @@ SINCE_START = (
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Field by field; of columns, place by place."""
-    numbers = [name for name in EngineStats.__struct_fields__ if name != "accepted_per_position"]
+    others = ("accepted_per_position", "expert_load")  # the second is of a step alone
+    numbers = [name for name in EngineStats.__struct_fields__ if name not in others]
     columns = zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     return EngineStats(
         **{name: sum(getattr(part, name) for part in parts) for name in numbers},
@@ -308,7 +309,8 @@ class ReplicaClient(EngineClient):
             known[position] = self._note(index, output)
         stats = None
         if step is not None:
-            stats = msgspec.structs.replace(self.stats, step_tokens=step.step_tokens, step_time=step.step_time)
+            of_step = {name: getattr(step, name) for name in ("step_tokens", "step_time", "expert_load")}
+            stats = msgspec.structs.replace(self.stats, **of_step)
         if known or stats is not None:
             self._outputs.put_nowait(EngineOutputs(known, stats))
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from operator import add
 from typing import Any, Self
 
 from quire.config.engine import EngineConfig
@@ -76,6 +77,8 @@ class AsyncEngine(AsyncControls):
         self._dead: str | None = None
         self._vocabulary: asyncio.Task[None] | None = None
         self._stats = EngineStats()
+        self.expert_load: dict[int, list[int]] = {}
+        """Tokens that came to each expert of each layer, if that is counted; since the engine's start."""
         self._idle = asyncio.Event()
         self._idle.set()
         observer.on_engine_start(client.info)
@@ -407,6 +410,9 @@ class AsyncEngine(AsyncControls):
             if batch.stats is not None:
                 self._stats = batch.stats
                 self._observer.on_stats(batch.stats)
+                for layer, counts in batch.stats.expert_load.items():
+                    before = self.expert_load.get(layer, [0] * len(counts))
+                    self.expert_load[layer] = list(map(add, before, counts))
             outputs = batch.outputs
             for begin in range(0, len(outputs), _SLICE):
                 if begin:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Literal, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from quire.ops.gated_linear import ACTIVATIONS
 from quire.ops.routing import ROUTE, ROUTER_LOGITS, Routing
 from quire.parallel.groups import ParallelGroup
 from quire.types.errors import ConfigError
+from quire.utils.expert_placement import place_experts
 
 Layout = Literal["rows", "columns", "interleaved_columns"]
 """How a checkpoint tensor with all experts lies: [experts, out, in], or [experts, in, out] with the outputs of its
@@ -123,6 +124,13 @@ class TokenGate(Linear):
         super().load(parameter, piece, as_tensor(weight).view(1, -1))
 
 
+class GroupedKind(TypedDict):
+    bias: bool
+    layout: Layout
+    target: Target
+    group: ParallelGroup
+
+
 class GroupedLinear(WeightedLayer, Adaptable):
     """A matrix for each expert, built from pieces one above the other.
 
@@ -137,12 +145,9 @@ class GroupedLinear(WeightedLayer, Adaptable):
         num_experts: int,
         in_features: int,
         pieces: tuple[Piece, ...],
-        *,
-        bias: bool,
-        layout: Layout,
-        target: Target,
         in_slice: tuple[int, int] | None = None,
-        held: range | None = None,
+        held: Sequence[int] | None = None,
+        **kind: Unpack[GroupedKind],
     ) -> None:
         """`held`: the experts whose matrices are here; None: all."""
         super().__init__()
@@ -150,9 +155,9 @@ class GroupedLinear(WeightedLayer, Adaptable):
         self.full_in_features = in_features
         self.held = held or range(num_experts)
         self.in_start, self.in_features = in_slice or (0, in_features)
-        self._pieces, self._bias, self._layout = pieces, bias, layout
-        self._target, self._device = target, torch.get_default_device()
-        self.itemsize = target.dtype.itemsize  # of activations
+        self._pieces, self._bias, self._layout, self._group = pieces, kind["bias"], kind["layout"], kind["group"]
+        self._target, self._device = kind["target"], torch.get_default_device()
+        self.itemsize = self._target.dtype.itemsize  # of activations
         self.adapters: ExpertAdapters | None = None
 
     def takes(self, sizes: AdapterSizes) -> bool:
@@ -174,7 +179,7 @@ class GroupedLinear(WeightedLayer, Adaptable):
         if int(number) not in self.held:
             return {}
         down = pair.down[:, self.in_start : self.in_start + self.in_features]
-        first = (int(number) - self.held.start) * len(self._pieces)
+        first = self.held.index(int(number)) * len(self._pieces)
         return {
             first + index: LoraPair(down, as_tensor(part_of(rows, 0, part.start, part.size)).T)
             for index, rows in self._parts(pair.up.T.contiguous(), name or None, stored="rows")
@@ -222,7 +227,7 @@ class GroupedLinear(WeightedLayer, Adaptable):
         for expert in self.held if number == "all" else {int(number)}.intersection(self.held):
             matrix = matrix_of(weight, expert) if number == "all" else weight
             for index, rows in self._parts(matrix, name or None):
-                self._load_part(parameter, expert - self.held.start, index, rows)
+                self._load_part(parameter, self.held.index(expert), index, rows)
 
     def finish(self) -> None:
         self.method.finish()
@@ -265,40 +270,46 @@ class GroupedLinear(WeightedLayer, Adaptable):
 
 
 def each_slot(method: GroupedMethod, rows: Tensor, expert_ids: Tensor) -> Tensor:
-    """rows [n * k, in], each times the matrix of its own expert of expert_ids [n, k]: [n * k, out]."""
-    slots = expert_ids.reshape(-1, 1)
-    ones = torch.ones(slots.shape, dtype=torch.float32, device=rows.device)
-    return method.down(rows.unsqueeze(1), slots, ones)
+    """rows [n * k, in], each times the matrix of its own expert of expert_ids [n, k]: [n * k, out]; 0 elsewhere."""
+    return GroupedMethod.slots(method, rows.view(*expert_ids.shape, -1), expert_ids).flatten(0, 1)
 
 
-def held_experts(num_experts: int, group: ParallelGroup) -> range | None:
+def expert_slots(num_experts: int, group: ParallelGroup) -> Sequence[int]:
+    """The expert of each slot of all ranks, when the model is loaded; each rank has a share of the slots."""
+    if not group.num_redundant_experts:
+        return range(num_experts)
+    total = num_experts + group.num_redundant_experts
+    if total % group.size or total > num_experts * group.size:
+        most = num_experts * (group.size - 1)
+        raise ConfigError(
+            f"num_redundant_experts is {group.num_redundant_experts}, but {num_experts} experts and the copies must"
+            f" be a multiple of {group.size} ranks, with no expert twice on one; set"
+            f" {min(most, group.num_redundant_experts + -total % group.size)}"
+        )
+    return place_experts([1] * num_experts, total, group.size)
+
+
+def held_experts(num_experts: int, group: ParallelGroup) -> Sequence[int] | None:
     """Those that a rank holds whole; None: it holds a slice of every one, or there is one rank."""
     if not group.splits_experts or group.size == 1:
         return None
-    start, count = group.share_of(num_experts, "experts")
-    return range(start, start + count)
+    slots = expert_slots(num_experts, group)
+    start, count = group.share_of(len(slots), "experts")
+    return slots[start : start + count]
 
 
 class GroupedGateUp(GroupedLinear):
     """Each rank holds a slice of the outputs of every expert's gate and up matrices, or some experts whole."""
 
     def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        width: int,
-        activation: str,
-        *,
-        bias: bool,
-        layout: Layout,
-        target: Target,
-        group: ParallelGroup,
+        self, num_experts: int, in_features: int, width: int, activation: str, **kind: Unpack[GroupedKind]
     ) -> None:
+        group = kind["group"]
         held = held_experts(num_experts, group)
         slices = ((0, width) if held else group.slice_of(width, name) for name in ("gate_proj", "up_proj"))
         named = zip(("gate_proj", "up_proj"), slices, strict=True)
         pieces = tuple(Piece(name, width, *part) for name, part in named)
-        super().__init__(num_experts, in_features, pieces, bias=bias, layout=layout, target=target, held=held)
+        super().__init__(num_experts, in_features, pieces, held=held, **kind)
         self._activation = activation
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
@@ -319,8 +330,10 @@ class GroupedUp(GroupedLinear):
     def __init__(
         self, num_experts: int, in_features: int, width: int, *, bias: bool, target: Target, group: ParallelGroup
     ) -> None:
+        if group.splits_experts:
+            raise ConfigError("enable_expert_parallel does not take experts without gates; leave it out")
         piece = Piece("up_proj", width, *group.slice_of(width, "up_proj"))
-        super().__init__(num_experts, in_features, (piece,), bias=bias, layout="rows", target=target)
+        super().__init__(num_experts, in_features, (piece,), bias=bias, layout="rows", target=target, group=group)
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         """x [n, in_features], expert_ids [n, k] -> [n, k, width]: each slot as a token with one expert."""
@@ -331,25 +344,17 @@ class GroupedUp(GroupedLinear):
 class GroupedDown(GroupedLinear):
     """Each rank holds a slice of the inputs of every expert's down matrix, or some experts; results are summed."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        out_features: int,
-        *,
-        bias: bool,
-        layout: Layout,
-        target: Target,
-        group: ParallelGroup,
-    ) -> None:
-        if group.exact:
-            raise ConfigError("tp_exact does not take models with experts, whose sums it does not fix; unset it")
+    def __init__(self, num_experts: int, width: int, out_features: int, **kind: Unpack[GroupedKind]) -> None:
+        group = kind["group"]
+        if group.exact and group.size > 1 and not (group.splits_experts and group.all_to_all):
+            raise ConfigError(
+                "tp_exact takes models with experts if these are added up as one rank does it; set"
+                " --enable-expert-parallel and --all2all-backend all_to_all, or leave --tp-exact out"
+            )
         pieces = (Piece("down_proj", out_features, 0, out_features),)
         held = held_experts(num_experts, group)
         in_slice = None if held else group.slice_of(width, "input features")
-        kind: dict[str, Any] = {"bias": bias, "layout": layout, "target": target}
         super().__init__(num_experts, width, pieces, in_slice=in_slice, held=held, **kind)
-        self._group = group
 
     @property
     def is_whole(self) -> bool:

@@ -29,14 +29,23 @@ Passed = Tensor | PartialSums | QuantizedActivations
 class Stage(nn.Module):
     """A layer or block whose result goes to another one. By default only tensors pass."""
 
+    ends: tuple[str, str] | None = None
+    """The stages inside that read what it reads, and give what it gives, if forms pass through them."""
+
     @property
     def accepts(self) -> Forms:
         """The forms, besides a tensor, in which it takes what it reads."""
-        return PLAIN
+        return PLAIN if self.ends is None else self._stage(self.ends[0]).accepts
 
     def feed(self, accepted: Forms) -> None:
         """All that read its result take these forms too: it may choose one. Called at most once, by `settle`."""
-        return None
+        if self.ends is not None:
+            self._stage(self.ends[1]).feed(accepted)
+
+    def _stage(self, name: str) -> Stage:
+        found = self.get_submodule(name)
+        assert isinstance(found, Stage)
+        return found
 
     def settle(self) -> None:
         """Tell the stages inside who reads whose result. The weights are loaded."""

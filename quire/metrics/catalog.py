@@ -83,6 +83,13 @@ ACCEPTED_PER_POSITION = Metric(
     "The same by their place among the draft tokens of a completion and step, from 0.",
     ("position",),
 )
+EXPERT_TOKENS = Metric(
+    "expert_tokens_total",
+    "counter",
+    "Tokens that came to each expert of each layer (--expert-load-stats), told once in some steps. A series for every"
+    " expert of every layer.",
+    ("layer", "expert"),
+)
 SUCCESS = Metric(
     "request_success_total",
     "counter",
@@ -180,7 +187,16 @@ VLLM_LABELS = {"engine": "0"}
 """What every metric of vLLM's has besides model_name."""
 _VLLM_LABEL_NAMES = {"num_kv_blocks": "num_gpu_blocks"}
 _NOT_IN_VLLM = frozenset(
-    {ENGINE_UP, ENGINE_RESTARTS, REQUESTS_RESUMED, JOURNAL_FAILURES, STEP_TIME, HTTP_REQUESTS, HTTP_TIME}
+    {
+        ENGINE_UP,
+        ENGINE_RESTARTS,
+        REQUESTS_RESUMED,
+        JOURNAL_FAILURES,
+        STEP_TIME,
+        HTTP_REQUESTS,
+        HTTP_TIME,
+        EXPERT_TOKENS,
+    }
 )
 # What vLLM called some of them before; dashboards still ask for these.
 _VLLM_OLD_NAMES = {

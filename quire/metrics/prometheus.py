@@ -71,6 +71,9 @@ class PrometheusObserver(Observer, Collector):
             self._accepted_tokens.value = counters.num_accepted_tokens
             for position, count in enumerate(counters.accepted_per_position):
                 self._accepted_per_position.at(str(position)).value = count
+        for layer, counts in stats.expert_load.items():
+            for expert, count in enumerate(counts):
+                self._expert_tokens.at(str(layer), str(expert)).value += count
         if stats.step_time:
             self._step_time.observe(stats.step_time)
             self._step_tokens.observe(stats.step_tokens)
@@ -153,6 +156,7 @@ class PrometheusObserver(Observer, Collector):
         self._draft_tokens = self._number(catalog.DRAFT_TOKENS)
         self._accepted_tokens = self._number(catalog.ACCEPTED_TOKENS)
         self._accepted_per_position = self._numbers(catalog.ACCEPTED_PER_POSITION)
+        self._expert_tokens = self._numbers(catalog.EXPERT_TOKENS)
         self._restarts = self._number(catalog.ENGINE_RESTARTS)
         self._resumed = self._number(catalog.REQUESTS_RESUMED)
         self._journal_failures = self._number(catalog.JOURNAL_FAILURES)

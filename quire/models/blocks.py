@@ -29,6 +29,8 @@ from quire.types.errors import ConfigError
 class AttentionBlock(Mixer):
     """qkv projection, attention with its q/k norm and rotation, output projection."""
 
+    ends = ("qkv_proj", "o_proj")
+
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
         self.qkv_proj: Linear
@@ -77,13 +79,6 @@ class AttentionBlock(Mixer):
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
         return keeps_heads(config.num_kv_heads, config.head_dim, config.sliding_windows[layer], config.chunked)
-
-    @property
-    def accepts(self) -> Forms:
-        return self.qkv_proj.accepts
-
-    def feed(self, accepted: Forms) -> None:
-        self.o_proj.feed(accepted)
 
     def settle(self) -> None:
         if self.qk_norm.hands_on and self._tempered is None:
@@ -175,6 +170,8 @@ QK_NORMS: dict[str, type[NoQKNorm]] = {
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x))."""
 
+    ends = ("gate_up_proj", "down_proj")
+
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
         width = config.intermediate_size
@@ -190,13 +187,6 @@ class GatedMLP(MLP):
         )
         self._activation, self._target = config.activation, ctx.target
         gated_activation(config.activation, ctx.target)  # an unknown one is refused before weights are read
-
-    @property
-    def accepts(self) -> Forms:
-        return self.gate_up_proj.accepts
-
-    def feed(self, accepted: Forms) -> None:
-        self.down_proj.feed(accepted)
 
     def settle(self) -> None:
         self._gated = gated_matmul(self.gate_up_proj, self._activation, self._target, self.down_proj.accepts)

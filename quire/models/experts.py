@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,18 +10,21 @@ from torch import Tensor
 
 from quire.layers.activation import activation_in_matmul
 from quire.layers.expert_adapters import ExpertAdapters
-from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedUp, Router, TokenGate
+from quire.layers.experts import GroupedDown, GroupedGateUp, GroupedKind, GroupedUp, Router, TokenGate, expert_slots
 from quire.layers.fusion import Form, Forms, Passed, Stage, whole
+from quire.layers.quant.base import Joined
 from quire.models.base import BuildContext
 from quire.models.blocks import GatedMLP
 from quire.models.config import DecoderConfig, ExpertsConfig
 from quire.models.kinds import MLP
-from quire.ops.grouped import ADD_SHARED, LOCAL_EXPERTS
+from quire.ops.dispatch import COUNT_EXPERTS, LOCAL_EXPERTS
+from quire.ops.grouped import ADD_SHARED
 from quire.ops.scale import SCALE_ROWS
-from quire.ops.split_k import PartialSums
+from quire.parallel.expert_exchange import ExpertExchange
 from quire.types.ledger import EngineSizes, LedgerLine
 
 Activation = Callable[[Tensor], Tensor]
+COPIES_CYCLE = 60  # tokens in which copies of an expert take turns: as often, if there are up to 6 of them
 
 
 class Routed(Stage):
@@ -98,34 +101,29 @@ class ExpertsMLP(Routed, MLP):
 class Experts(Stage):
     """The experts themselves."""
 
-    places: Tensor  # [num_experts] int32: the number of each expert in this rank, -1: another one holds it
+    places: Tensor  # [num_experts, cycle] int32: the slots of each, see ops/dispatch.py
+    load: Tensor  # [num_experts] int64: slots of tokens since the start, where they are counted
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, ctx: BuildContext) -> None:
         super().__init__()
         count, hidden_size, width = experts.num_experts, config.hidden_size, experts.width
         activation = activation_in_matmul(experts.activation or config.activation)
-        self.gate_up_proj = GroupedGateUp(
-            count,
-            hidden_size,
-            width,
-            activation,
-            bias=experts.bias,
-            layout=experts.layout,
-            target=ctx.target,
-            group=ctx.group,
-        )
-        self.down_proj = GroupedDown(
-            count, width, hidden_size, bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group
-        )
+        kind = GroupedKind(bias=experts.bias, layout=experts.layout, target=ctx.target, group=ctx.group)
+        self.gate_up_proj = GroupedGateUp(count, hidden_size, width, activation, **kind)
+        self.down_proj = GroupedDown(count, width, hidden_size, **kind)
 
-        # Where the experts of this rank are: a table at a fixed address, which steps that are captured read.
-        held = self.gate_up_proj.held
-        places = [held.index(expert) if expert in held else -1 for expert in range(count)]
-        self.register_buffer("places", torch.tensor(places, dtype=torch.int32), persistent=False)
-        self._splits, self._elsewhere = len(held) < count, 0
-        self._local = LOCAL_EXPERTS.bind(ctx.target)
+        # Where experts are: a table at a fixed address, which steps that are captured read.
+        group = self._group = ctx.group
+        self.slots = list(expert_slots(count, group))
+        self.register_buffer("places", self.places_of(self.slots), persistent=False)
+        self.counts = group.counts_experts
+        self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
+        self._splits, self._elsewhere = group.splits_experts and group.size > 1, 0
+        self._share = -(-len(self.slots) // group.size)
+        self._local, self._count = LOCAL_EXPERTS.bind(ctx.target), COUNT_EXPERTS.bind(ctx.target)
+        self._exchange = ExpertExchange(group, self._share)
         self._activation = activation
-        self._joined: Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None = None
+        self._joined: Joined | None = None
 
     def feed(self, accepted: Forms) -> None:
         self._join(Form.PARTIAL_SUMS in accepted and self.down_proj.is_whole)
@@ -148,8 +146,12 @@ class Experts(Stage):
         self._joined = self.gate_up_proj.method.joined(self.down_proj.method, self._activation, in_parts)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Passed:
+        if self.counts:
+            self._count(expert_ids, self.load)
+        if self._splits and self._group.all_to_all:
+            return self._by_all_to_all(x, expert_ids, weights)
         if self._splits:
-            expert_ids, weights = self._local(expert_ids, weights, self.places, self._elsewhere)
+            expert_ids, weights = self._of_this_rank(expert_ids, weights)
         adapters = self.gate_up_proj.adapters
         if adapters is not None and adapters.is_active:
             return self.down_proj.summed(self._adapted(adapters, x, expert_ids, weights))
@@ -158,6 +160,16 @@ class Experts(Stage):
             return self.down_proj.summed(joined) if isinstance(joined, Tensor) else joined
         out: Tensor = self.down_proj(self.gate_up_proj(x, expert_ids), expert_ids, weights)
         return out
+
+    def _of_this_rank(self, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        held = self._group.rank * self._share, len(self.gate_up_proj.held), self._elsewhere
+        return self._local(expert_ids, weights, self.places, *held)
+
+    def _by_all_to_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        here, back = self._exchange.dispatch(x, expert_ids, self.places)
+        local, _ = self._of_this_rank(expert_ids, weights)
+        given = self.down_proj.method.slots(self.gate_up_proj(here, local), local)
+        return self._exchange.combine(given, weights, back).to(x.dtype)
 
     def _adapted(self, adapters: ExpertAdapters, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Of this rank; tokens without an adapter keep the bits that they have where nobody has one."""
@@ -174,9 +186,18 @@ class Experts(Stage):
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
         """Most memory that `num_tokens` tokens take between the two matmuls and inside them."""
         gated = num_tokens * top_k * self.down_proj.in_features * self.down_proj.itemsize
+        if self._splits and self._group.all_to_all:  # and what experts give, there and here
+            gated += 2 * num_tokens * (top_k + 1) * self.gate_up_proj.in_features * self.down_proj.itemsize
         return gated + max(
             layer.method.workspace_bytes(num_tokens, top_k) for layer in (self.gate_up_proj, self.down_proj)
         )
+
+    def places_of(self, slots: Sequence[int]) -> Tensor:
+        """The table of slots that hold these experts. Copies of an expert take turns."""
+        cycle = COPIES_CYCLE if len(slots) > self.gate_up_proj.num_experts else 1
+        found = [[slot for slot, held in enumerate(slots) if held == expert] for expert in range(max(slots) + 1)]
+        columns = [[copies[turn % len(copies)] for turn in range(cycle)] for copies in found]
+        return torch.tensor(columns, dtype=torch.int32)
 
 
 class UngatedExperts(Stage):

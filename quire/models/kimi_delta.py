@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.attention.base import Rotation
 from quire.layers.attention import ForwardBatch, WantedTokens
-from quire.layers.fusion import Forms, Passed, whole
+from quire.layers.fusion import Passed, whole
 from quire.layers.linear import Linear, ReorderedLinear
 from quire.layers.state import rows_of_heads
 from quire.models.base import BuildContext
@@ -24,6 +24,8 @@ KIMI_STACK = {
 
 class KimiDelta(RecurrentMixer):
     """Decays and gates are projected from the input, at once or through `gate_rank` features."""
+
+    ends = ("a_proj", "o_proj")
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
@@ -54,13 +56,6 @@ class KimiDelta(RecurrentMixer):
     def shape_of(cls, kind: RecurrentConfig) -> StateShape:
         heads, dim = kind.num_heads, kind.key_dim
         return StateShape(3 * heads * dim, kind.conv_width, heads, heads, dim, dim, decay_dim=dim)
-
-    @property
-    def accepts(self) -> Forms:
-        return self.a_proj.accepts
-
-    def feed(self, accepted: Forms) -> None:
-        self.o_proj.feed(accepted)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None

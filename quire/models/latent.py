@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.attention.base import AttentionSpec, Rotation
 from quire.attention.latent import IndexInputs, LatentWeights
 from quire.layers.attention import ForwardBatch, WantedTokens
-from quire.layers.fusion import Forms, Passed, Stage, whole
+from quire.layers.fusion import Passed, Stage, whole
 from quire.layers.latent_attention import (
     LatentAttention,
     RotatedLayerNorm,
@@ -36,6 +36,8 @@ from quire.types.errors import ModelError
 
 class LatentBlock(Mixer):
     """Queries of each head, one latent for all of them, attention, output projection."""
+
+    ends = ("a_proj", "o_proj")
 
     def __init__(self, config: DecoderConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__(config, ctx, layer)
@@ -112,13 +114,6 @@ class LatentBlock(Mixer):
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
         latent = _latent(config)
         return keeps_latent(latent.width, latent.kv_rank, 0 if latent.index is None else latent.index.head_dim)
-
-    @property
-    def accepts(self) -> Forms:
-        return self.a_proj.accepts
-
-    def feed(self, accepted: Forms) -> None:
-        self.o_proj.feed(accepted)
 
     def forward(
         self, hidden: Passed, rotation: Rotation, batch: ForwardBatch, wanted: WantedTokens | None = None

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.layers.fusion import Forms
 from quire.layers.linear import Linear, ReorderedLinear, RowParallelLinear
 from quire.layers.norm import ParallelRMSNorm
 from quire.layers.scheme import Weight, as_tensor
@@ -26,6 +25,8 @@ from quire.types.cache import LayerKV
 class RecurrentMixer(Mixer, WeightedLayer):
     """An input projection, a recurrence over the states in `state`, and an output projection."""
 
+    ends = ("in_proj", "out_proj")
+
     in_proj: Linear
     out_proj: RowParallelLinear
 
@@ -42,13 +43,6 @@ class RecurrentMixer(Mixer, WeightedLayer):
     @classmethod
     def keeps(cls, config: DecoderConfig, layer: int) -> LayerKV | None:
         return keeps_state(cls.shape_of(recurrent_of(config)))
-
-    @property
-    def accepts(self) -> Forms:
-        return self.in_proj.accepts
-
-    def feed(self, accepted: Forms) -> None:
-        self.out_proj.feed(accepted)
 
     def project(self, in_features: int, *parts: tuple[int, int], bias: bool = False) -> Linear:
         """Of outputs that are parts (heads, outputs of each) one after the other, this rank's heads."""

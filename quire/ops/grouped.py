@@ -19,7 +19,6 @@ SharedExpert = tuple[Tensor, Tensor]
 SparseMLP = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str, bool, SharedExpert | None], Tensor
 ]
-LocalExperts = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 AddShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Always the same number of rows at once, so that a row's bits do not depend on how many share its expert.
@@ -84,17 +83,6 @@ def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
     return (routed.float() + wide).to(routed.dtype)
 
 
-def local_experts(expert_ids: Tensor, weights: Tensor, places: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
-    """Experts as a process numbers those that it holds: expert_ids [n, k] int32, weights [n, k] float32 -> the same.
-
-    places [experts] int32 is the number of each here, -1 where another process holds it; such slots become
-    `elsewhere`, with a weight of 0.
-    """
-    local = places[expert_ids.long()]
-    is_here = local >= 0
-    return local.masked_fill(~is_here, elsewhere), weights.masked_fill(~is_here, 0.0)
-
-
 def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Row i of x [n * k, in] times the matrix of expert_ids.flatten()[i]: [n * k, out]."""
     flat = expert_ids.flatten().long()
@@ -109,7 +97,6 @@ def _grouped(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None)
     return out
 
 
-LOCAL_EXPERTS: Op[LocalExperts] = Op("local_experts", local_experts, 0.0, (native("local_experts", "grouped"),))
 GROUPED_GATE_UP: Op[GroupedGateUp] = Op("grouped_gate_up", grouped_gate_up, 1e-4)
 GROUPED_DOWN: Op[GroupedDown] = Op("grouped_down", grouped_down, 1e-4)
 SPARSE_MLP: Op[SparseMLP] = Op(

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.types.errors import ConfigError
+
 
 class Collectives(ABC):
     @abstractmethod
@@ -20,6 +22,19 @@ class Collectives(ABC):
 
         Ranks hold equal shares of the columns, rounded up; the last one may hold fewer.
         """
+
+    def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
+        """Rows x [.., width], each from one rank to some: routes [.., 2] int64 has its source and a bit a reader.
+
+        A rank's result has the rows that it reads; the others are anything. Only rows that it is the source of are
+        read, and all ranks have the same routes.
+        """
+        raise ConfigError("these ranks cannot send rows to one another; leave --all2all-backend out")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has failed, so that what was exchanged since may be anything."""
+        return False
 
     @abstractmethod
     def minimum(self, values: Sequence[int]) -> list[int]:

@@ -38,5 +38,5 @@ def connect(
 
         of_stage, world = nccl_collectives(platform.device, rank, size, stages, meeting)
         link = NcclLink(rank, size, stages)
-    group = ParallelGroup(rank % size, size, of_stage, parallel.tp_exact, parallel.enable_expert_parallel)
+    group = ParallelGroup(rank % size, size, of_stage, **parallel.group_settings)
     return group, Pipeline(rank // size, stages, None, link, world)

@@ -29,6 +29,12 @@ class NcclCollectives(Collectives):
         columns = self._gather(padded).transpose(0, 1).reshape(x.shape[0], self._size * share)
         return columns if columns.shape[1] == total else columns[:, :total].contiguous()
 
+    def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
+        """Every rank gets every row: CUDA graphs hold messages of one size, whatever the routes."""
+        rows = self._gather(x.reshape(-1, x.shape[-1]))
+        sources = routes.view(-1, 2)[:, 0]
+        return rows[sources, torch.arange(len(sources), device=x.device)].view(x.shape)
+
     def minimum(self, values: Sequence[int]) -> list[int]:
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self._group)

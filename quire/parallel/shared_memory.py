@@ -150,6 +150,10 @@ class CpuCollectives(Collectives):
     def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
         """float32, contiguous"""
 
+    @abstractmethod
+    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
+        """float32, contiguous; size: tokens, rows of each, width"""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return self.all_reduce(x.float()).to(x.dtype)
@@ -162,6 +166,15 @@ class CpuCollectives(Collectives):
             return self.all_gather(x.float(), total).to(x.dtype)
         x, out = x.contiguous(), empty(x.shape[0], total)
         self._gather(x, out, -(-total // self._size))
+        return out
+
+    def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.exchange(x.float(), routes).to(x.dtype)
+        if x.shape[-1] * x.itemsize > SLOT_BYTES:
+            raise ConfigError(f"rows of {x.shape[-1]} values are too wide to be sent; leave --all2all-backend out")
+        x, out = x.contiguous(), empty(*x.shape)
+        self._send(x, routes.contiguous(), out, x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         return out
 
     def minimum(self, values: Sequence[int]) -> list[int]:
@@ -182,6 +195,13 @@ class SharedMemoryCollectives(CpuCollectives):
 
     def _gather(self, x: Tensor, out: Tensor, share: int) -> None:
         bound().gather_over_ranks(*self._group, x.data_ptr(), out.data_ptr(), *x.shape, share, out.shape[1])
+
+    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
+        bound().rows_over_ranks(*self._group, x.data_ptr(), routes.data_ptr(), out.data_ptr(), *size)
+
+    @property
+    def is_broken(self) -> bool:
+        return CollectiveFailure([self._memory]).is_told
 
 
 class SharedMemoryLink(Link):

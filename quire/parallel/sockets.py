@@ -182,6 +182,13 @@ class SocketCollectives(CpuCollectives):
         size = *x.shape, share, out.shape[1]
         bound().gather_over_sockets(self._words.ctypes.data, x.data_ptr(), out.data_ptr(), *size)
 
+    def _send(self, x: Tensor, routes: Tensor, out: Tensor, *size: int) -> None:
+        bound().rows_over_sockets(self._words.ctypes.data, x.data_ptr(), routes.data_ptr(), out.data_ptr(), *size)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._mesh.is_told
+
 
 class SocketLink(Link):
     def __init__(self, mesh: Mesh, before: int | None, after: int | None) -> None:

@@ -138,7 +138,7 @@ def plan_engine(
     `group`: the ranks that share every layer; `pipeline`: the stages, of which this is one. All ranks agree on the
     number of KV blocks. `supply`: instead of what is free. `platform`: instead of this machine's.
     """
-    group, pipeline = group or ParallelGroup(exact=config.parallel.tp_exact), pipeline or Pipeline()
+    group, pipeline = group or ParallelGroup(**config.parallel.group_settings), pipeline or Pipeline()
     (platform := platform or get_platform(config.device.device)).start(config.device.num_threads)
     source = find_model(config.model)
     made_up = config.model.load_format == "dummy"
@@ -181,7 +181,7 @@ def plan_engine(
     if draft is not None:
         model.drafter, num_bytes, of_drafter = draft.on_meta(context)
         weights, note = weights + num_bytes, f"{note}; {of_drafter}"
-    check_experts(whole, group)
+    check_experts(whole, group, platform)
     _check_backend(model, backend)
     backend.whole_prompts = model.is_bidirectional
     weights_line = LedgerLine("weights", weights + buffer_bytes(model), note)
@@ -319,6 +319,8 @@ def build_on_meta(architecture: type[Model], model_config: dict[str, Any], conte
             if context.group.size == 1:
                 raise
             sizes = [size for size in range(1, MAX_RANKS + 1) if _allows(architecture, model_config, context, size)]
+            if not sizes:
+                raise
             possible = ", ".join(map(str, sizes))
             raise ConfigError(
                 f"tensor_parallel_size is {context.group.size}, but {error}; this model takes {possible}"
@@ -361,8 +363,7 @@ def plan_memory(
     group = ParallelGroup(
         0,
         parallel.tensor_parallel_size,
-        exact=parallel.tp_exact,
-        splits_experts=parallel.enable_expert_parallel,
+        **parallel.group_settings,
     )
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(

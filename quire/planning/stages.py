@@ -17,6 +17,7 @@ from quire.models.base import Model
 from quire.models.decoder import DecoderLM
 from quire.parallel.groups import ParallelGroup
 from quire.parallel.pipeline import Pipeline, split_layers
+from quire.platform.base import Platform
 from quire.types.errors import ConfigError
 
 
@@ -33,9 +34,14 @@ def check_stages(pipeline: Pipeline, architecture: type[Model], *, pools: bool, 
         )
 
 
-def check_experts(model: Model, group: ParallelGroup) -> None:
+def check_experts(model: Model, group: ParallelGroup, platform: Platform) -> None:
     if group.splits_experts and not any(isinstance(module, GroupedLinear) for module in model.modules()):
         raise ConfigError("enable_expert_parallel is set, but the model has no experts; leave it out")
+    if group.all_to_all and not platform.uses_host_memory:
+        raise ConfigError(
+            "all2all_backend is 'all_to_all', which runs on a CPU: CUDA graphs hold messages of one size, and NCCL"
+            " would send every token to every rank; leave it out"
+        )
 
 
 def cut(model: Model, schemes: Mapping[WeightedLayer, Schemes], pipeline: Pipeline) -> Pipeline:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.models.token_inputs import PLAIN_INPUTS, TokenInputs
 from quire.runner.adapters import NoAdapters
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import MESSAGE, Containment
+from quire.runner.expert_load import ExpertLoads
 from quire.runner.pooling import NoPooling
 from quire.runner.prompt_logprobs import PromptLogprobs
 from quire.runner.proposers.base import NoProposer
@@ -73,9 +74,11 @@ class Runner:
         pooler: NoPooling | None = None,
         adapters: NoAdapters | None = None,
         stage: WholeModel | None = None,
+        expert_loads: ExpertLoads | None = None,
     ) -> None:
         """The last of `ways` takes every step."""
         self.stage = stage or WholeModel()
+        self._expert_loads = expert_loads or ExpertLoads(nn.Module())
         self.inputs = inputs
         self.adapters = adapters or NoAdapters()
         self.pooler = pooler or NoPooling()
@@ -133,6 +136,7 @@ class Runner:
             result.errors[index] = MESSAGE
         for index in result.errors:
             self.containment.heal(plan.rows[index], self.rows.host_num_computed[plan.rows[index]])
+        result.expert_load.update(self._expert_loads.read())
         if self.proposer.follows:
             result.proposals.update(self.proposer.propose(plan, result, step.every_hidden))
         return result

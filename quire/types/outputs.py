@@ -58,6 +58,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0  # those that held
     accepted_per_position: tuple[int, ...] = ()  # the same, by their place among the drafts of a row
     prefix_without_state: int = 0  # tokens since start that were cached, but for a recurrent state to go on from
+    expert_load: dict[int, list[int]] = {}  # that came with this step, as in StepResult
 
     @property
     def kv_cache_usage(self) -> float:

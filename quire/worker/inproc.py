@@ -9,6 +9,7 @@ from functools import partial
 
 from quire.config.engine import EngineConfig
 from quire.runner.runner import RunningStep
+from quire.types.errors import EngineDeadError
 from quire.types.masks import Masks
 from quire.types.request import AdapterRef
 from quire.types.step import Returned, StepPlan, StepResult
@@ -135,7 +136,7 @@ class InProcExecutor(Executor):
         return self._reader.submit(work)
 
     def is_sticky(self, error: Exception) -> bool:
-        return self._worker.platform.is_sticky(error)
+        return isinstance(error, EngineDeadError) or self._worker.platform.is_sticky(error)
 
     def shutdown(self) -> None:
         self._reader.shutdown(cancel_futures=True)

@@ -249,6 +249,8 @@ class RanksExecutor(Executor):
                 self._answers.setdefault(result.step_id, result)
             case Failed(step_id, reason, is_sticky, is_echo):
                 self._must_pause = True
+                if is_sticky and is_echo:  # the step's answer may be another rank's already
+                    self._fail(EngineDeadError(f"rank {rank}: {reason}"))
                 if not is_echo or step_id not in self._answers:
                     self._answers[step_id] = RankStepError(f"rank {rank}: {reason}", is_sticky=is_sticky)
                 self._on_failed_step()

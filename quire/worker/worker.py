@@ -34,6 +34,7 @@ from quire.runner.adapters import RowAdapters, make_room
 from quire.runner.block_tables import BlockTables
 from quire.runner.containment import Containment
 from quire.runner.eager import Eager, Padding
+from quire.runner.expert_load import ExpertLoads
 from quire.runner.forward import StepProgram
 from quire.runner.logits import LogitsHead
 from quire.runner.pooling import PooledHeads, Pooler
@@ -56,6 +57,7 @@ from quire.utils.phases import ReportPhase, ignore_phase
 from quire.utils.units import format_bytes
 from quire.worker.alone import forward_alone
 from quire.worker.description import WorkerDescription
+from quire.worker.rebalancing import ExpertBalancer, NoBalancer
 from quire.worker.replacing import check_same_model
 from quire.worker.selfcheck import coarse_ladder, make_invariant
 
@@ -76,6 +78,7 @@ class Worker:
         self.adapters: dict[str, AdapterLayers] = {}
         """Those in host memory, by digest; they stay while weights go."""
         self._runner: Runner | None = None
+        self._balancer = NoBalancer()
         self._host: HostCopy | None = None  # of the weights, while they stay the same
         self._is_moved = False
         report("plan")
@@ -153,6 +156,7 @@ class Worker:
         self.runner.stage.learn(returned)
 
     def execute(self, plan: StepPlan) -> RunningStep:
+        self._balancer.before_step(plan.step_id)
         return self.runner.execute(plan)
 
     def prepare(self) -> bool:
@@ -243,6 +247,9 @@ class Worker:
             self.plan, self.model, self._config.cache.block_size, *self._ladders, self._features
         )
         self._runner.adapters.host = self.adapters
+        parallel = self._config.parallel
+        if parallel.enable_eplb:
+            self._balancer = ExpertBalancer(self.model, self.plan.group, parallel.eplb_interval)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -349,6 +356,7 @@ def build_runner(
         else Pooler(PooledHeads(model, head, token_ladder, plan.context.target), generates=plan.pooler.generates),
         adapters=adapters,
         stage=None if pipeline.size == 1 else Stage(pipeline, rows, containment.heal, received),
+        expert_loads=ExpertLoads(model),
     )
     runner.proposer = make_proposer(plan.way_context(model), runner, program, token_ladder or sample_ladder, room)
     return runner

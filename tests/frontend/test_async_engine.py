@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quire.frontend.async_engine import AsyncEngine
 from quire.types.errors import EngineDeadError, EngineError, GenerationError, RequestError
-from quire.types.outputs import EngineOutputs, RequestOutput
+from quire.types.outputs import EngineOutputs, EngineStats, RequestOutput
 from quire.types.sampling import OutputKind, SamplingParams
 from tests.frontend.fake_client import TOKENIZER, FakeClient, text_model
 
@@ -58,6 +58,17 @@ async def test_a_stream_says_everything_once_in_the_way_asked_for(kind: OutputKi
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert (len(outputs) == 1) == (kind == "final_only")
     assert_idle(engine)
+
+
+async def test_loads_of_experts_are_added_up() -> None:
+    class Counting(FakeClient):
+        def get_outputs(self) -> EngineOutputs:
+            return EngineOutputs(super().get_outputs().outputs, EngineStats(expert_load={3: [1, 0, 2]}))
+
+    client = Counting()
+    engine = AsyncEngine(client, text_model())
+    await collect(engine.generate("Hello"))
+    assert engine.expert_load == {3: [client.num_steps, 0, 2 * client.num_steps]}
 
 
 async def test_many_streams_at_once() -> None:

@@ -292,6 +292,16 @@ def test_gauges_show_the_last_stats() -> None:
     assert found.get("step_time_seconds_count") == 0  # not from a step
 
 
+def test_loads_of_experts_are_added_up_over_engines() -> None:
+    observer = PrometheusObserver("m")
+    for load in ({0: [3, 1], 2: [2, 2]}, {}, {0: [1, 0]}):
+        observer.on_engine_down()
+        observer.on_stats(EngineStats(expert_load=load))
+    found = scrape(observer)
+    assert found.get("expert_tokens_total", layer="0", expert="0") == 4
+    assert found.get("expert_tokens_total", layer="2", expert="1") == 2
+
+
 def test_http_calls_are_counted_by_route_and_status() -> None:
     observer = PrometheusObserver("m")
     for status in (200, 200, 503):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Target
-from quire.ops.grouped import LOCAL_EXPERTS
+from quire.ops.base import Op, Target
+from quire.ops.dispatch import COUNT_EXPERTS, LOCAL_EXPERTS
+from quire.parallel.collectives import Collectives
+from quire.parallel.expert_exchange import ExpertExchange
+from quire.parallel.groups import ParallelGroup
 from quire.parallel.shared_memory import (
     LINK_BYTES,
     LINK_SLOTS,
@@ -22,6 +26,8 @@ from quire.parallel.shared_memory import (
     SharedMemoryLink,
     collective_bytes,
 )
+from quire.types.errors import ConfigError
+from tests.ops.inputs import INPUTS
 
 
 def on_ranks(size: int, work: Callable[[SharedMemoryCollectives, int], object]) -> list[object]:
@@ -99,16 +105,94 @@ def test_a_link_hands_on_messages_of_any_size_in_their_order() -> None:
     memory.close()
 
 
-def test_local_experts_are_numbered_and_others_weigh_nothing() -> None:
-    """A row by itself, an extreme one too, as among others."""
-    places = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
-    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0]], dtype=torch.int32)
-    weights = torch.tensor([[0.5, 1.5], [2.0, torch.inf], [-0.0, 1e38], [3.0, 4.0]])
-    native = LOCAL_EXPERTS.bind(Target())
-    assert native is not LOCAL_EXPERTS.reference
-    for rows in (slice(0, 4), slice(1, 2), slice(3, 4)):
-        found, expected = (op(ids[rows], weights[rows], places, 2) for op in (native, LOCAL_EXPERTS.reference))
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+def routes_of(rows: int, size: int, seed: int) -> Tensor:
+    """From any rank to any ranks, to none and to itself too."""
+    generator = torch.Generator().manual_seed(seed)
+    sources = torch.randint(0, size, (rows,), generator=generator)
+    return torch.stack((sources, torch.randint(0, 1 << size, (rows,), generator=generator)), 1)
+
+
+def check_exchange(
+    work: Callable[[Callable[[Collectives, int], Tensor]], list[object]], size: int, rows: int
+) -> None:
+    """Rows that a rank is no source of are not read, and it gets no row that it does not read."""
+    routes, whole = (
+        routes_of(rows, size, rows),
+        torch.randn(rows, 3001, generator=torch.Generator().manual_seed(rows)),
+    )
+
+    def send(group: Collectives, rank: int) -> Tensor:
+        mine = whole.masked_fill((routes[:, 0] != rank).unsqueeze(1), torch.nan)
+        return [group.exchange(mine, routes) for _ in range(2)][-1]
+
+    for rank, found in enumerate(work(send)):
+        assert isinstance(found, Tensor)
+        reads = (routes[:, 1] >> rank & 1).bool()
+        assert torch.equal(found[reads], whole[reads])
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 250), (3, 40), (4, 400)])
+def test_rows_go_from_one_rank_to_some(size: int, rows: int) -> None:
+    """More than fill the slots, too."""
+    check_exchange(lambda send: on_ranks(size, send), size, rows)
+
+
+def test_rows_of_tokens_keep_their_shape() -> None:
+    """[tokens, slots, width], and in half precision the same bits."""
+    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    routes = torch.tensor([0, 3]).expand(5, 3, 2)
+    for found in on_ranks(2, lambda group, rank: group.exchange(x if rank == 0 else torch.zeros_like(x), routes)):
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, x)
+
+
+def test_rows_wider_than_a_slot_are_refused() -> None:
+    memory = SharedMemory(collective_bytes(2))
+    with pytest.raises(ConfigError, match="rows of 262145 values are too wide"):
+        SharedMemoryCollectives(memory, 0, 2).exchange(torch.zeros(1, SLOT_BYTES // 4 + 1), torch.zeros(1, 2).long())
+    memory.close()
+
+
+@pytest.mark.parametrize("op", [LOCAL_EXPERTS, COUNT_EXPERTS], ids=lambda op: str(op.name))
+def test_what_is_dispatched_is_the_references(op: Op[Any]) -> None:
+    """Equal, not close; a token at the same place of a shorter step goes the same way."""
+    native = op.bind(Target())
+    assert native is not op.reference
+    for seed in range(6):
+        ids, other, *rest = INPUTS[op.name](seed)
+        for count in (len(ids), 1):
+            given = ids[:count], other[:count] if op is LOCAL_EXPERTS else other.clone()
+            found, expected = (run(*(part.clone() for part in given), *rest) for run in (native, op.reference))
+            for mine, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("tokens", "size", "cycle"), [(1, 2, 1), (13, 3, 4), (64, 4, 1)])
+def test_tokens_are_dispatched_and_what_experts_give_is_combined(tokens: int, size: int, cycle: int) -> None:
+    """Experts that multiply by their numbers; a token whose weight is not finite spoils no other."""
+    k, share = 3, 4
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, share * size, generator=generator).argsort(-1)[:, :k].to(torch.int32)
+    places = torch.stack([torch.randperm(share * size, generator=generator) for _ in range(cycle)], 1).to(torch.int32)
+    x, weights = torch.randn(tokens, 20, generator=generator), torch.rand(tokens, k, generator=generator)
+    weights[-1, 1] = torch.inf
+    given = x.unsqueeze(1) * (ids.unsqueeze(-1) + 1)
+    expected = given[:, 0] * weights[:, :1]
+    for slot in range(1, k):
+        expected = expected + given[:, slot] * weights[:, slot : slot + 1]
+
+    def work(collectives: SharedMemoryCollectives, rank: int) -> Tensor:
+        exchange = ExpertExchange(ParallelGroup(rank, size, collectives), share)
+        is_mine = (torch.arange(tokens) % size == rank).unsqueeze(1)
+        here, back = exchange.dispatch(x.where(is_mine, torch.nan), ids, places)
+        columns = torch.arange(tokens).unsqueeze(1) % cycle
+        is_here = (places[ids.long(), columns] // share == rank).unsqueeze(-1)
+        computed = (here.unsqueeze(1) * (ids.unsqueeze(-1) + 1)).where(is_here, torch.nan)
+        return exchange.combine(computed, weights, back)
+
+    for found in on_ranks(size, work):
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, expected)
 
 
 def test_nobody_waits_for_a_rank_that_failed() -> None:

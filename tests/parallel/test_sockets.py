@@ -19,7 +19,7 @@ from quire.parallel.sockets import Mesh
 from quire.types.errors import EngineDeadError
 from quire.utils.streams import receive_exactly
 from quire.utils.tls import seal
-from tests.parallel.test_shared_memory import parts, tree
+from tests.parallel.test_shared_memory import check_exchange, parts, tree
 
 SECRET = b"of these tests alone"
 
@@ -63,6 +63,13 @@ def test_columns_over_sockets_are_in_rank_order(size: int, total: int) -> None:
     for found in on_ranks(size, gather):
         assert isinstance(found, Tensor)
         assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (3, 300)])
+def test_rows_over_sockets_go_from_one_rank_to_some(size: int, rows: int) -> None:
+    check_exchange(
+        lambda send: on_ranks(size, lambda mesh, rank: send(mesh.of_all(rank), rank), rounds=2), size, rows
+    )
 
 
 def test_stages_sum_among_themselves_and_hand_on() -> None:

@@ -8,6 +8,8 @@ import signal
 import stat
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -81,6 +83,21 @@ async def test_verbs_are_listed_and_run() -> None:
         assert (await http.get("/admin/status")).json()["num_replicas"] == 3
         for wrong in (0, -1, 1.5, "two", None):
             assert (await http.post("/admin/replicas", json=wrong)).status_code == 400, wrong
+
+
+async def test_loads_of_experts_are_told_if_they_are_counted() -> None:
+    class Counting(FakeServer):
+        wanted = Wanted(EngineConfig.from_flat(model="fake", expert_load_stats=True))
+
+        @property
+        def operated_engine(self) -> AsyncEngine:
+            return cast(AsyncEngine, SimpleNamespace(expert_load={1: [5, 0]}))
+
+    async with client(Counting()) as http:
+        assert (await http.get("/admin/expert-load")).json() == {"1": [5, 0]}
+    async with client(FakeServer()) as http:
+        refused = await http.get("/admin/expert-load")
+        assert (refused.status_code, "--expert-load-stats" in refused.json()["error"]) == (409, True)
 
 
 async def test_what_is_refused() -> None:

@@ -189,30 +189,6 @@ def test_every_kind_of_layer_is_shared(kind: str, tmp_path: Path) -> None:
     assert_alike(found[1], found[0])
 
 
-MANY: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-EXPERT_PARALLEL: list[Any] = [
-    (2, {"model_type": "qwen2_moe", **MANY}),
-    pytest.param(4, {"model_type": "qwen2_moe", **MANY, "num_experts": 7}, marks=pytest.mark.nightly),
-    pytest.param(2, {"model_type": "qwen2_moe", **MANY, "quantization": "int8"}, marks=pytest.mark.nightly),
-    pytest.param(2, KINDS["sinks"], marks=pytest.mark.nightly),  # its experts have biases
-]
-
-
-@pytest.mark.parametrize(("size", "kind"), EXPERT_PARALLEL)
-def test_ranks_that_hold_whole_experts_give_the_tokens_of_one(
-    size: int, kind: dict[str, Any], tmp_path: Path
-) -> None:
-    kind = dict(kind)
-    settings = SETTINGS | {"max_model_len": 256, "quantization": kind.pop("quantization", "auto")}
-    model, jobs = make_model(tmp_path / "model", **kind), make_jobs(16, longest=100)
-    one = make_engine(model, **settings)
-    expected = run_jobs(one, jobs, seed=3)
-    one.shutdown()
-    core = make_engine(model, tensor_parallel_size=size, enable_expert_parallel=True, **settings)
-    assert_alike(run_jobs(core, jobs, seed=3), expected)
-    core.shutdown()
-
-
 def test_a_size_that_heads_do_not_allow_names_those_that_they_do(model: Path) -> None:
     config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=3, **SETTINGS)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3, but attention heads \(8\).*takes 1, 2, 4, 8$"):
@@ -224,12 +200,6 @@ def test_what_ranks_refuse_is_told_as_it_is(model: Path) -> None:
     config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=3, **SETTINGS)
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 3, but attention heads"):
         build_engine(config)
-
-
-def test_experts_of_a_model_that_has_none_cannot_be_split(model: Path) -> None:
-    config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=2, enable_expert_parallel=True)
-    with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
-        plan_memory(config)
 
 
 def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
@@ -247,7 +217,6 @@ def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
         ({"tensor_parallel_size": 2, "executor": "inproc"}, "2 ranks need processes"),
         ({"tensor_parallel_size": 3, "tp_exact": True}, "must be one of 1, 2, 4, 8"),
         ({"tp_exact": True, "enable_lora": True}, "does not take LoRA adapters"),
-        ({"enable_expert_parallel": True}, "set -tp 2 or more"),
         ({"tensor_parallel_size": 8, "pipeline_parallel_size": 8}, "is 64 but an engine has at most 63 ranks"),
     ],
 )

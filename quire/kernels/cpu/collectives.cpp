@@ -140,6 +140,34 @@ void gather_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_by
     }
 }
 
+// Rows are taken until the slot of some rank is full; all ranks know all routes, so they take the same ones.
+void rows_over_ranks(void* memory, int64_t rank, int64_t size, int64_t slot_bytes, const float* x, const int64_t* routes,
+                     float* out, int64_t tokens, int64_t k, int64_t width) {
+    const Group group{static_cast<char*>(memory), rank, size, slot_bytes};
+    const int64_t rows = tokens * k, most = slot_bytes / (width * (int64_t)sizeof(float));
+    const size_t bytes = width * sizeof(float);
+    for (int64_t start = 0; start < rows;) {
+        const uint32_t sequence = next_sequence(group);
+        int64_t filled[MOST_RANKS] = {}, end = start;
+        for (; end < rows; ++end) {
+            const int64_t source = routes[2 * end], readers = routes[2 * end + 1];
+            if (!(readers & ~(int64_t(1) << source))) continue;  // stays where it is
+            if (filled[source] == most) break;
+            if (source == rank) std::memcpy(group.slot(rank, sequence) + filled[rank] * width, x + end * width, bytes);
+            ++filled[source];
+        }
+        if (!exchange(group, sequence)) return;
+        int64_t next[MOST_RANKS] = {};
+        for (int64_t i = start; i < end; ++i) {
+            const int64_t source = routes[2 * i], readers = routes[2 * i + 1];
+            const int64_t place = readers & ~(int64_t(1) << source) ? next[source]++ : 0;
+            if (!(readers >> rank & 1)) continue;
+            std::memcpy(out + i * width, source == rank ? x + i * width : group.slot(source, sequence) + place * width, bytes);
+        }
+        start = end;
+    }
+}
+
 // A link from one process to the next: after the word that ends waiting come a line that counts pieces sent and one that
 // counts pieces received, then `slots` slots. Whoever is ahead waits: the sender for a free slot, the receiver for a full one.
 namespace {
@@ -178,15 +206,6 @@ void receive_from_stage(void* memory, int64_t slots, int64_t slot_bytes, void* o
         const int64_t count = num_bytes - start < slot_bytes ? num_bytes - start : slot_bytes;
         std::memcpy(static_cast<char*>(out) + start, link.slot(piece), count);
         publish(link.received(), piece + 1);
-    }
-}
-
-void local_experts(const int32_t* ids, const float* weights, const int32_t* places, int32_t* local, float* kept,
-                   int64_t rows, int64_t k, int elsewhere) {
-    for (int64_t i = 0; i < rows * k; ++i) {
-        const int32_t place = places[ids[i]];
-        local[i] = place < 0 ? elsewhere : place;
-        kept[i] = place < 0 ? 0.0f : weights[i];
     }
 }
 

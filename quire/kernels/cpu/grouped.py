@@ -72,16 +72,20 @@ class GroupedProduct:
         )
         return out
 
-    def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """a [n, k, inner], expert_ids [n, k], weights [n, k] -> [n, outputs]."""
-        a, expert_ids, weights = a.contiguous(), expert_ids.contiguous(), weights.contiguous()
+    def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor | None) -> Tensor:
+        """a [n, k, inner], expert_ids [n, k], weights [n, k] -> [n, outputs].
+
+        Without weights [n, k, outputs], each result by itself; rows of experts beyond the last are not written.
+        """
+        a, expert_ids = a.contiguous(), expert_ids.contiguous()
+        weights = None if weights is None else weights.contiguous()
         n, k = expert_ids.shape
-        out = empty(n, self.outputs)
+        out = empty(n, self.outputs) if weights is not None else empty(n, k, self.outputs)
         getattr(self._kernels, self._names[1])(
             self._address,
             a.data_ptr(),
             expert_ids.data_ptr(),
-            weights.data_ptr(),
+            None if weights is None else weights.data_ptr(),
             out.data_ptr(),
             n,
             k,
@@ -114,16 +118,6 @@ def route(logits: Tensor, bias: Tensor | None, routing: Any) -> tuple[Tensor, Te
         routing.mixer_margin,
     )
     return ids, weights
-
-
-def local_experts(expert_ids: Tensor, weights: Tensor, places: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
-    """See quire/ops/grouped.py."""
-    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
-    rows, k = expert_ids.shape
-    local, kept = empty(rows, k, dtype=torch.int32), empty(rows, k)
-    given = (expert_ids.data_ptr(), weights.data_ptr(), places.data_ptr())
-    bound().local_experts(*given, local.data_ptr(), kept.data_ptr(), rows, k, elsewhere)
-    return local, kept
 
 
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:

@@ -43,9 +43,9 @@ bool note(int64_t& done, int64_t total, ssize_t moved, bool receives) {
     return moved >= 0 || errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
-// Sends `mine` bytes of `x` to every other rank and receives `theirs[r]` bytes of rank r in its slot. False if waiting was ended,
+// Sends mine[r] bytes of x[r] to every other rank r and receives theirs[r] bytes of it in its slot. False if waiting was ended,
 // which the loss of a connection does too.
-bool exchange(const Mesh& mesh, const void* x, int64_t mine, const int64_t* theirs) {
+bool exchange(const Mesh& mesh, const char* const* x, const int64_t* mine, const int64_t* theirs) {
     int64_t sent[MOST_RANKS] = {}, received[MOST_RANKS] = {};
     while (!mesh.is_ended()) {
         pollfd waiting[MOST_RANKS];
@@ -54,20 +54,27 @@ bool exchange(const Mesh& mesh, const void* x, int64_t mine, const int64_t* thei
             if (r == mesh.rank()) continue;
             const int fd = mesh.socket(r);
             const int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
-            if (sent[r] < mine &&
-                !note(sent[r], mine, send(fd, static_cast<const char*>(x) + sent[r], mine - sent[r], flags), false))
+            if (sent[r] < mine[r] && !note(sent[r], mine[r], send(fd, x[r] + sent[r], mine[r] - sent[r], flags), false))
                 return mesh.end();
             char* slot = reinterpret_cast<char*>(mesh.slot(r));
             if (received[r] < theirs[r] &&
                 !note(received[r], theirs[r], recv(fd, slot + received[r], theirs[r] - received[r], flags), true))
                 return mesh.end();
-            const int events = (sent[r] < mine ? POLLOUT : 0) | (received[r] < theirs[r] ? POLLIN : 0);
+            const int events = (sent[r] < mine[r] ? POLLOUT : 0) | (received[r] < theirs[r] ? POLLIN : 0);
             if (events) waiting[count++] = pollfd{fd, (short)events, 0};
         }
         if (count == 0) return true;
         poll(waiting, count, CHECK_EVERY);
     }
     return false;
+}
+
+// The same `mine` bytes of `x` to every other rank.
+bool exchange(const Mesh& mesh, const void* x, int64_t mine, const int64_t* theirs) {
+    const char* all[MOST_RANKS];
+    int64_t bytes[MOST_RANKS];
+    for (int64_t r = 0; r < mesh.size(); ++r) all[r] = static_cast<const char*>(x), bytes[r] = mine;
+    return exchange(mesh, all, bytes, theirs);
 }
 
 Vec tree(const Mesh& mesh, const float* mine, int64_t first, int64_t count, int64_t at, int n) {
@@ -116,6 +123,39 @@ void gather_over_sockets(void* group, const float* x, float* out, int64_t rows, 
                 i += run;
             }
         }
+    }
+}
+
+// Rows are taken until the slot of some rank is full, which counts every row that it sends to anybody. What goes to each rank lies
+// by itself, so that a rank gets no row that it does not read.
+void rows_over_sockets(void* words, const float* x, const int64_t* routes, float* out, int64_t tokens, int64_t k, int64_t width) {
+    const Mesh mesh{static_cast<int64_t*>(words)};
+    const int64_t rows = tokens * k, most = mesh.slot_bytes() / (width * (int64_t)sizeof(float)), rank = mesh.rank();
+    const int64_t bytes = width * (int64_t)sizeof(float);
+    float* sent = (float*)scratch(5, mesh.size() * most * bytes);
+    for (int64_t start = 0; start < rows;) {
+        int64_t filled[MOST_RANKS] = {}, mine[MOST_RANKS] = {}, theirs[MOST_RANKS] = {}, next[MOST_RANKS] = {}, end = start;
+        const char* parts[MOST_RANKS];
+        for (int64_t r = 0; r < mesh.size(); ++r) parts[r] = reinterpret_cast<char*>(sent + r * most * width);
+        for (; end < rows; ++end) {
+            const int64_t source = routes[2 * end], readers = routes[2 * end + 1] & ~(int64_t(1) << source);
+            if (!readers) continue;  // stays where it is
+            if (filled[source] == most) break;
+            ++filled[source];
+            if (source != rank) theirs[source] += (readers >> rank & 1) * bytes;
+            for (int64_t r = 0; source == rank && r < mesh.size(); ++r) {
+                if (!(readers >> r & 1)) continue;
+                std::memcpy(sent + (r * most + mine[r] / bytes) * width, x + end * width, bytes);
+                mine[r] += bytes;
+            }
+        }
+        if (!exchange(mesh, parts, mine, theirs)) return;
+        for (int64_t i = start; i < end; ++i) {
+            const int64_t source = routes[2 * i];
+            if (!(routes[2 * i + 1] >> rank & 1)) continue;
+            std::memcpy(out + i * width, source == rank ? x + i * width : mesh.slot(source) + next[source]++ * width, bytes);
+        }
+        start = end;
     }
 }
 

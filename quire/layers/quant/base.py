@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from quire.layers.fusion import PLAIN, Forms
@@ -24,6 +25,8 @@ from quire.utils.units import format_bytes
 
 # `linear_shrinking` of ops/lora.py on a layer's own weight and bias.
 Shrinking = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+# (x, expert_ids, weights) -> what a sparse MLP gives.
+Joined = Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums]
 MatrixRole = Literal["linear", "head", "table", "router", "grouped"]
 
 
@@ -129,6 +132,9 @@ class TableMethod(LinearMethod):
         """token_ids [n], all within the table -> rows [n, hidden] in the target's type."""
 
 
+Shared = tuple[LinearMethod, LinearMethod] | None  # both matrices of a shared expert
+
+
 class GroupedMethod(nn.Module, ABC):
     """The matrices [out_features, in_features] of all experts of one layer, and their biases; see ops/grouped.py.
 
@@ -167,13 +173,16 @@ class GroupedMethod(nn.Module, ABC):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """a [n, k, in_features], expert_ids [n, k], weights [n, k] float32 -> [n, out_features]."""
 
-    def joined(
-        self,
-        down: GroupedMethod,
-        activation: str,
-        in_parts: bool,
-        shared: tuple[LinearMethod, LinearMethod] | None = None,
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
+    def slots(self, a: Tensor, expert_ids: Tensor) -> Tensor:
+        """a [n, k, in_features], expert_ids [n, k] int32 -> what each slot's expert gives, [n, k, out_features].
+
+        Results of experts beyond the last are anything.
+        """
+        ones = torch.ones(expert_ids.numel(), 1, dtype=torch.float32, device=a.device)
+        out = self.down(a.flatten(0, 1).unsqueeze(1), expert_ids.reshape(-1, 1), ones)
+        return out.view(*expert_ids.shape, -1)
+
+    def joined(self, down: GroupedMethod, activation: str, in_parts: bool, shared: Shared = None) -> Joined | None:
         """(x, expert_ids, weights) -> what `down.down` gives of this `gate_up`, where kernels do both at once.
 
         `in_parts`: the reader adds up the experts of each token. `shared`: both matrices of a shared expert, which
@@ -194,6 +203,10 @@ class GroupedMethod(nn.Module, ABC):
     def kept(self) -> str:
         """What its weights are in memory, for people."""
         return str(self.spec.target.dtype).removeprefix("torch.")
+
+    def tensors_of(self, expert: int) -> list[Tensor]:
+        """All that is kept of one expert, as it lies in memory, to be copied over another's."""
+        return [parameter.data[expert] for parameter in self.parameters()]
 
     @property
     def num_bytes(self) -> int:

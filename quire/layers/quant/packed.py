@@ -112,6 +112,14 @@ class PackedGrouped(GroupedMethod):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._product.down(a, expert_ids, weights)
 
+    def slots(self, a: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._product.down(a, expert_ids, None)
+
+    def tensors_of(self, expert: int) -> list[Tensor]:
+        matrices = [self._matrices[expert, piece] for piece in range(len(self.spec.pieces))]
+        orders = [matrix.order for matrix in matrices if matrix.order is not None]
+        return [*super().tensors_of(expert), *(matrix.panels for matrix in matrices), *orders]
+
     @property
     def kept(self) -> str:
         return " and ".join(sorted({matrix.format for matrix in self._matrices.values()}))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.packed import CHUNK, E4M3, MANY_SLOTS, PackedWeight, pack_codes
-from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization
+from quire.layers.quant.base import GroupedMethod, Joined, LinearMethod, MatrixSpec, Quantization, Shared
 from quire.layers.quant.panels import check_numbers, integer_bits
 from quire.layers.quant.plain import Plain
 from quire.layers.scheme import Role, Scheme, StoredMatrix, Weight
@@ -190,13 +190,7 @@ class PackedWeightGrouped(GroupedMethod):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._down(a, expert_ids, weights, self._unpacked(), self.bias)
 
-    def joined(
-        self,
-        down: GroupedMethod,
-        activation: str,
-        in_parts: bool,
-        shared: tuple[LinearMethod, LinearMethod] | None = None,
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
+    def joined(self, down: GroupedMethod, activation: str, in_parts: bool, shared: Shared = None) -> Joined | None:
         if not isinstance(down, PackedWeightGrouped) or shared is not None:
             return None
         run, first, second = PACKED_SPARSE_MLP.bind(self.spec.target), self._store.weight, down._store.weight

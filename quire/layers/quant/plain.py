@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.layers.quant.base import GroupedMethod, LinearMethod, MatrixSpec, Quantization, Shrinking, TableMethod
+from quire.layers.quant.base import (
+    GroupedMethod,
+    Joined,
+    LinearMethod,
+    MatrixSpec,
+    Quantization,
+    Shared,
+    Shrinking,
+    TableMethod,
+)
 from quire.layers.scheme import Scheme, Weight, as_tensor
 from quire.layers.weights import empty_parameter
 from quire.ops.base import Target
@@ -121,13 +130,7 @@ class PlainGrouped(GroupedMethod):
     def down(self, a: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         return self._down(a, expert_ids, weights, self.weight, self.bias)
 
-    def joined(
-        self,
-        down: GroupedMethod,
-        activation: str,
-        in_parts: bool,
-        shared: tuple[LinearMethod, LinearMethod] | None = None,
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor | PartialSums] | None:
+    def joined(self, down: GroupedMethod, activation: str, in_parts: bool, shared: Shared = None) -> Joined | None:
         run = SPARSE_MLP.bind(self.spec.target)
         plain = (one for one in shared or () if isinstance(one, PlainLinear) and one.transposed and one.bias is None)
         beside = [one.weight for one in plain]

@@ -173,6 +173,12 @@ class EngineOperator:
     async def reset_prefix_cache(self) -> None:
         await self._engine.reset_prefix_cache()
 
+    async def expert_load(self) -> dict[int, list[int]]:
+        """Tokens by layer and expert since the engine's start; ConfigError if they are not counted."""
+        if not self._wanted.config.parallel.counts_experts:
+            raise ConfigError("the tokens of experts are not counted; start the server with --expert-load-stats")
+        return self._engine.expert_load
+
     @property
     def _engine(self) -> AsyncEngine:
         return self._supervisor.operated_engine

@@ -159,6 +159,10 @@ async def _reset_prefix_cache(server: Controlled, argument: None) -> dict[str, A
     return {}
 
 
+async def _expert_load(server: Controlled, argument: None) -> dict[int, list[int]]:
+    return await server.operator.expert_load()
+
+
 STATUS = AdminVerb("how the engine is", "reads", None, _status)
 RESTART_ENGINE = AdminVerb(
     "replace the engine process; open streams pause and go on", "changes", None, _restart_engine
@@ -206,6 +210,7 @@ SET_LIMITS = AdminVerb(
 )
 SET_LOG_LEVEL = AdminVerb('change the log: {"level": "debug"}', "changes", LogLevel, _set_log_level)
 RESET_PREFIX_CACHE = AdminVerb("forget cached prefixes that nobody uses", "changes", None, _reset_prefix_cache)
+EXPERT_LOAD = AdminVerb("tokens of each expert, by layer, since the engine's start", "reads", None, _expert_load)
 
 VERBS: Registry[AdminVerb] = Registry(
     "admin verb",
@@ -227,5 +232,6 @@ VERBS: Registry[AdminVerb] = Registry(
         "set-limits": "verbs:SET_LIMITS",
         "set-log-level": "verbs:SET_LOG_LEVEL",
         "reset-prefix-cache": "verbs:RESET_PREFIX_CACHE",
+        "expert-load": "verbs:EXPERT_LOAD",
     },
 )

@@ -9,11 +9,11 @@ from quire.ops.gated_linear import ACTIVATIONS
 
 
 def generate_gate_up_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str]:
-    n, k, experts, h, f = _sizes(seed)
+    n, k, experts, h, f = some_sizes(seed)
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(n, h, generator=generator),
-        _expert_ids(n, k, experts, generator),
+        some_experts(n, k, experts, generator),
         torch.randn(experts, 2 * f, h, generator=generator) * h**-0.5,
         torch.randn(experts, 2 * f, generator=generator) if seed % 2 else None,
         sorted(ACTIVATIONS)[seed % len(ACTIVATIONS)],
@@ -21,11 +21,11 @@ def generate_gate_up_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor |
 
 
 def generate_down_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    n, k, experts, h, f = _sizes(seed)
+    n, k, experts, h, f = some_sizes(seed)
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(n, k, f, generator=generator),
-        _expert_ids(n, k, experts, generator),
+        some_experts(n, k, experts, generator),
         torch.rand(n, k, generator=generator),
         torch.randn(experts, h, f, generator=generator) * f**-0.5,
         torch.randn(experts, h, generator=generator) if seed % 2 else None,
@@ -49,13 +49,13 @@ def generate_with_shared(seed: int) -> tuple[object, ...]:
 
 
 def generate_shared_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    n, _, _, h, _ = _sizes(seed)
+    n, _, _, h, _ = some_sizes(seed)
     generator = torch.Generator().manual_seed(seed)
     gate = torch.randn(n, 1, generator=generator) if seed % 2 else None
     return torch.randn(n, h, generator=generator), torch.randn(n, h, generator=generator), gate
 
 
-def _sizes(seed: int) -> tuple[int, int, int, int, int]:
+def some_sizes(seed: int) -> tuple[int, int, int, int, int]:
     """(tokens, experts of a token, experts, hidden size, width of an expert)."""
     return (
         (1, 3, 17, 70)[seed % 4],
@@ -66,22 +66,12 @@ def _sizes(seed: int) -> tuple[int, int, int, int, int]:
     )
 
 
-def _expert_ids(n: int, k: int, experts: int, generator: torch.Generator) -> Tensor:
+def some_experts(n: int, k: int, experts: int, generator: torch.Generator) -> Tensor:
     """No expert twice in a row, and one that nobody chose where there are few tokens."""
     return torch.rand(n, experts, generator=generator).argsort(-1)[:, :k].to(torch.int32)
 
 
-def generate_local_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    n, k, experts, _, _ = _sizes(seed)
-    generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(experts, generator=generator).to(torch.int32)
-    held = (experts + 1) // 2
-    ids = _expert_ids(n, k, experts, generator)
-    return ids, torch.rand(n, k, generator=generator), places.masked_fill(places >= held, -1), held * (seed % 2)
-
-
 INPUTS = {
-    "local_experts": generate_local_inputs,
     "grouped_gate_up": generate_gate_up_inputs,
     "grouped_down": generate_down_inputs,
     "sparse_mlp": generate_with_shared,
