@@ -57,7 +57,7 @@ EXPERT_MODELS: dict[str, TinyModel] = {
         "glm-dsa",
         "glm_moe_dsa",
         {
-            **{**_ROUTED, **_LATENT, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 12},
+            **{**_ROUTED, **_LATENT, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 12},
             **{"indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         },
     ),
