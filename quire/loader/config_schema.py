@@ -145,6 +145,11 @@ class ConfigSchema(msgspec.Struct):
     moe_layer_end_index: int | None = None
     moe_layer_interval: Count | None = None
     moe_norm_min: Positive | None = None
+    moe_every_n_layers: Whole | None = None
+    moe_top_k: Count | None = None
+    mlp_fc1_bias: bool | None = None
+    mlp_fc2_bias: bool | None = None
+    qkv_proj_bias: bool | None = None
     norm_topk_prob: bool | None = None
     local_attention: Count | None = None
     global_attn_every_n_layers: Count | None = None
@@ -201,6 +206,7 @@ class ConfigSchema(msgspec.Struct):
     layer_norm_epsilon: Positive | None = None
     layers_block_type: list[str] | None = None
     linear_attn_config: LinearAttentionSchema | None = None
+    in_proj_qkv_apart: bool | None = None
     linear_conv_kernel_dim: Count | None = None
     linear_head_dim: HeadDim | None = None
     linear_key_head_dim: Count | None = None
