@@ -66,6 +66,16 @@ class EngineClient(ABC):
         """Stop the engine and free what it holds. May block for one step; may be called twice."""
 
 
+class AsyncClient(EngineClient):
+    """Driven through the async face only."""
+
+    def get_outputs(self) -> EngineOutputs:
+        raise EngineError("this engine is driven asynchronously; use get_outputs_async")
+
+    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
+        raise EngineError("this engine is driven asynchronously; use call_async")
+
+
 class InProcClient(EngineClient):
     """The core in this process: stepped by the caller (sync face) or by a thread (async face)."""
 

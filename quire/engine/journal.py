@@ -111,7 +111,7 @@ class Journal:
             if output.prompt_logprobs:
                 if fresh is outputs:
                     fresh = outputs.copy()
-                fresh[index] = _without_known_logprobs(entry, output)
+                fresh[index] = without_known_logprobs(entry, output)
             if output.finish_reason is not None or output.error is not None:
                 self.close(output.request_id)
         return fresh
@@ -173,7 +173,7 @@ class Journal:
         self._acquit(entry.request.request_id)
 
 
-def _without_known_logprobs(entry: Entry, output: EngineOutput) -> EngineOutput:
+def without_known_logprobs(entry: Entry, output: EngineOutput) -> EngineOutput:
     """An engine that computes a prompt again says its log-probabilities from the first one on."""
     said = output.prompt_logprobs or []
     known = min(entry.num_to_skip, len(said))

@@ -19,9 +19,9 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.env import visible_devices
 from quire.engine.child import EngineChild, TakeLine, print_line
-from quire.engine.client import EngineClient
+from quire.engine.client import AsyncClient
 from quire.engine.control import REPLY_LIMIT
-from quire.engine.journal import Entry
+from quire.engine.journal import Entry, without_known_logprobs
 from quire.engine.router import Router
 from quire.engine.warming import Told, warm_up
 from quire.engine.zmq_client import OnPhase, PhaseTime, ZmqClient, ignore_phases
@@ -75,7 +75,7 @@ class _Open:
     work: int = 0  # that the router counts for it
 
 
-class ReplicaClient(EngineClient):
+class ReplicaClient(AsyncClient):
     """Everything is called on one event loop; `wait_ready_async` comes first."""
 
     def __init__(self, num_replicas: int, launch: LaunchReplica) -> None:
@@ -203,12 +203,6 @@ class ReplicaClient(EngineClient):
             if client is not None:
                 client.shutdown()
 
-    def get_outputs(self) -> EngineOutputs:
-        raise EngineError("these engines are driven asynchronously; use get_outputs_async")
-
-    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        raise EngineError("these engines are driven asynchronously; use call_async")
-
     async def resize(self, count: int, limit: float) -> None:
         """Have `count` replicas. New ones get requests once they are warm; EngineError if one does not come up.
 
@@ -326,11 +320,7 @@ class ReplicaClient(EngineClient):
             entry.token_ids.extend(output.token_ids)
             entry.num_deaths = self._deaths[index] = 0
         if output.prompt_logprobs:
-            said = output.prompt_logprobs
-            again = min(entry.num_to_skip, len(said))
-            entry.num_to_skip -= again
-            entry.num_prompt_logprobs += len(said) - again
-            output = msgspec.structs.replace(output, prompt_logprobs=said[again:] or None)
+            output = without_known_logprobs(entry, output)
         if output.finish_reason is not None or output.error is not None:
             self._router.finish(index, opened.work)
             del self._open[output.request_id]

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.engine.client import EngineClient
+from quire.engine.client import AsyncClient
 from quire.engine.control import REPLY_LIMIT
 from quire.engine.journal import Entry, Journal
 from quire.types.errors import EngineDeadError, EngineError
@@ -58,8 +58,8 @@ class EngineLoss:
     """Requests that are refused from now on, since they died alone, twice."""
 
 
-class ResumingClient(EngineClient):
-    """Driven through the async face only. `attach` and `lose` are the supervisor's."""
+class ResumingClient(AsyncClient):
+    """`attach` and `lose` are the supervisor's."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
@@ -159,12 +159,6 @@ class ResumingClient(EngineClient):
 
     def has_unfinished(self) -> bool:
         return bool(self._journal or self._said)
-
-    def get_outputs(self) -> EngineOutputs:
-        raise EngineError("this engine is driven asynchronously; use get_outputs_async")
-
-    def call(self, verb: str, argument: object = None, *, limit: float | None = REPLY_LIMIT) -> Any:
-        raise EngineError("this engine is driven asynchronously; use call_async")
 
     def shutdown(self) -> None:
         """No other engine will come. The one that serves is shut down, too."""
