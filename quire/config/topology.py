@@ -105,7 +105,8 @@ def _explained(best: Tried, tried: Sequence[Tried], replicas: int, total: int) -
         parts = [f"{ranks} {'rank holds' if ranks == 1 else 'ranks hold'} the longest request, of {length} tokens"]
     for one in tried:
         if one is not best and one.outcome.length < length:
-            fits = f"requests of {one.outcome.length} tokens" if one.outcome.length else one.outcome.reason
+            short = f"requests of {one.outcome.length} tokens"
+            fits = short if one.outcome.length else one.outcome.reason.partition(";")[0]  # without the fixes
             parts.append(f"-tp {one.tensor} -pp {one.stages}: {fits}")
     left = total - replicas * ranks
     if total > 1:
