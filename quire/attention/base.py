@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.split_k import PartialSums
+from quire.parallel.groups import ContextShare
 from quire.platform.recording import SizedRecorder
 from quire.platform.transfer import upload
+from quire.types.errors import ConfigError
 from quire.types.ledger import EngineSizes, LedgerLine
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sign-folded sin of a step, [n, 1, rotary_dim]; None: no rotation
@@ -208,6 +210,13 @@ class AttentionBackend(GroupBackend):
     def start(self) -> None:
         """Prepare the process for its kernels. Called once per engine, after the platform has started."""
         return None
+
+    def share_context(self, share: ContextShare) -> None:
+        """Keep this rank's part of every block, and attend over those of all ranks. Before anything is kept."""
+        raise ConfigError(
+            f"decode_context_parallel_size is {share.size}, but {type(self).__name__} keeps every token on each rank;"
+            " contexts are split by dense and latent attention on a CPU (cpu_native), so leave it out"
+        )
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Types that the cache may have beside activations of `dtype`, the default first."""

@@ -6,8 +6,8 @@ about the batch can change a bit.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from quire.attention.base import (
 from quire.kernels.cpu import library
 from quire.kernels.cpu.recording import KernelRecorder
 from quire.kernels.cpu.tracing import empty
+from quire.parallel.groups import ContextShare
 from quire.platform.recording import SizedRecorder
+from quire.types.ledger import EngineSizes, LedgerLine
 
 # As kv_cache.h numbers them. The default first: half the memory traffic of float32, and an error of 2^-11 at most.
 KV_TYPES = {torch.float16: 1, torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
@@ -48,6 +50,7 @@ class NativeAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._kernels = library.bound()
+        self._share = ContextShare()
 
     @property
     def instruction_set(self) -> str:
@@ -64,6 +67,17 @@ class NativeAttention(AttentionBackend):
     def recorder(self) -> SizedRecorder:
         return KernelRecorder()
 
+    def share_context(self, share: ContextShare) -> None:
+        self._share = share
+
+    def contributes(self, spec: AttentionSpec, sizes: EngineSizes) -> Iterable[LedgerLine]:
+        yield from super().contributes(spec, sizes)
+        ranks = self._share.size
+        if ranks > 1:
+            width = ranks * spec.num_heads * ((spec.value_dim or spec.head_dim) + 2)
+            num_bytes = sizes.max_num_batched_tokens * (2 + ranks) * width * 4
+            yield LedgerLine("split contexts", num_bytes, f"queries and sums of {ranks} ranks", in_step=True)
+
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return tuple(KV_TYPES)
 
@@ -72,7 +86,7 @@ class NativeAttention(AttentionBackend):
     ) -> tuple[int, ...]:
         # Within a cell of the last two dimensions the library arranges keys in its own way (kv_cache.h).
         width = head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
-        return (2, num_blocks, num_kv_heads, block_size, width)
+        return (2, num_blocks, num_kv_heads, block_size // self._share.size, width)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
@@ -93,6 +107,12 @@ class NativeAttention(AttentionBackend):
         self._kernels.note_finite(values.data_ptr(), *values.shape, values.stride(0), out.data_ptr())
 
     def prepare(self, batch: AttentionBatch, kind: Hashable, lists: tuple[Tensor, ...]) -> NativeMetadata:
+        share, slots = self._share, batch.slot_mapping
+        if share.size > 1:
+            own, size = empty(slots.shape[0], dtype=torch.int64), batch.block_size // share.size
+            place = (slots.shape[0], share.size, share.rank, size)
+            self._kernels.own_slots(slots.data_ptr(), own.data_ptr(), *place)
+            batch = replace(batch, slot_mapping=own, block_size=size)
         return NativeMetadata(
             batch,
             batch.slot_mapping.data_ptr(),
@@ -149,10 +169,9 @@ class NativeAttention(AttentionBackend):
 
     def attend(self, spec: AttentionSpec, written: Written, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(metadata, NativeMetadata)
-        batch, query = metadata.batch, written.query
-        out = empty(query.shape[0], spec.num_heads * spec.head_dim)
-        if query.shape[0] > metadata.batch.num_tokens:
-            out[metadata.batch.num_tokens :] = 0.0
+        batch, share = metadata.batch, self._share
+        query, out = self._all_queries(written.query), self._room(written.query, spec.head_dim)
+        sinks = None if spec.sinks is None else spec.sinks.data_ptr()
         self._kernels.attention(
             query.data_ptr(),
             cache.data_ptr(),
@@ -164,7 +183,7 @@ class NativeAttention(AttentionBackend):
             batch.rows.shape[0],
             batch.tables.stride(0),
             cache.stride(0) * cache.element_size(),
-            spec.num_heads,
+            share.size * spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
             batch.block_size,
@@ -173,6 +192,32 @@ class NativeAttention(AttentionBackend):
             KV_TYPES[cache.dtype],
             spec.scale,
             spec.soft_cap or 0.0,
-            None if spec.sinks is None else spec.sinks.data_ptr(),
+            sinks,
+            share.size,
+            share.rank,
         )
+        out = self._merged(out, spec.num_heads, spec.head_dim, sinks).flatten(1)
+        if out.shape[0] > batch.num_tokens:
+            out[batch.num_tokens :] = 0.0
+        return out
+
+    def _all_queries(self, query: Tensor) -> Tensor:
+        """Those of this rank's heads [n, heads, dim] among those of all ranks that split its contexts."""
+        flat = query.flatten(1)
+        return self._share.collectives.all_gather(flat, self._share.size * flat.shape[1])
+
+    def _room(self, query: Tensor, value_dim: int) -> Tensor:
+        """For what attention gives: results [n, heads, value_dim], or states of all ranks' heads that are merged."""
+        ranks, (tokens, heads, _) = self._share.size, query.shape
+        return empty(tokens, heads, value_dim) if ranks == 1 else empty(tokens, ranks * heads * (value_dim + 2))
+
+    def _merged(self, states: Tensor, heads: int, value_dim: int, sinks: int | None) -> Tensor:
+        """Results [n, heads, value_dim], of the states of all ranks that split contexts."""
+        share, tokens = self._share, states.shape[0]
+        if share.size == 1:
+            return states
+        everyone = share.collectives.all_gather(states, share.size * states.shape[1])
+        out = empty(tokens, heads, value_dim)
+        place = (tokens, share.size, share.size * heads, share.rank * heads, heads, value_dim)
+        self._kernels.merge_contexts(everyone.data_ptr(), sinks, out.data_ptr(), *place)
         return out

@@ -19,7 +19,8 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
     def cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> tuple[int, ...]:
-        return (num_blocks, block_size, head_dim + (self.num_scales * SCALE_BYTES if dtype == torch.int8 else 0))
+        scales = self.num_scales * SCALE_BYTES if dtype == torch.int8 else 0
+        return (num_blocks, block_size // self._share.size, head_dim + scales)
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # A thread's unpacked tile and query rows, and the tiles' results of one long decode.
@@ -105,7 +106,8 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
     ) -> Tensor:
         """Sums of latents [n, heads, value_dim]; rows: addresses of tables, lines in them, contexts and starts."""
         assert spec.value_dim is not None
-        out = empty(query.shape[0], spec.num_heads, spec.value_dim)
+        share, out = self._share, self._room(query, spec.value_dim)
+        query = self._all_queries(query)
         self._kernels.latent_attention(
             query.data_ptr(),
             cache.data_ptr(),
@@ -114,11 +116,13 @@ class NativeLatentAttention(LatentBackend, NativeAttention):
             num_rows,
             table_stride,
             cache.stride(1) * cache.element_size(),
-            spec.num_heads,
+            share.size * spec.num_heads,
             spec.head_dim,
             spec.value_dim,
             block_size,
             KV_TYPES[cache.dtype],
             spec.scale,
+            share.size,
+            share.rank,
         )
-        return out
+        return self._merged(out, spec.num_heads, spec.value_dim, None)

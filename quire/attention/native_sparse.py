@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionMetadata, AttentionSpec, Rotation, Written
+from quire.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, Rotation, Written
 from quire.attention.cpu_native import KV_TYPES, SCALE_BYTES, NativeMetadata
 from quire.attention.latent import IndexInputs, LatentWeights
 from quire.attention.native_latent import NativeLatentAttention
@@ -17,10 +17,14 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.index import select_rows
 from quire.kernels.cpu.latent import per_head
 from quire.kernels.cpu.tracing import empty
+from quire.parallel.groups import ContextShare
 
 
 class NativeSparseAttention(NativeLatentAttention):
     num_scales = 2  # of the index key, then of the latent
+
+    def share_context(self, share: ContextShare) -> None:
+        AttentionBackend.share_context(self, share)  # an indexer selects among the keys of all tokens
 
     def workspace_bytes(self, spec: AttentionSpec, max_model_len: int, itemsize: int) -> int:
         # And scores of twice as many tokens as there are threads, for all keys.

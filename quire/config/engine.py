@@ -167,6 +167,7 @@ def check(config: EngineConfig) -> None:
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
         "data_parallel_size": config.parallel.data_parallel_size,
+        "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:
@@ -240,6 +241,7 @@ def _check_parallel(config: EngineConfig) -> None:
             f"num_redundant_experts is {parallel.num_redundant_experts} and eplb_interval {parallel.eplb_interval},"
             " but they must be at least 0 and 1"
         )
+    _check_contexts(config)
     if config.device.standby and (parallel.data_parallel_size > 1 or parallel.elastic):
         raise ConfigError("standby is for one engine; replicas stand in for each other, so leave it out")
     _ = config.lora.buckets  # are they what they should be?
@@ -256,6 +258,17 @@ def _check_auto(parallel: ParallelConfig) -> None:
             f"parallel is 'auto', which uses the GPUs of this machine, but executor is {parallel.executor!r}; set the"
             " sizes yourself, such as those of `quire fit --parallel auto --machine 2x8xh200`"
         )
+
+
+def _check_contexts(config: EngineConfig) -> None:
+    parallel, contexts = config.parallel, config.parallel.decode_context_parallel_size
+    if parallel.tensor_parallel_size % contexts or config.cache.block_size % contexts:
+        raise ConfigError(
+            f"decode_context_parallel_size is {contexts} but must divide tensor_parallel_size"
+            f" ({parallel.tensor_parallel_size}) and block_size ({config.cache.block_size})"
+        )
+    if parallel.tp_exact and contexts > 1:
+        raise ConfigError("tp_exact does not fix sums over ranks that split a context; leave out -dcp or --tp-exact")
 
 
 def check_budget(num_seqs: int, budget: int) -> None:

@@ -331,6 +331,12 @@ class ParallelConfig:
         "Let `quire ctl replicas` add a replica to a server of one engine without a restart; with -dp 2 or more it"
         " may anyway.",
     )
+    decode_context_parallel_size: int = setting(
+        1,
+        "Tensor parallel ranks that hold the same KV head and split its tokens: each keeps a part of every KV block,"
+        " so that as many times more blocks fit. Divides the number of ranks that hold a KV head.",
+        short="-dcp",
+    )
     enable_expert_parallel: bool = setting(
         False,
         "Give each tensor parallel rank some of the experts whole, instead of a slice of every one.",
@@ -395,6 +401,11 @@ class ParallelConfig:
             "counts_experts": self.counts_experts,
             "num_redundant_experts": self.num_redundant_experts,
         }
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of tensor parallel, of pipelines and of groups that split contexts."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size, self.decode_context_parallel_size
 
     @property
     def answering_rank(self) -> int:

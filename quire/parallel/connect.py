@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from quire.config.groups import ParallelConfig
 from quire.parallel.collectives import Collectives
-from quire.parallel.groups import ParallelGroup
+from quire.parallel.groups import ContextShare, ParallelGroup
 from quire.parallel.pipeline import Link, Pipeline
 from quire.platform.base import Platform
 
@@ -16,6 +17,9 @@ class HostLinks(Protocol):
 
     def of_stage(self, rank: int) -> Collectives:
         """Of the ranks that share this one's layers."""
+
+    def of_context(self, rank: int) -> Collectives:
+        """Of the ranks that split contexts with this one."""
 
     def of_all(self, rank: int) -> Collectives: ...
 
@@ -30,13 +34,15 @@ def connect(
 
     At `meeting`, a file that does not exist yet or tcp://ADDRESS:PORT, ranks on GPUs find each other.
     """
-    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    size, stages, contexts = parallel.sizes
+    context = ContextShare(rank % contexts, contexts)
     if platform.uses_host_memory:
         of_stage, world, link = links.of_stage(rank), links.of_all(rank), links.link(rank)
+        context = replace(context, collectives=links.of_context(rank))
     else:
         from quire.parallel.nccl import NcclLink, nccl_collectives
 
         of_stage, world = nccl_collectives(platform.device, rank, size, stages, meeting)
         link = NcclLink(rank, size, stages)
-    group = ParallelGroup(rank % size, size, of_stage, **parallel.group_settings)
+    group = ParallelGroup(rank % size, size, of_stage, context=context, **parallel.group_settings)
     return group, Pipeline(rank // size, stages, None, link, world)

@@ -9,6 +9,18 @@ from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class ContextShare:
+    """The ranks that split the tokens of the KV heads they all hold; by default one, which keeps every token.
+
+    Of each block of tokens the rank keeps its part in order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives = field(default_factory=NullCollectives)
+
+
+@dataclass(frozen=True)
 class ParallelGroup:
     """The ranks that share one layer; the default is a group of one."""
 
@@ -20,6 +32,7 @@ class ParallelGroup:
     all_to_all: bool = False  # whether tokens are sent to the ranks of their experts, and results back
     counts_experts: bool = False  # whether layers count how often each of their experts is chosen
     num_redundant_experts: int = 0  # slots of experts in each layer beyond one for each
+    context: ContextShare = field(default_factory=ContextShare)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -34,6 +47,15 @@ class ParallelGroup:
             )
         share = total // self.size
         return self.rank * share, share
+
+    def check_context(self, kv_heads: int) -> None:
+        """Refuse a split of contexts over more ranks than hold a KV head."""
+        sharing = self.size // kv_heads if self.size > kv_heads else 1
+        if sharing % self.context.size:
+            raise ConfigError(
+                f"decode_context_parallel_size is {self.context.size}, but with {kv_heads} KV heads on {self.size}"
+                f" ranks a head is held by {sharing}; choose a divisor of that, or leave it out"
+            )
 
     def share_of(self, total: int, what: str) -> tuple[int, int]:
         """(start, size) of this rank's share, rounded up, of what need not divide evenly; the last may have less."""

@@ -83,15 +83,19 @@ LINK_BYTES = _HEADER + LINK_SLOTS * SLOT_BYTES
 class RankMemory:
     """The memory of all ranks, by stages: what all share, the ranks of each stage, and a link between neighbours.
 
+    Behind it is that of ranks that split contexts, `context_size` neighbours each.
+
     Ranks count through the first stage, then through the second; `tensor_size` of them share every layer.
     """
 
-    def __init__(self, tensor_size: int, stages: int, fd: int | None = None) -> None:
+    def __init__(self, tensor_size: int, stages: int, context_size: int = 1, fd: int | None = None) -> None:
         """With `fd` it is the memory that another process made."""
         self._world, self._stage = collective_bytes(tensor_size * stages), collective_bytes(tensor_size)
         self._tensor_size, self._stages = tensor_size, stages
         self._links = self._world + stages * self._stage
-        self.memory = SharedMemory(self._links + (stages - 1) * tensor_size * LINK_BYTES, fd)
+        self._contexts, self._context_size = self._links + (stages - 1) * tensor_size * LINK_BYTES, context_size
+        self._num_contexts = tensor_size * stages // context_size if context_size > 1 else 0
+        self.memory = SharedMemory(self._contexts + self._num_contexts * collective_bytes(context_size), fd)
 
     @property
     def fd(self) -> int:
@@ -104,6 +108,10 @@ class RankMemory:
     def stage(self, index: int) -> MemoryPart:
         return self.memory.part(self._world + index * self._stage, self._stage)
 
+    def context(self, index: int) -> MemoryPart:
+        size = collective_bytes(self._context_size)
+        return self.memory.part(self._contexts + index * size, size)
+
     def link_from(self, rank: int) -> MemoryPart | None:
         """From a rank to the one in its place of the next stage; None if it is in the last."""
         if not 0 <= rank < (self._stages - 1) * self._tensor_size:
@@ -113,11 +121,16 @@ class RankMemory:
     def parts(self) -> list[MemoryPart]:
         links = (self.link_from(rank) for rank in range(self._tensor_size * self._stages))
         stages = (self.stage(index) for index in range(self._stages))
-        return [self.world, *stages, *(link for link in links if link is not None)]
+        contexts = map(self.context, range(self._num_contexts))
+        return [self.world, *stages, *(link for link in links if link is not None), *contexts]
 
     def of_stage(self, rank: int) -> Collectives:
         stage, place = divmod(rank, self._tensor_size)
         return _through(self.stage(stage), place, self._tensor_size)
+
+    def of_context(self, rank: int) -> Collectives:
+        index, place = divmod(rank, self._context_size)
+        return _through(self.context(index), place, self._context_size)
 
     def of_all(self, rank: int) -> Collectives:
         return _through(self.world, rank, self._tensor_size * self._stages)

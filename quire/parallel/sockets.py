@@ -34,11 +34,14 @@ _LIMIT = 30.0  # seconds in which all ranks have to find each other
 class Mesh:
     """A TCP connection between every two ranks. A failed step ends all waiting; `connect` starts over."""
 
-    def __init__(self, host: str, secret: bytes, tensor_size: int = 1, stages: int = 1) -> None:
+    def __init__(
+        self, host: str, secret: bytes, tensor_size: int = 1, stages: int = 1, context_size: int = 1
+    ) -> None:
         """Listen on an address of this host."""
         self._listener = socket.create_server((host, 0), backlog=64)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._secret, self.tensor_size, self.stages = secret, tensor_size, stages
+        self.context_size = context_size
         self._sockets: dict[int, socket.socket] = {}
         self._groups: list[SocketCollectives] = []
         self.ended = np.zeros(1, dtype=np.int64)
@@ -85,6 +88,10 @@ class Mesh:
     def of_stage(self, rank: int) -> Collectives:
         first = rank - rank % self.tensor_size
         return self._group(rank, range(first, first + self.tensor_size))
+
+    def of_context(self, rank: int) -> Collectives:
+        first = rank - rank % self.context_size
+        return self._group(rank, range(first, first + self.context_size))
 
     def of_all(self, rank: int) -> Collectives:
         return self._group(rank, range(self.tensor_size * self.stages))

@@ -29,7 +29,7 @@ from quire.loader.pooler import module_files, read_pooler
 from quire.loader.with_modules import with_modules
 from quire.models.base import BuildContext, Model, ModelDescription
 from quire.models.registry import describe, model_class
-from quire.parallel.groups import ParallelGroup
+from quire.parallel.groups import ContextShare, ParallelGroup
 from quire.parallel.pipeline import Pipeline
 from quire.planning.defaults import (
     choose_kv_dtype,
@@ -108,7 +108,7 @@ class EnginePlan:
             "quantization": self.settings.quantization,
             "activations": self.settings.activations,
             "attention_backend": self.backend.name,
-            "ranks": "any" if self.group.exact else str(self.group.size),
+            "ranks": "any" if self.group.exact else f"{self.group.size}, contexts over {self.group.context.size}",
         }
 
     @property
@@ -165,6 +165,10 @@ def plan_engine(
     if platform.is_here:
         backend.start()
     _check_heads(kept, backend)
+    if group.context.size > 1:
+        for heads in {layer.form.num_heads for layer in kept if layer.form is not None}:
+            group.check_context(heads)
+        backend.share_context(group.context)
     kv_dtype = choose_kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     deterministic = backend.name == platform.deterministic_backend
@@ -364,6 +368,7 @@ def plan_memory(
         0,
         parallel.tensor_parallel_size,
         **parallel.group_settings,
+        context=ContextShare(0, parallel.decode_context_parallel_size),
     )
     pipeline = Pipeline(stage, parallel.pipeline_parallel_size)
     return plan_engine(

@@ -94,7 +94,7 @@ class MultiProcExecutor(RanksExecutor):
         super().__init__(config, report)
         parallel, size = config.parallel, self.num_ranks
         self._ring_memory = SharedMemory(ring_bytes(size))
-        self._memory = RankMemory(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._memory = RankMemory(*parallel.sizes)
         self._ring = RingWriter(self._ring_memory, size)
         self._failed_ranks = CollectiveFailure(self._memory.parts())
         self._meeting = tempfile.TemporaryDirectory(prefix="quire-ranks-")

@@ -110,9 +110,7 @@ class LocalChannel(RankChannel):
         self._send_lock = threading.Lock()  # adapters are read on a thread of their own
         self._ring = RingReader(SharedMemory(ring_bytes(order.size), order.ring_fd), order.rank, order.size)
         parallel = order.config.parallel
-        self._memory = RankMemory(
-            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, order.collectives_fd
-        )
+        self._memory = RankMemory(*parallel.sizes, order.collectives_fd)
         self.failure = CollectiveFailure(self._memory.parts())
         self.beat = self._ring.words.beat
 

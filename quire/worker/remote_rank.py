@@ -109,7 +109,7 @@ class RemoteChannel(RankChannel):
         assert self._placement is not None
         config, rank = self._placement.config, self._placement.rank
         parallel = config.parallel
-        self._mesh.tensor_size, self._mesh.stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._mesh.tensor_size, self._mesh.stages, self._mesh.context_size = parallel.sizes
         self.send(Present(model_digest(find_model(config.model), config.model)))
         order = decode_order(self._orders.recv())
         assert isinstance(order, Connect)

@@ -34,12 +34,13 @@ from tests.e2e import draft_heads
 from tests.e2e.draft_heads import Target
 from tests.e2e.drafting import draft_always
 from tests.e2e.test_lora import answers, make_adapter, mixed
-from tests.e2e.tiny import RECURRENT, Answer, Driver, make_engine, make_model, run_all
+from tests.e2e.tiny import LATENT, RECURRENT, Answer, Driver, make_engine, make_model, run_all
 from tests.e2e.tiny_grammar import VOCABULARY
 from tests.gpu.helpers import make_jobs, run_jobs
 
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "dtype": "float32", "kv_cache_dtype": "float32"}
+KINDS_LATENT: dict[str, Any] = {"model_type": "deepseek_v3", **LATENT}
 LIMIT = 5.0  # seconds for an engine to notice that a rank is lost
 
 
@@ -164,6 +165,33 @@ def test_exact_ranks_give_equal_bits(model: Path, size: int) -> None:
         assert found[name].prompt_logprobs == answer.prompt_logprobs, name
 
 
+SPLIT = [
+    ({"model_type": "llama", "num_attention_heads": 8, "head_dim": 8}, 4, 2),  # two KV heads
+    pytest.param(KINDS_LATENT, 2, 2, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "contexts"), SPLIT)
+def test_ranks_that_split_contexts_give_the_tokens_of_one(
+    kind: dict[str, Any], size: int, contexts: int, tmp_path: Path
+) -> None:
+    """Each keeps a part of every block: with the same memory, as many times more blocks."""
+    model, jobs = make_model(tmp_path / "model", **kind), make_jobs(16, longest=100)
+    settings = SETTINGS | {"max_model_len": 256, "kv_cache_memory": 1 << 20}
+    one = make_engine(model, **settings)
+    expected = run_jobs(one, jobs, seed=3)
+    one.shutdown()
+    core = make_engine(model, tensor_parallel_size=size, decode_context_parallel_size=contexts, **settings)
+    assert_alike(run_jobs(core, jobs, seed=3), expected)
+    split = core.executor.description.ledger
+    core.shutdown()
+    whole = plan_memory(EngineConfig.from_flat(model=str(model), tensor_parallel_size=size, **settings))
+    assert [pool.page_bytes * contexts for pool in split.layout.pools] == [
+        pool.page_bytes for pool in whole.layout.pools
+    ]
+    assert split.pool_blocks[0] >= contexts * whole.pool_blocks[0]
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "recurrent": {"model_type": "qwen3_5_text", **RECURRENT},
@@ -202,6 +230,12 @@ def test_what_ranks_refuse_is_told_as_it_is(model: Path) -> None:
         build_engine(config)
 
 
+def test_contexts_of_heads_that_one_rank_holds_cannot_be_split(model: Path) -> None:
+    config = EngineConfig.from_flat(model=str(model), tensor_parallel_size=2, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"2 KV heads on 2 ranks a head is held by 1"):
+        plan_memory(config)
+
+
 def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
     configs = [EngineConfig.from_flat(model=str(model), tensor_parallel_size=size, **SETTINGS) for size in (1, 4)]
     one, four = map(plan_memory, configs)
@@ -217,6 +251,8 @@ def test_the_ledger_of_a_rank_has_its_share(model: Path) -> None:
         ({"tensor_parallel_size": 2, "executor": "inproc"}, "2 ranks need processes"),
         ({"tensor_parallel_size": 3, "tp_exact": True}, "must be one of 1, 2, 4, 8"),
         ({"tp_exact": True, "enable_lora": True}, "does not take LoRA adapters"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 4}, r"must divide tensor_parallel_size \(2\)"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "tp_exact": True}, "does not fix sums"),
         ({"tensor_parallel_size": 8, "pipeline_parallel_size": 8}, "is 64 but an engine has at most 63 ranks"),
     ],
 )

@@ -3,6 +3,9 @@
 // A query's keys are taken in tiles of TILE at absolute positions. Each tile gives a maximum, a sum and a weighted sum of
 // values on its own; these are merged in order of position. Keys that a query must not see weigh exactly zero. So neither
 // the batch, nor how a sequence was cut into steps, nor how the work is shared can change a bit.
+//
+// Where ranks split the tokens of a sequence, keys count what is kept here. The result is then a state of each query row,
+// its sums, highest score and total, which `merge_contexts` merges over the ranks in their order.
 #include "attention_tile.h"
 #include "latent_cache.h"
 
@@ -25,6 +28,7 @@ struct Shape {
     bool causal;
     float scale, soft_cap;
     const float* sinks;  // [heads] scores of keys without values, or null
+    Split split;
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }
@@ -43,13 +47,13 @@ int64_t first_position(const Shape& shape, const Unit& unit) {
 // The first key that a token at this position sees.
 int64_t first_seen(const Shape& shape, int64_t position) {
     const int64_t first = first_in_window(shape.window, position);
-    return first > 0 ? first : 0;
+    return first > 0 ? shape.split.own(first) : 0;
 }
 
 // The end of the keys that a token of this row sees.
 int64_t end_seen(const Shape& shape, int64_t row, int64_t position) {
     const int64_t ahead = shape.causal ? 1 : shape.window > 0 ? shape.window : shape.contexts[row];
-    return position + ahead < shape.contexts[row] ? position + ahead : shape.contexts[row];
+    return shape.split.own(position + ahead < shape.contexts[row] ? position + ahead : shape.contexts[row]);
 }
 
 // --------------------------------------------------------------------------------------------------------- tiles
@@ -269,6 +273,7 @@ void gather_queries(const Shape& shape, const Unit& unit, float* q) {
 template <class Format, template <class> class CellsOf>
 void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& unit, int64_t first, int64_t last,
                float* memory, bool apart, const Unit* after) {
+    if (first == last) return;
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     float* q = (float*)scratch(0, sizeof(float) * count * shape.dim);
     const int64_t line = (shape.dim + 15) / 16 * 16;  // no less than `padded`
@@ -287,7 +292,7 @@ void run_tiles(const Shape& shape, const CellsOf<Format>& cells, const Unit& uni
             const int64_t start = index * TILE, position = first_position(shape, unit);
             const int64_t length = shape.causal ? 0 : shape.contexts[unit.row];
             const TileWork work{q,      tile,          next,         start,    shape.dim,
-                                padded, shape.group(), shape.window, position, length, shape.soft_cap};
+                                padded, shape.group(), shape.window, position, length, shape.soft_cap, shape.split};
             attend_tile(work, count, State::at(memory, count, padded), meanwhile);
         };
         if (direct) {
@@ -312,6 +317,13 @@ void write_out(const Shape& shape, const Unit& unit, State state) {
     const int64_t padded = shape.padded_dim(), group = shape.group();
     for (int64_t i = 0; i < unit.num_tokens * group; ++i) {
         const int64_t token = unit.first_token + i / group, head = unit.kv_head * group + i % group;
+        if (shape.split.ranks > 1) {
+            float* part = shape.out + (token * shape.heads + head) * (shape.value_dim + 2);
+            std::memcpy(part, state.sums + i * padded, sizeof(float) * shape.value_dim);
+            part[shape.value_dim] = state.highest[i];
+            part[shape.value_dim + 1] = state.total[i];
+            continue;
+        }
         float* out = shape.out + (token * shape.heads + head) * shape.value_dim;
         // A score beside those of the keys: it takes a share of the weight and adds nothing.
         const float sink = shape.sinks ? std::exp2(shape.sinks[head] * LOG2_E - state.highest[i]) : 0.0f;
@@ -335,6 +347,7 @@ void run_unit(const Shape& shape, const CellsType& cells, const Unit& unit, cons
 void merge_tiles(const Shape& shape, const Unit& unit, float* memory) {
     const int64_t padded = shape.padded_dim(), count = unit.num_tokens * shape.group();
     const State merged = State::at(memory, count, padded);
+    if (unit.num_tiles == 0) merged.clear(count, padded);
     float *old_one = (float*)scratch(1, sizeof(float) * 2 * count), *new_one = old_one + count;
     for (int64_t tile = 1; tile < unit.num_tiles; ++tile) {
         const State part = State::at(memory + tile * State::size(count, padded), count, padded);
@@ -364,7 +377,8 @@ int64_t make_units(const Shape& shape, Unit* units) {
             const int64_t position = first_position(shape, unit);
             unit.first_tile = (int32_t)(first_seen(shape, position) / TILE);
             const int64_t end_key = end_seen(shape, row, position + unit.num_tokens - 1);
-            unit.num_tiles = (int32_t)((end_key - 1) / TILE + 1 - unit.first_tile);
+            unit.num_tiles = (int32_t)((end_key + TILE - 1) / TILE - unit.first_tile);
+            if (unit.num_tiles < 0) unit.num_tiles = 0;  // of what it sees, nothing is kept here
             for (int64_t head = 0; head < shape.kv_heads; ++head) {
                 unit.kv_head = (int32_t)head;
                 units[count++] = unit;
@@ -383,7 +397,7 @@ void run_split(const Shape& shape, const CellsType& cells, const Unit* units, in
     offsets[0] = first_item[0] = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t size = State::size(units[i].num_tokens * shape.group(), padded);
-        offsets[i + 1] = offsets[i] + size * units[i].num_tiles;
+        offsets[i + 1] = offsets[i] + size * (units[i].num_tiles > 0 ? units[i].num_tiles : 1);
         first_item[i + 1] = first_item[i] + units[i].num_tiles;
     }
     float* memory = (float*)scratch(5, sizeof(float) * offsets[count]);
@@ -423,7 +437,7 @@ void run(const Shape& shape, int kv_type, MakeCells make_cells) {
         const int64_t grain = 1 + 8192 / (tiles * TILE * shape.dim / count * (most_rows + 2) / 64 + 1);
         parallel(count, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i)
-                run_unit(shape, cells, units[i], i + 1 < end ? units + i + 1 : nullptr);
+                run_unit(shape, cells, units[i], i + 1 < end && units[i + 1].num_tiles ? units + i + 1 : nullptr);
         });
     });
 }
@@ -433,10 +447,10 @@ void run(const Shape& shape, int kv_type, MakeCells make_cells) {
 void attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows, const int32_t* contexts,
                const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride, int64_t value_offset,
                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, int causal, int kv_type,
-               float scale, float soft_cap, const float* sinks) {
+               float scale, float soft_cap, const float* sinks, int64_t ranks, int64_t rank) {
     if (num_rows == 0) return;
-    const Shape shape{q,     tables,   rows, contexts, starts, out,         num_rows, table_stride,
-                      heads, kv_heads, dim,  dim,      window, causal != 0, scale,    soft_cap,     sinks};
+    const Shape shape{q,        tables, rows, contexts, starts,      out,   num_rows, table_stride, heads,
+                      kv_heads, dim,    dim,  window,   causal != 0, scale, soft_cap, sinks,        {ranks, rank, block_size}};
     run(shape, kv_type, [&](auto format) {
         return Cells<decltype(format)>{(char*)const_cast<void*>(cache), value_offset, kv_heads, dim, block_size};
     });
@@ -445,15 +459,45 @@ void attention(const float* q, const void* cache, const int32_t* tables, const i
 void latent_attention(const float* q, const void* cache, const int32_t* tables, const int64_t* rows,
                       const int32_t* contexts, const int32_t* starts, float* out, int64_t num_rows, int64_t table_stride,
                       int64_t line_bytes, int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, int kv_type,
-                      float scale) {
+                      float scale, int64_t ranks, int64_t rank) {
     if (num_rows == 0) return;
     // All heads read the same keys. They are in groups so large that units of work can be shared among threads.
     int64_t group = heads < SPLIT_ROWS ? heads : SPLIT_ROWS;
     while (heads % group) --group;
     const Shape shape{q,            tables, rows,          contexts, starts,    out, num_rows,
-                      table_stride, heads,  heads / group, dim,      value_dim, 0,   true,     scale, 0.0f, nullptr};
+                      table_stride, heads,  heads / group, dim,      value_dim, 0,   true,     scale, 0.0f, nullptr,
+                      {ranks, rank, block_size}};
     run(shape, kv_type, [&](auto format) {
         return LatentCells<decltype(format)>{(char*)const_cast<void*>(cache), dim, block_size, line_bytes};
+    });
+}
+
+void own_slots(const int64_t* slots, int64_t* out, int64_t count, int64_t ranks, int64_t rank, int64_t block_size) {
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t block = slots[i] / (ranks * block_size), token = slots[i] % (ranks * block_size);
+        out[i] = token / block_size == rank ? block * block_size + token % block_size : -1;
+    }
+}
+
+void merge_contexts(const float* parts, const float* sinks, float* out, int64_t tokens, int64_t ranks, int64_t heads,
+                    int64_t first_head, int64_t count, int64_t dim) {
+    const int64_t line = dim + 2;
+    parallel(tokens * count, 1 + 8192 / (ranks * line), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t token = i / count, head = i % count;
+            float highest = NOTHING, total = 0, old_one, new_one, *sums = out + i * dim;
+            std::memset(sums, 0, sizeof(float) * dim);
+            for (int64_t r = 0; r < ranks; ++r) {
+                const float* part = parts + ((token * ranks + r) * heads + first_head + head) * line;
+                join(1, &highest, &total, part + dim, part + dim + 1, {&old_one, &new_one});
+                const Vec before = set(old_one), now = set(new_one);
+                map(dim, [&](int64_t d, int n) {
+                    put(sums + d, fma(get(sums + d, n), before, mul(get(part + d, n), now)), n);
+                });
+            }
+            const Vec all = set(total + (sinks ? std::exp2(sinks[head] * LOG2_E - highest) : 0.0f));
+            map(dim, [&](int64_t d, int n) { put(sums + d, div(get(sums + d, n), all), n); });
+        }
     });
 }
 

@@ -47,6 +47,17 @@ struct State {
     }
 };
 
+// Which tokens of a sequence are kept here: of every `ranks` * `block` tokens the `rank`-th `block`, one after the other.
+struct Split {
+    int64_t ranks, rank, block;
+    // How many of the first `count` tokens.
+    int64_t own(int64_t count) const {
+        if (ranks == 1) return count;
+        const int64_t rest = count % (ranks * block) - rank * block;
+        return count / (ranks * block) * block + (rest < 0 ? 0 : rest < block ? rest : block);
+    }
+};
+
 // What query rows get from one tile. Row i is a head of token position + i / group.
 template <class Format>
 struct TileWork {
@@ -55,6 +66,7 @@ struct TileWork {
     int64_t start, dim, padded, group, window, position;  // start: the tile's first key
     int64_t length;  // of the whole prompt, where tokens see those after them too; else 0
     float soft_cap;
+    Split split;  // start counts what is kept here, position all tokens
 };
 
 // Where what a token at this position sees begins: with its window, below 0 too; a negative window is the size of chunks.
@@ -69,9 +81,10 @@ struct Reach {
     Reach(const TileWork<Format>& work, int64_t first, int64_t count) {
         int64_t token = first / work.group, head = first % work.group;
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t own = work.position + token - work.start;
-            const int64_t begin = first_in_window(work.window, work.position + token) - work.start;
-            int64_t end = own + 1;
+            const int64_t position = work.position + token, own = position - work.start;
+            const int64_t first_key = first_in_window(work.window, position);
+            const int64_t begin = (first_key > 0 ? work.split.own(first_key) : 0) - work.start;
+            int64_t end = work.split.own(position + 1) - work.start;
             if (work.length > 0) {
                 const int64_t all = work.length - work.start;
                 end = work.window > 0 && own + work.window < all ? own + work.window : all;
@@ -85,7 +98,7 @@ struct Reach {
 
 template <class Format>
 TileWork(const float*, const Tile<Format>&, const Tile<Format>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-         int64_t, float) -> TileWork<Format>;
+         int64_t, float, Split) -> TileWork<Format>;
 
 template <int ROWS, int WIDTH, class Format>
 inline void score_columns(const TileWork<Format>& work, const float* q, int first, float* scores) {

@@ -97,7 +97,7 @@ void prepare_latent(const float* q, int64_t q_token, const float* latent, int64_
             for (int64_t t = begin * CHUNK; t < last; ++t) {
                 for (int64_t h = 0; h < heads; ++h)
                     turn(q + t * q_token + h * (nope + rope) + nope, t, query + (t * heads + h) * width + rank);
-                if (t >= num_written) continue;
+                if (t >= num_written || slots[t] < 0) continue;  // padding, or another rank keeps it
                 norm_row(latent + t * latent_token, norm, 0.0f, eps, rank, line);
                 turn(latent + t * latent_token + rank, t, line + rank);
                 cells.write(slots[t], line);

@@ -87,6 +87,7 @@ void prepare_qkv(const float* qkv, const float* q_weight, const float* k_weight,
             const int64_t written = last < num_written ? last : num_written;
             for (int64_t t = begin * CHUNK, count; t < written; t += count) {
                 count = together(cells, slots, t, written) ? LANES : 1;
+                if (slots[t] < 0) continue;  // another rank keeps it
                 for (int64_t h = 0; h < kv_heads; ++h) {
                     for (int64_t i = 0; i < count; ++i) turn(t + i, heads + h, k_weight, line, keys + i * dim);
                     if (count == 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from quire.kernels.cpu import library
-from tests.attention import test_cpu_native, test_latent, test_sparse
+from tests.attention import test_context_parallel, test_cpu_native, test_latent, test_sparse
 from tests.kernels.cpu import (
     test_encoder,
     test_extremes,
@@ -22,6 +22,7 @@ from tests.kernels.cpu import (
 from tests.parallel import test_shared_memory, test_sockets
 
 MODULES = (
+    test_context_parallel,
     test_cpu_native,
     test_latent,
     test_sparse,
@@ -113,6 +114,7 @@ COVERED = {
     ),
     "rows_over_ranks": Held(*["test_rows_go_from_one_rank_to_some"] * 3),
     "rows_over_sockets": Held(*["test_rows_over_sockets_go_from_one_rank_to_some"] * 3),
+    **dict.fromkeys(("own_slots", "merge_contexts"), Held(*["test_ranks_attend_like_one"] * 3)),
     "gather_over_ranks": Held(*["test_columns_are_gathered_in_rank_order"] * 3),
     "note_finite": Held(*["test_what_is_not_finite_is_found_in_its_row"] * 3),
     "prepare_qkv": Held(
