@@ -16,9 +16,9 @@ SplitKMatmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class PartialSums(NamedTuple):
-    """Split-K partial sums of a matmul."""
+    """Partial sums of a matmul: of split-K, or of ranks that share it."""
 
-    values: Tensor  # [parts, n, width] float32
+    values: Tensor  # [parts, n, width] float32; results of ranks in their own type
     dtype: torch.dtype  # of their sum
 
     def summed(self) -> Tensor:
@@ -27,7 +27,7 @@ class PartialSums(NamedTuple):
 
 def sum_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of parts [parts, n, width], taken one after the other and then rounded."""
-    total = values[0]
+    total = values[0].to(torch.float32)
     for part in values[1:]:
         total = total + part
     return total.to(dtype)

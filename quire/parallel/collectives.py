@@ -12,6 +12,12 @@ from quire.types.errors import ConfigError
 
 
 class Collectives(ABC):
+    gathers_parts = False  # whether a reader may add up what ranks have, instead of `all_reduce`
+
+    def gather_parts(self, x: Tensor) -> Tensor:
+        """The `x` of every rank in rank order, [ranks, *x.shape]; of those that gather parts."""
+        raise NotImplementedError
+
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks, the same bits on all of them. May overwrite `x`."""

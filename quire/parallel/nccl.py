@@ -16,17 +16,19 @@ from quire.parallel.pipeline import Link
 class NcclCollectives(Collectives):
     """Sums are made of what is gathered, in a tree over the ranks, so that a message's size changes no bit."""
 
+    gathers_parts = True
+
     def __init__(self, device: torch.device, size: int, group: dist.ProcessGroup | None = None) -> None:
         """`group` has `size` ranks; None: all there are."""
         self._size, self._device, self._group = size, device, group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return _tree(self._gather(x), 0, self._size)
+        return _tree(self.gather_parts(x), 0, self._size)
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         share = -(-total // self._size)
         padded = torch.nn.functional.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x
-        columns = self._gather(padded).transpose(0, 1).reshape(x.shape[0], self._size * share)
+        columns = self.gather_parts(padded).transpose(0, 1).reshape(x.shape[0], self._size * share)
         return columns if columns.shape[1] == total else columns[:, :total].contiguous()
 
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
@@ -40,8 +42,7 @@ class NcclCollectives(Collectives):
         dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self._group)
         return [int(value) for value in mine.tolist()]
 
-    def _gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]"""
+    def gather_parts(self, x: Tensor) -> Tensor:
         out = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
         return out

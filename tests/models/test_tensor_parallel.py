@@ -49,17 +49,34 @@ class ThreadCollectives(Collectives):
         raise AssertionError("nothing is planned here")
 
 
-def logits_of_ranks(folder: Path, size: int, *, splits_experts: bool = False) -> list[Tensor]:
+class GatheredParts(ThreadCollectives):
+    """Leaves sums over ranks to the norm that reads them, as NCCL does."""
+
+    gathers_parts = True
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_sums = getattr(self, "num_sums", 0) + 1
+        return super().all_reduce(x)
+
+    def gather_parts(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange(x))
+
+
+def logits_of_ranks(
+    folder: Path, size: int, *, splits_experts: bool = False, kind: type[ThreadCollectives] = ThreadCollectives
+) -> list[Tensor]:
     barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
 
     def run(rank: int) -> Tensor:
-        checkpoint = FolderCheckpoint(folder)
-        group = ParallelGroup(rank, size, ThreadCollectives(rank, barrier, shared), splits_experts=splits_experts)
+        checkpoint, links = FolderCheckpoint(folder), kind(rank, barrier, shared)
+        group = ParallelGroup(rank, size, links, splits_experts=splits_experts)
         ctx = BuildContext(dtype=torch.float32, max_model_len=64, group=group)
         model = model_class(checkpoint.config).from_config(checkpoint.config, ctx)
         load_weights(model, checkpoint)
         sequence = PagedSequence(model, len(TOKENS))
-        return torch.cat((sequence.feed(TOKENS[:13]), sequence.feed(TOKENS[13:])))
+        found = torch.cat((sequence.feed(TOKENS[:13]), sequence.feed(TOKENS[13:])))
+        assert getattr(links, "num_sums", 2) == 2, "the embeddings of both steps alone are summed by themselves"
+        return found
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -103,6 +120,14 @@ def test_split_models_give_the_same_logits(name: str, size: int, tmp_path: Path)
     next(tiny for tiny in (*ARCHITECTURES, *MIXTURES, *LATENTS, *RECURRENT) if tiny.name == name).make(tmp_path)
     expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
     for logits in logits_of_ranks(tmp_path, size):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama-tied-biases", 4), ("qwen2", 2)])
+def test_norms_add_up_what_ranks_have(name: str, size: int, tmp_path: Path) -> None:
+    next(tiny for tiny in ARCHITECTURES if tiny.name == name).make(tmp_path)
+    expected = PagedSequence(load(tmp_path, 64), len(TOKENS)).feed(TOKENS)
+    for logits in logits_of_ranks(tmp_path, size, kind=GatheredParts):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
