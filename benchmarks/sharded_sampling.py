@@ -30,7 +30,7 @@ from quire.runner.sampling.sharded import VocabShard
 from quire.types.sampling import SamplingParams
 from quire.types.step import RowStart
 
-VOCAB, HIDDEN = 128_256, 1024
+VOCAB, HIDDEN = 128_256, 512
 ROWS = (1, 8, 32)
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -43,8 +43,7 @@ WARM_UP = 5
 def make_head(group: ParallelGroup) -> LMHead:
     target = Target()
     projection = HeadProjection(HIDDEN, VOCAB, bias=False, target=target, group=group).allocate()
-    for parameter in projection.parameters():
-        torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(group.rank))
+    projection.load("weight", None, torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0)) / 8)
     projection.finish()
     return LMHead(projection, logit_divisor=None, logit_soft_cap=None, target=target, group=group)
 

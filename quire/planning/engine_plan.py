@@ -108,7 +108,8 @@ class EnginePlan:
             "quantization": self.settings.quantization,
             "activations": self.settings.activations,
             "attention_backend": self.backend.name,
-            "ranks": "any" if self.group.exact else f"{self.group.size}, contexts over {self.group.context.size}",
+            "ranks": "any" if self.group.exact else str(self.group.size),
+            "ranks_of_a_context": str(self.group.context.size),
         }
 
     @property
