@@ -202,6 +202,7 @@ def lines(all_shapes: bool) -> None:
         layer_norm.layer_norm(x, weight, weight, 1e-6)
         layer_norm.add_layer_norm(x, x, weight, weight, 1e-6)
         norm.add_rms_norm_split_k(numbers(4, rows, width, dtype=torch.float32), x, weight, 1e-6)
+        norm.add_rms_norm_split_k(numbers(2, rows, width), x, weight, 1e-6)  # of two ranks
         if has_fp8():
             norm.rms_norm_fp8(x, weight, 1e-6)
             norm.add_rms_norm_fp8(x, x, weight, 1e-6)
