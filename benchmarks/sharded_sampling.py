@@ -61,7 +61,7 @@ def measure(rank: int, ranks: int, rounds: int, memory: SharedMemory) -> dict[st
             state = RequestRows(count, 64, torch.device("cpu"))
             sampler = Sampler(VOCAB, count, torch.device("cpu"), shard=shard)
             for row in range(count):
-                start = RowStart(row, str(row), [1, 2], 2, 0, SamplingParams(**params), seed=row)
+                start = RowStart(row, str(row), [1, 2], 2, 0, SamplingParams(**params), seed=row, eos_token_ids=())
                 sampler.add_request(row, start)
             sampler.apply_staged_writes()
             kind = sampler.kind(list(range(count)), False)
