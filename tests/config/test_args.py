@@ -78,6 +78,7 @@ FIXED = {
     "enable_eplb": st.just(False),
     "all2all_backend": st.just("all_reduce"),
     "num_redundant_experts": st.just(0),
+    "decode_context_parallel_size": st.just(1),
     "executor": st.sampled_from(["auto", "inproc", "multiproc"]),
     "join_timeout": st.sampled_from([0.5, 60.0]),
     "lora_slots": st.sampled_from(["16x6", "8x1,64x2"]),
