@@ -33,7 +33,7 @@ class NcclCollectives(Collectives):
 
     def exchange(self, x: Tensor, routes: Tensor) -> Tensor:
         """Every rank gets every row: CUDA graphs hold messages of one size, whatever the routes."""
-        rows = self._gather(x.reshape(-1, x.shape[-1]))
+        rows = self.gather_parts(x.reshape(-1, x.shape[-1]))
         sources = routes.view(-1, 2)[:, 0]
         return rows[sources, torch.arange(len(sources), device=x.device)].view(x.shape)
 

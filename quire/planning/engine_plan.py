@@ -165,11 +165,7 @@ def plan_engine(
     backend = choose_backend(settings.attention_backend, (layer.form for layer in kept))()
     if platform.is_here:
         backend.start()
-    _check_heads(kept, backend)
-    if group.context.size > 1:
-        for heads in {layer.form.num_heads for layer in kept if layer.form is not None}:
-            group.check_context(heads)
-        backend.share_context(group.context)
+    _check_heads(kept, backend, group)
     kv_dtype = choose_kv_dtype(config, backend, dtype, pooler)
     check_trained(length, description.max_position_embeddings)  # before tables of that length are made
     deterministic = backend.name == platform.deterministic_backend
@@ -389,13 +385,18 @@ def _named_scheme(model_config: Mapping[str, Any]) -> Scheme:
     return float_scheme({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32))
 
 
-def _check_heads(layers: Sequence[LayerKV], backend: AttentionBackend) -> None:
+def _check_heads(layers: Sequence[LayerKV], backend: AttentionBackend, group: ParallelGroup) -> None:
+    """Refuse heads that the backend or the group does not take; ranks that split contexts tell the backend."""
     widest = max((layer.form.head_dim for layer in layers if layer.form is not None), default=0)
     limit = backend.max_head_dim
     if limit is not None and widest > limit:
         raise ConfigError(
             f"head_dim is {widest} but {backend.name} attention takes at most {limit}; set --device cpu"
         )
+    if group.context.size > 1:
+        for heads in {layer.form.num_heads for layer in layers if layer.form is not None}:
+            group.check_context(heads)
+        backend.share_context(group.context)
 
 
 def _build_context(
